@@ -1,0 +1,119 @@
+"""Keeps the ranks of one pytest run under mpirun together.
+
+After each phase (setup, call, teardown) of each test all ranks meet in a non-blocking barrier on a
+communicator of their own. When they all arrive they share their verdicts, so that every rank reports the
+same outcome and goes on to the same next test. A rank whose test failed waits only briefly for the others,
+which may hang in a call that it never made: then it prints its traceback and aborts the whole run.
+A rank that dies takes the run with it (mpirun sees to that, and names the rank).
+Ranks above 0 print nothing but such a last word.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+#: Seconds that a failed rank waits for the others before it ends the run.
+GRACE = 3.0
+#: Seconds that a rank waits for the others to collect the same tests.
+COLLECTION_GRACE = 60.0
+FAILED_RUN = 70
+
+
+class Together:
+    """The plug-in proper: one object per rank."""
+
+    def __init__(self, config: pytest.Config, communicator: Intracomm) -> None:
+        """Take over `communicator`, of which nobody else may make use."""
+        self.config = config
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Before the first test: all ranks must have collected the same tests."""
+        mine = (session.testsfailed, [item.nodeid for item in session.items])
+        if not self.meet(COLLECTION_GRACE):
+            self.end(f"waited {COLLECTION_GRACE:.0f} s for the other ranks to collect the tests")
+        others = self.communicator.allgather(mine)
+        if any(other != mine for other in others):
+            self.end(f"the ranks collected different tests: {[len(items) for _, items in others]} tests each")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """After each phase of each test: meet, then make the report the same on all ranks."""
+        report = yield
+        if not self.meet(GRACE if report.failed else None):
+            self.end(f"{item.nodeid} failed in {report.when}", report.longreprtext)
+        words = self.communicator.allgather((report.outcome, report.longreprtext if report.failed else ""))
+        outcomes = [outcome for outcome, _ in words]
+        if "failed" in outcomes:
+            self.tell(
+                report, {rank: text for rank, (outcome, text) in enumerate(words) if outcome == "failed"}
+            )
+        elif len(set(outcomes)) > 1:
+            report.outcome = "failed"
+            report.longrepr = f"the ranks disagree: {dict(enumerate(outcomes))}"
+        return report
+
+    def tell(self, report: pytest.TestReport, failures: dict[int, str]) -> None:
+        """Make `report` a failed one that shows each distinct message of the ranks in `failures` once."""
+        report.outcome = "failed"
+        shown: dict[str, list[int]] = {}
+        for rank, text in failures.items():
+            shown.setdefault(text.rstrip().rpartition("\n")[2], []).append(rank)
+        parts = [f"on ranks {ranks} of {self.size}:\n{failures[ranks[0]]}" for ranks in shown.values()]
+        report.longrepr = "\n\n".join(parts)
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+
+    def meet(self, patience: float | None) -> bool:
+        """Whether all ranks came within `patience` seconds; None waits for ever."""
+        request = self.communicator.Ibarrier()
+        deadline = None if patience is None else time.monotonic() + patience
+        while not request.Test():
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(0.0002)
+        return True
+
+    def end(self, sentence: str, traceback: str = "") -> None:
+        """Print the last word of this rank past all capturing and abort the run."""
+        capture: Any = self.config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        print(
+            f"\n\nrank {self.rank} of {self.size}: {sentence}\n{traceback}", file=sys.__stderr__, flush=True
+        )
+        sys.stdout.flush()
+        self.communicator.Abort(FAILED_RUN)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Start on every rank of a run with --with-mpi; silence the ranks above 0."""
+    if not config.getoption("--with-mpi"):
+        return
+    from mpi4py import MPI
+
+    communicator = MPI.COMM_WORLD.Dup()
+    config.pluginmanager.register(Together(config, communicator), "together")
+    if communicator.rank == 0:
+        # mpirun ends the ranks with SIGTERM when one has died: show what this one was waiting for.
+        faulthandler.register(signal.SIGTERM, file=os.dup(2), all_threads=False, chain=True)
+    else:
+        reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w", encoding="utf-8")
