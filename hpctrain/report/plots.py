@@ -1,0 +1,278 @@
+"""Pictures of runs: loss, learning rate, throughput and gradient norm over the steps, runs overlaid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.errors import InputOutputError
+from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
+from hpctrain.units import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
+Average = Literal["mean", "median"]
+
+_INCHES = (8.0, 5.0)
+_DOTS_PER_INCH = 150
+_POINTS_UNSMOOTHED = 200
+_POINTS_DRAWN = 20_000
+_WINDOWS = 60
+_SKIPPED_COLOUR = "#b00020"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to be drawn: what the legend calls it, and its rows."""
+
+    name: str
+    rows: list[Row]
+
+    def series(self, key: str) -> tuple[Array, Array]:
+        """Steps and values of the rows that hold a number under `key`, both [points]."""
+        points = [(row["step"], row[key]) for row in self.rows if isinstance(row.get(key), (int, float))]
+        table = np.array(points, dtype=np.float64).reshape(-1, 2)
+        table = table[np.isfinite(table[:, 1])]
+        return table[:, 0], table[:, 1]
+
+    def skipped(self) -> Array:
+        """The steps that were skipped, [skipped steps]."""
+        return np.array([row["step"] for row in self.rows if row.get("skipped")], dtype=np.float64)
+
+
+def plot_run(run_dir: Path | str, out_dir: Path | str | None = None, *, log_loss: bool = False) -> list[Path]:
+    """Draw one run; the files written, by default in `plots/` of the run directory."""
+    return plot_runs([run_dir], out_dir, log_loss=log_loss)
+
+
+def plot_runs(
+    run_dirs: Sequence[Path | str], out_dir: Path | str | None = None, *, log_loss: bool = False
+) -> list[Path]:
+    """Draw runs over one another as PNG files and give their paths.
+
+    They go to `out_dir`, by default `plots/` of the run directory, or of the current one for several runs.
+    InputOutputError, with all problems at once, for directories without metrics, and where nothing can be
+    written.
+    """
+    runs = load_runs([Path(run_dir) for run_dir in run_dirs])
+    folder = Path(out_dir) if out_dir is not None else Path(run_dirs[0] if len(runs) == 1 else ".") / "plots"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, figure in draw(runs, log_loss=log_loss).items():
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
+    except OSError as error:
+        raise InputOutputError(f"{folder}: pictures cannot be written: {error.strerror or error}") from error
+    return written
+
+
+def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """The rows of every run directory, each run with the shortest name that tells it from the others."""
+    problems: list[str] = []
+    tables: list[list[Row]] = []
+    for run_dir in run_dirs:
+        path = run_dir / METRICS_FILE
+        if not run_dir.is_dir():
+            problems.append(
+                f"{run_dir}: no such directory; name the run directory of a run, such as runs/quickstart"
+            )
+        elif not path.is_file():
+            problems.append(f"{run_dir}: not a run directory: it holds no {METRICS_FILE}")
+        else:
+            try:
+                tables.append(read_metrics(path))
+            except InputOutputError as error:
+                problems.extend(error.problems)
+                continue
+            if not tables[-1]:
+                problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
+    if problems:
+        raise InputOutputError(problems)
+    return [Run(name, rows) for name, rows in zip(_names(run_dirs), tables, strict=True)]
+
+
+def draw(runs: Sequence[Run], *, log_loss: bool = False) -> dict[str, Figure]:
+    """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm."""
+    return {
+        "loss": _loss(runs, log_loss=log_loss),
+        "learning_rate": _learning_rate(runs),
+        "throughput": _throughput(runs),
+        "grad_norm": _grad_norm(runs),
+    }
+
+
+def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:
+    figure, (axes,) = _figure("Loss", ["loss (nats per token)"], runs)
+    for index, run in enumerate(runs):
+        validation = run.series("validation_loss")
+        label = f"{run.name}, training" if len(runs) > 1 else "training"
+        _curve(axes, run.series("loss"), index, label, "mean")
+        if len(validation[0]):
+            label = f"{run.name}, validation" if len(runs) > 1 else "validation"
+            colour = f"C{index}" if len(runs) > 1 else "C1"
+            axes.plot(
+                *validation,
+                color=colour,
+                linestyle="--",
+                marker="o",
+                markersize=4,
+                linewidth=1.2,
+                label=label,
+            )
+    if log_loss:
+        _logarithmic(axes)
+    _mark_skipped(axes, runs)
+    _legend(axes)
+    return figure
+
+
+def _learning_rate(runs: Sequence[Run]) -> Figure:
+    figure, (axes,) = _figure("Learning rate", ["learning rate"], runs)
+    for index, run in enumerate(runs):
+        axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.name)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    axes.set_ylim(bottom=0)
+    if len(runs) > 1:
+        _legend(axes)
+    return figure
+
+
+def _throughput(runs: Sequence[Run]) -> Figure:
+    from matplotlib.ticker import FuncFormatter
+
+    measured = any(len(run.series("mfu")[0]) for run in runs)
+    labels = ["tokens per second", "MFU (% of peak FLOP/s)"] if measured else ["tokens per second"]
+    figure, panels = _figure("Throughput", labels, runs)
+    for index, run in enumerate(runs):
+        _curve(panels[0], run.series("tokens_per_s"), index, run.name)
+        if measured:
+            _curve(panels[1], run.series("mfu"), index, run.name)
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    if measured:
+        panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+    if len(runs) > 1:
+        _legend(panels[0])
+    return figure
+
+
+def _grad_norm(runs: Sequence[Run]) -> Figure:
+    figure, (axes,) = _figure("Gradient norm", ["global norm before clipping"], runs)
+    spread = 1.0
+    for index, run in enumerate(runs):
+        steps, norms = run.series("grad_norm")
+        _curve(axes, (steps, norms), index, run.name if len(runs) > 1 else "gradient norm")
+        if len(norms) and (norms > 0).all():
+            spread = max(spread, norms.max() / np.median(norms))
+    if spread > 20:  # one spike would press all else flat
+        _logarithmic(axes)
+    _mark_skipped(axes, runs)
+    _legend(axes)
+    return figure
+
+
+def _figure(title: str, labels: Sequence[str], runs: Sequence[Run]) -> tuple[Figure, list[Axes]]:
+    """A figure with one panel a label, one above the other over the same steps."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(_INCHES[0], _INCHES[1] + 1.5 * (len(labels) - 1)), layout="constrained")
+    panels = list(figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0])
+    heading = f"{title}: {runs[0].name}" if len(runs) == 1 else title
+    panels[0].set_title(heading, fontsize=14, loc="left", pad=10)
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_ylabel(label, fontsize=12)
+        axes.tick_params(labelsize=11)
+        axes.grid(color="#dddddd", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("step", fontsize=12)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    return figure, panels
+
+
+def _curve(
+    axes: Axes, series: tuple[Array, Array], index: int, label: str, average: Average = "median"
+) -> None:
+    """A line; with many points a faint one, and a smooth one over it."""
+    steps, values = series
+    style: dict[str, Any] = {"color": f"C{index}"}
+    if len(values) <= _POINTS_UNSMOOTHED:
+        axes.plot(steps, values, linewidth=1.6, marker="." if len(values) < 3 else None, label=label, **style)
+        return
+    every = -(-len(values) // _POINTS_DRAWN)
+    axes.plot(steps[::every], values[::every], linewidth=0.6, alpha=0.3, **style)
+    window = max(3, len(values) // _WINDOWS)
+    centres, smooth = smoothed(values, window, average)
+    axes.plot(steps[centres], smooth, linewidth=1.8, label=f"{label} ({average} of {window} steps)", **style)
+
+
+def smoothed(
+    values: Array, window: int, average: Average, points: int = 600
+) -> tuple[npt.NDArray[np.int64], Array]:
+    """At most `points` indices into the values [n], and the average over the `window` values around each."""
+    last = len(values) - 1
+    centres = np.unique(np.linspace(0, last, min(len(values), points)).astype(np.int64))
+    take = np.mean if average == "mean" else np.median
+    smooth = []
+    for centre in centres:
+        # Symmetric at the start, which is steep; at the end what came before counts on, lest it flicker.
+        left = min(centre, window // 2)
+        right = min(last - centre, left)
+        smooth.append(take(values[centre - left : centre + right + 1]))
+    return centres, np.array(smooth)
+
+
+def _mark_skipped(axes: Axes, runs: Sequence[Run]) -> None:
+    for index, run in enumerate(runs):
+        steps = run.skipped()
+        if len(steps):
+            name = f"{run.name}, skipped steps" if len(runs) > 1 else "skipped steps"
+            colour = f"C{index}" if len(runs) > 1 else _SKIPPED_COLOUR
+            height = np.full(len(steps), 0.02 + 0.03 * index)
+            axes.plot(
+                steps,
+                height,
+                transform=axes.get_xaxis_transform(),
+                color=colour,
+                marker="x",
+                markersize=6,
+                linestyle="none",
+                label=f"{name} ({len(steps)})",
+            )
+
+
+def _logarithmic(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    within_decade = high < 10 * low
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if within_decade else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))  # noqa: ARG005
+
+
+def _legend(axes: Axes) -> None:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(fontsize=10, framealpha=0.85, edgecolor="none")
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as few of them as tell the runs apart."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names

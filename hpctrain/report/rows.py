@@ -1,0 +1,58 @@
+"""Reading `metrics.jsonl`: one JSON object a line, one line a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import InputOutputError
+
+METRICS_FILE = "metrics.jsonl"
+
+Row = dict[str, Any]
+
+
+def read_metrics(path: Path | str) -> list[Row]:
+    """The rows of a metrics file, in the order of the file; a torn last line is left out.
+
+    Raises InputOutputError where the file cannot be read or a line before the last is not a row.
+    """
+    path = Path(path)
+    rows: list[Row] = []
+    unreadable: int | None = None
+    for number, (_, row) in enumerate(scan_metrics(path), start=1):
+        if unreadable is not None:
+            raise InputOutputError(
+                f"{path}:{unreadable}: not a JSON object with a whole number as its step; "
+                "the file is damaged, and removing that line makes the rest readable"
+            )
+        if row is None:
+            unreadable = number
+        else:
+            rows.append(row)
+    return rows
+
+
+def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:
+    """Every line of a metrics file as (its bytes, its row), the row None where the line is not a row."""
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                yield line, _parse(line)
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(line: bytes) -> Row | None:
+    # A line without its end is torn even if it parses: `12` may have been `123`.
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row

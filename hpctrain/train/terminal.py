@@ -1,0 +1,118 @@
+"""Whether a person watches what this rank prints, and how wide the window is.
+
+A rank's own stdout does not tell. Open MPI gives every rank a pseudo-terminal even where the output of mpirun
+goes to a file, MPICH gives it a pipe even on a terminal. So the launcher is looked for among the ancestors of
+this process, and its stdout is asked instead.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# A launcher runs where its user is; an agent was started by one, maybe from another node.
+LAUNCHERS = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "prun", "srun"})
+AGENTS = frozenset({"orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
+DEFAULT_COLUMNS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The terminal on which the output of this rank ends up."""
+
+    device: str
+    """Path of it, such as `/dev/pts/3` or `/proc/1234/fd/1`."""
+    takes_errors: bool
+    """Whether stderr ends up there, too."""
+
+    def columns(self) -> int:
+        """Its width now, in characters; 80 where it does not know."""
+        try:
+            descriptor = os.open(self.device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        except OSError:
+            return DEFAULT_COLUMNS
+        try:
+            return os.get_terminal_size(descriptor).columns or DEFAULT_COLUMNS
+        except OSError:
+            return DEFAULT_COLUMNS
+        finally:
+            os.close(descriptor)
+
+
+def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Terminal | None:
+    """The terminal that shows the stdout of `process` (default: this one), None where no terminal does.
+
+    `proc` is where the kernel's view of the processes is mounted; without one only this process is asked.
+    """
+    files = proc / str(process or os.getpid()) / "fd"
+    if process is None and not files.is_dir():
+        return _own_terminal()
+    if _is_file(files / "1"):  # redirected by a shell between the launcher and this process
+        return None
+    launcher = _find_launcher(proc, process or os.getpid())
+    if launcher is not None:
+        files = proc / str(launcher) / "fd"
+    if not _is_terminal(files / "1"):
+        return None
+    return Terminal(str(files / "1"), takes_errors=_same_device(files / "1", files / "2"))
+
+
+def _find_launcher(proc: Path, process: int) -> int | None:
+    """The nearest launcher among the ancestors, else the farthest agent of one, else None."""
+    agent: int | None = None
+    seen: set[int] = set()
+    while process > 1 and process not in seen:
+        seen.add(process)
+        try:
+            # `1234 (the name) S 1200 ...`: the name may itself hold blanks and parentheses.
+            head, _, tail = (proc / str(process) / "stat").read_text(errors="replace").rpartition(")")
+            parent = int(tail.split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+        name = head.partition("(")[2]
+        if name.partition(".")[0] in LAUNCHERS:  # `mpirun.openmpi`, `mpiexec.hydra`
+            return process
+        if name in AGENTS:
+            agent = process
+        process = parent
+    return agent
+
+
+def _own_terminal() -> Terminal | None:
+    try:
+        device = os.ttyname(sys.stdout.fileno())
+        errors = sys.stderr.isatty() and os.ttyname(sys.stderr.fileno()) == device
+        return Terminal(device, takes_errors=errors)
+    except (OSError, ValueError):  # not a terminal, no descriptor at all
+        return None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _is_terminal(path: Path) -> bool:
+    try:
+        # Opening a pipe here would make this process one of its readers.
+        if not stat.S_ISCHR(path.stat().st_mode):
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.isatty(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _same_device(one: Path, other: Path) -> bool:
+    try:
+        return one.stat().st_rdev == other.stat().st_rdev != 0
+    except OSError:
+        return False

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.plot import plot
+from hpctrain.errors import InputOutputError
+from hpctrain.report.plots import Run, draw, load_runs, plot_run, plot_runs, smoothed
+
+NAMES = ["loss.png", "learning_rate.png", "throughput.png", "grad_norm.png"]
+
+
+def rows(steps: int, *, mfu: bool = True, skipped: tuple[int, ...] = ()) -> list[dict[str, object]]:
+    table: list[dict[str, object]] = []
+    for step in range(1, steps + 1):
+        loss = None if step in skipped else 2 + 3 / step
+        row: dict[str, object] = {"step": step, "loss": loss, "lr": 1e-3 / step, "tokens_per_s": 100.0 + step}
+        row |= {"grad_norm": 1 / step, "skipped": step in skipped}
+        row |= {"mfu": 0.4} if mfu else {}
+        row |= {"validation_loss": 2.5} if step % 5 == 0 else {}
+        table.append(row)
+    return table
+
+
+def write_run(run_dir: Path, table: list[dict[str, object]]) -> Path:
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    return run_dir
+
+
+def test_pictures_of_one_run(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "small", rows(20))
+    written = plot_run(run_dir)
+    assert written == [run_dir / "plots" / name for name in NAMES]
+    for path in written:
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 5000
+
+
+def test_no_pyplot_state(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    plot_run(write_run(tmp_path / "small", rows(20)))
+    import matplotlib.pyplot as plt
+
+    assert plt.get_fignums() == []
+    assert {key: value for key, value in mpl.rcParams.items() if not key.startswith("backend")} == {
+        key: value for key, value in before.items() if not key.startswith("backend")
+    }
+
+
+def test_loss_has_training_validation_and_skipped_steps() -> None:
+    (axes,) = draw([Run("small", rows(20, skipped=(3, 4)))])["loss"].axes
+    training, validation, skipped = axes.lines
+    assert list(training.get_xdata()) == [1, 2, *range(5, 21)]
+    assert list(training.get_ydata()) == pytest.approx([2 + 3 / step for step in [1, 2, *range(5, 21)]])
+    assert list(validation.get_xdata()) == [5, 10, 15, 20]
+    assert list(skipped.get_xdata()) == [3, 4]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training", "validation", "skipped steps (2)"]
+    assert axes.get_ylabel() == "loss (nats per token)"
+    assert axes.get_xlabel() == "step"
+    assert axes.get_yscale() == "linear"
+
+
+def test_logarithmic_loss() -> None:
+    (axes,) = draw([Run("small", rows(20))], log_loss=True)["loss"].axes
+    assert axes.get_yscale() == "log"
+
+
+@pytest.mark.parametrize(("mfu", "panels"), [(True, 2), (False, 1)])
+def test_throughput_has_a_panel_for_mfu_where_it_was_measured(mfu: bool, panels: int) -> None:
+    figure = draw([Run("small", rows(20, mfu=mfu))])["throughput"]
+    assert len(figure.axes) == panels
+    assert figure.axes[0].get_ylabel() == "tokens per second"
+    assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
+
+
+def test_many_points_are_smoothed() -> None:
+    figures = draw([Run("long", rows(900))])
+    faint, smooth = figures["grad_norm"].axes[0].lines
+    assert len(faint.get_xdata()) == 900
+    assert faint.get_alpha() < 0.5
+    assert smooth.get_label() == "gradient norm (median of 15 steps)"
+    assert len(figures["loss"].axes[0].lines) == 3
+
+
+def test_runs_are_overlaid_with_their_names(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "a" / "run", rows(20)), write_run(tmp_path / "b" / "run", rows(10))
+    runs = load_runs([one, other])
+    assert [run.name for run in runs] == ["a/run", "b/run"]
+    figures = draw(runs)
+    assert len(figures["loss"].axes[0].lines) == 4
+    assert len(figures["learning_rate"].axes[0].lines) == 2
+    written = plot_runs([one, other], tmp_path / "out")
+    assert written == [tmp_path / "out" / name for name in NAMES]
+
+
+def test_smoothing_keeps_straight_lines_at_the_start_and_ignores_spikes() -> None:
+    line = np.arange(500.0)
+    centres, smooth = smoothed(line, 21, "mean")
+    assert smooth[:400] == pytest.approx(line[:400])
+    assert len(centres) == 500
+    line[250] = math.inf
+    assert np.isfinite(smoothed(line, 21, "median")[1]).all()
+    assert len(smoothed(np.zeros(5000), 21, "mean")[0]) == 600
+
+
+def test_one_step_and_no_finite_value_can_be_drawn(tmp_path: Path) -> None:
+    for name, table in (("one", rows(1)), ("none", [{"step": 1, "loss": None}]), ("zero", rows(3))):
+        assert len(plot_run(write_run(tmp_path / name, table), log_loss=True)) == 4
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    empty = write_run(tmp_path / "empty", [])
+    good = write_run(tmp_path / "good", rows(3))
+    with pytest.raises(InputOutputError) as caught:
+        plot_runs([tmp_path / "gone", bare, empty, good])
+    assert [problem.partition(": ")[2].partition(";")[0] for problem in caught.value.problems] == [
+        "no such directory",
+        "not a run directory: it holds no metrics.jsonl",
+        "holds no step yet",
+    ]
+    assert caught.value.exit_code == 3
+
+
+def test_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "small", rows(3))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputOutputError, match="pictures cannot be written"):
+        plot_run(run_dir, tmp_path / "file")
+
+
+def test_verb_prints_the_paths(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "small", rows(3))
+    result = CliRunner().invoke(plot, [str(run_dir), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [str(tmp_path / "out" / name) for name in NAMES]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hpctrain.train.terminal import find_terminal
+
+
+@dataclass
+class Processes:
+    """A tree like /proc: each process with a name, a parent and what its descriptors 1 and 2 lead to."""
+
+    root: Path
+    terminal: str
+    pipe: str
+    file: str
+    opened: list[int] = field(default_factory=list)
+
+    def add(self, process: int, parent: int, name: str, output: str, errors: str | None = None) -> None:
+        files = self.root / str(process) / "fd"
+        files.mkdir(parents=True)
+        (files / "1").symlink_to(output)
+        (files / "2").symlink_to(errors or output)
+        (self.root / str(process) / "stat").write_text(f"{process} ({name}) S {parent} 1 1 0 -1 4194560\n")
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    inside, outside = pty.openpty()
+    fcntl.ioctl(outside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 123, 0, 0))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("")
+    yield Processes(tmp_path / "proc", os.ttyname(outside), str(tmp_path / "pipe"), str(tmp_path / "file"))
+    os.close(inside)
+    os.close(outside)
+
+
+def test_terminal_of_the_launcher_counts_not_the_pipe_of_the_rank(processes: Processes) -> None:
+    processes.add(10, 1, "bash", processes.terminal)
+    processes.add(20, 10, "mpiexec.hydra", processes.terminal)
+    processes.add(30, 20, "hydra_pmi_proxy", processes.pipe)
+    processes.add(40, 30, "python (a) b", processes.pipe)
+    terminal = find_terminal(processes.root, 40)
+    assert terminal is not None
+    assert terminal.columns() == 123
+    assert terminal.takes_errors
+
+
+@pytest.mark.parametrize("name", ["mpirun", "mpirun.openmpi", "mpiexec", "orterun", "prterun", "srun"])
+@pytest.mark.parametrize("to", ["file", "pipe", "null"])
+def test_pseudo_terminal_of_a_rank_does_not_count(processes: Processes, name: str, to: str) -> None:
+    output = "/dev/null" if to == "null" else str(getattr(processes, to))
+    processes.add(10, 1, "bash", processes.terminal)
+    processes.add(20, 10, name, output, processes.terminal)
+    processes.add(40, 20, "python", processes.terminal)
+    assert find_terminal(processes.root, 40) is None
+
+
+def test_errors_that_go_elsewhere_are_noticed(processes: Processes) -> None:
+    processes.add(20, 1, "mpirun", processes.terminal, processes.file)
+    processes.add(40, 20, "python", processes.pipe)
+    terminal = find_terminal(processes.root, 40)
+    assert terminal is not None
+    assert not terminal.takes_errors
+
+
+@pytest.mark.parametrize("agent", ["orted", "prted", "hydra_pmi_proxy", "slurmstepd"])
+def test_rank_on_another_node_has_no_terminal(processes: Processes, agent: str) -> None:
+    processes.add(20, 1, agent, "/dev/null")
+    processes.add(40, 20, "python", processes.terminal)
+    assert find_terminal(processes.root, 40) is None
+
+
+def test_without_a_launcher_the_process_itself_counts(processes: Processes) -> None:
+    processes.add(10, 1, "bash", processes.file)
+    processes.add(40, 10, "python", processes.terminal)
+    processes.add(41, 10, "python", processes.pipe)
+    assert find_terminal(processes.root, 40) is not None
+    assert find_terminal(processes.root, 41) is None
+
+
+def test_file_chosen_by_a_shell_under_the_launcher(processes: Processes) -> None:
+    processes.add(20, 1, "mpirun", processes.terminal)
+    processes.add(30, 20, "sh", processes.pipe)
+    processes.add(40, 30, "python", processes.file)
+    assert find_terminal(processes.root, 40) is None
+
+
+def test_nearest_launcher_counts(processes: Processes) -> None:
+    processes.add(10, 1, "srun", processes.file)
+    processes.add(20, 10, "mpirun", processes.terminal)
+    processes.add(40, 20, "python", processes.pipe)
+    assert find_terminal(processes.root, 40) is not None
+
+
+def test_circle_and_missing_processes_end_the_walk(processes: Processes) -> None:
+    processes.add(40, 41, "python", processes.pipe)
+    assert find_terminal(processes.root, 40) is None
+    processes.add(41, 40, "python", processes.pipe)
+    assert find_terminal(processes.root, 40) is None
+
+
+def test_width_that_is_not_known_is_80(processes: Processes) -> None:
+    inside, outside = pty.openpty()
+    processes.add(40, 1, "python", os.ttyname(outside))
+    terminal = find_terminal(processes.root, 40)
+    assert terminal is not None
+    assert terminal.columns() == 80
+    os.close(inside)
+    os.close(outside)
+
+
+def test_no_proc_at_all(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_terminal(processes.root / "nothing") is None
