@@ -1,0 +1,1 @@
+"""Ranks, the mesh they form, and the groups through which tensors travel."""

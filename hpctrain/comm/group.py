@@ -1,0 +1,426 @@
+"""Group: one communicator of the mesh, and the only way to communicate.
+
+Tensors are cut and joined along dim 0; `sizes` are rows of dim 0 per rank (uneven, zero allowed; equal
+where not given), the same list on all ranks of the group. A tensor that is changed in place, and every
+`output`, must be contiguous; other inputs are copied if they are not. A group of one rank does nothing:
+what it returns without an `output` is its input itself. All ranks call the same operations in the same
+order; of several started ones, each rank may wait in its own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.ledger import Entry, Ledger
+from hpctrain.comm.library import MPI
+from hpctrain.comm.transport import Operation, Pending, Transport
+
+Result = TypeVar("Result", bound="Tensor | None")
+
+
+class Work(Generic[Result]):
+    """An operation under way (or done), which keeps its tensors alive until it is waited for."""
+
+    __slots__ = ("_entry", "_held", "_pending", "_result")
+
+    def __init__(
+        self,
+        result: Result,
+        pending: Pending | None = None,
+        entry: Entry | None = None,
+        held: set[Work[Any]] | None = None,
+    ) -> None:
+        self._result = result
+        self._pending = pending
+        self._entry = entry
+        self._held = held
+        if pending is not None and held is not None:
+            held.add(self)
+
+    def wait(self) -> Result:
+        """Complete the operation; its result, what the blocking call returns."""
+        if self._pending is not None:
+            began = perf_counter()
+            self._pending.wait()
+            self._done(began)
+        return self._result
+
+    def test(self) -> bool:
+        """Let the operation make progress, without blocking; whether it is complete."""
+        if self._pending is None:
+            return True
+        began = perf_counter()
+        complete = self._pending.test()
+        if complete:
+            self._done(began)
+        elif self._entry is not None:
+            self._entry.seconds += perf_counter() - began
+        return complete
+
+    def _done(self, began: float) -> None:
+        self._pending = None
+        if self._held is not None:
+            self._held.discard(self)
+        if self._entry is not None:
+            self._entry.seconds += perf_counter() - began
+
+
+class Group:
+    """The ranks of one axis of the mesh, or of several joined ones, in the mesh's order.
+
+    `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
+    travel over `host`, those of a GPU over `accelerator`. `device` is where `empty` makes tensors.
+    """
+
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        communicator: MPI.Intracomm,
+        host: Transport,
+        accelerator: Transport,
+        device: torch.device,
+        ledger: Ledger,
+    ) -> None:
+        self.axes = axes
+        self.name = " x ".join(axes)
+        self.ranks = ranks
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.communicator = communicator
+        self.host = host
+        self.accelerator = accelerator
+        self.device = device
+        self.ledger = ledger
+        self._held: set[Work[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of {self.size})"
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory that the transport likes best."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    # Reductions
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
+        """Reduce over the ranks, in place on all of them; `tensor` itself."""
+        return self._all_reduce(tensor, operation, True).wait()
+
+    def start_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Work[Tensor]:
+        """Start `all_reduce`."""
+        return self._all_reduce(tensor, operation, False)
+
+    def _all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Work[Tensor]:
+        assert tensor.is_contiguous()
+        if self.size == 1:
+            return Work(tensor)
+        began = perf_counter()
+        pending = self._transport(tensor).all_reduce(tensor, operation, blocking)
+        return self._enter("all_reduce", 2 * tensor.nbytes, began, pending, tensor)
+
+    def reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Tensor:
+        """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
+        return self._reduce(tensor, root, operation, True).wait()
+
+    def start_reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Work[Tensor]:
+        """Start `reduce`."""
+        return self._reduce(tensor, root, operation, False)
+
+    def _reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Work[Tensor]:
+        assert tensor.is_contiguous()
+        if self.size == 1:
+            return Work(tensor)
+        began = perf_counter()
+        pending = self._transport(tensor).reduce(tensor, root, operation, blocking)
+        return self._enter("reduce", tensor.nbytes, began, pending, tensor)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        output: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        operation: Operation = "sum",
+    ) -> Tensor:
+        """Reduce over the ranks; this rank's rows of the result, in `output`.
+
+        `output` may be this rank's own rows of `tensor`. The other rows of `tensor` stay as they are.
+        """
+        return self._reduce_scatter(tensor, output, sizes, operation, True).wait()
+
+    def start_reduce_scatter(
+        self,
+        tensor: Tensor,
+        output: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        operation: Operation = "sum",
+    ) -> Work[Tensor]:
+        """Start `reduce_scatter`."""
+        return self._reduce_scatter(tensor, output, sizes, operation, False)
+
+    def _reduce_scatter(
+        self,
+        tensor: Tensor,
+        output: Tensor | None,
+        sizes: Sequence[int] | None,
+        operation: Operation,
+        blocking: bool,
+    ) -> Work[Tensor]:
+        if self.size == 1:
+            return Work(_copy(tensor, output))
+        began = perf_counter()
+        tensor = tensor.contiguous()
+        rows = self._shares(tensor) if sizes is None else sizes
+        counts = _elements(tensor, rows)
+        assert sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        output = self._output(output, tensor, rows[self.rank])
+        pending = self._transport(tensor).reduce_scatter(tensor, output, counts, operation, blocking)
+        return self._enter("reduce_scatter", tensor.nbytes, began, pending, output)
+
+    # Movement
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Copy root's tensor into all others, in place; `tensor` itself."""
+        return self._broadcast(tensor, root, True).wait()
+
+    def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work[Tensor]:
+        """Start `broadcast`."""
+        return self._broadcast(tensor, root, False)
+
+    def _broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Work[Tensor]:
+        assert tensor.is_contiguous()
+        if self.size == 1:
+            return Work(tensor)
+        began = perf_counter()
+        pending = self._transport(tensor).broadcast(tensor, root, blocking)
+        return self._enter("broadcast", tensor.nbytes, began, pending, tensor)
+
+    def all_gather(
+        self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """All ranks' tensors, concatenated along dim 0. `tensor` may be its own rows of `output`."""
+        return self._all_gather(tensor, output, sizes, True).wait()
+
+    def start_all_gather(
+        self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
+    ) -> Work[Tensor]:
+        """Start `all_gather`."""
+        return self._all_gather(tensor, output, sizes, False)
+
+    def _all_gather(
+        self, tensor: Tensor, output: Tensor | None, sizes: Sequence[int] | None, blocking: bool
+    ) -> Work[Tensor]:
+        if self.size == 1:
+            return Work(_copy(tensor, output))
+        began = perf_counter()
+        tensor = tensor.contiguous()
+        rows = [tensor.shape[0]] * self.size if sizes is None else sizes
+        counts = _elements(tensor, rows)
+        assert counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        output = self._output(output, tensor, sum(rows))
+        pending = self._transport(tensor).all_gather(tensor, output, counts, blocking)
+        return self._enter("all_gather", output.nbytes, began, pending, output)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        output: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        """All ranks' tensors, concatenated along dim 0, at `root`; None elsewhere."""
+        return self._gather(tensor, root, output, sizes, True).wait()
+
+    def start_gather(
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        output: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Work[Tensor | None]:
+        """Start `gather`."""
+        return self._gather(tensor, root, output, sizes, False)
+
+    def _gather(
+        self, tensor: Tensor, root: int, output: Tensor | None, sizes: Sequence[int] | None, blocking: bool
+    ) -> Work[Tensor | None]:
+        if self.size == 1:
+            return Work(_copy(tensor, output))
+        began = perf_counter()
+        tensor = tensor.contiguous()
+        rows = [tensor.shape[0]] * self.size if sizes is None else sizes
+        counts = _elements(tensor, rows)
+        assert counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        output = self._output(output, tensor, sum(rows)) if self.rank == root else None
+        pending = self._transport(tensor).gather(tensor, output, counts, root, blocking)
+        return self._enter("gather", sum(counts) * tensor.itemsize, began, pending, output)
+
+    def scatter(
+        self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Each rank's rows of root's tensor (None elsewhere), in `output`."""
+        return self._scatter(tensor, output, root, sizes, True).wait()
+
+    def start_scatter(
+        self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
+    ) -> Work[Tensor]:
+        """Start `scatter`."""
+        return self._scatter(tensor, output, root, sizes, False)
+
+    def _scatter(
+        self, tensor: Tensor | None, output: Tensor, root: int, sizes: Sequence[int] | None, blocking: bool
+    ) -> Work[Tensor]:
+        assert output.is_contiguous()
+        assert self.rank != root or tensor is not None
+        if self.size == 1:
+            assert tensor is not None
+            return Work(_copy(tensor, output))
+        began = perf_counter()
+        tensor = tensor.contiguous() if tensor is not None and self.rank == root else None
+        rows = [output.shape[0]] * self.size if sizes is None else sizes
+        counts = _elements(output, rows)
+        assert counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
+        assert tensor is None or (tensor.numel() == sum(counts) and tensor.dtype == output.dtype), self
+        pending = self._transport(output).scatter(tensor, output, counts, root, blocking)
+        return self._enter("scatter", sum(counts) * output.itemsize, began, pending, output)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        output: Tensor | None = None,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Hand the r-th piece of `tensor` to rank r; the pieces from all ranks, in rank order.
+
+        Uneven pieces need both lists, which differ from rank to rank.
+        """
+        return self._all_to_all(tensor, output, send_sizes, receive_sizes, True).wait()
+
+    def start_all_to_all(
+        self,
+        tensor: Tensor,
+        output: Tensor | None = None,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+    ) -> Work[Tensor]:
+        """Start `all_to_all`."""
+        return self._all_to_all(tensor, output, send_sizes, receive_sizes, False)
+
+    def _all_to_all(
+        self,
+        tensor: Tensor,
+        output: Tensor | None,
+        send_sizes: Sequence[int] | None,
+        receive_sizes: Sequence[int] | None,
+        blocking: bool,
+    ) -> Work[Tensor]:
+        assert (send_sizes is None) == (receive_sizes is None), "uneven pieces need both lists"
+        if self.size == 1:
+            return Work(_copy(tensor, output))
+        began = perf_counter()
+        tensor = tensor.contiguous()
+        sends = self._shares(tensor) if send_sizes is None else send_sizes
+        receives = sends if receive_sizes is None else receive_sizes
+        send_counts, receive_counts = _elements(tensor, sends), _elements(tensor, receives)
+        assert sum(send_counts) == tensor.numel(), (self, tuple(tensor.shape), send_sizes)
+        output = self._output(output, tensor, sum(receives))
+        transport = self._transport(tensor)
+        pending = transport.all_to_all(tensor, output, send_counts, receive_counts, blocking)
+        return self._enter("all_to_all", tensor.nbytes, began, pending, output)
+
+    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> None:
+        """Send to one rank of the group. Tags are below 16384."""
+        self._send(tensor, destination, tag, True).wait()
+
+    def start_send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work[None]:
+        """Start `send`."""
+        return self._send(tensor, destination, tag, False)
+
+    def _send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Work[None]:
+        began = perf_counter()
+        tensor = tensor.contiguous()
+        pending = self._transport(tensor).send(tensor, destination, tag, blocking)
+        return self._enter("send", tensor.nbytes, began, pending, None)
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        """Receive into all of `tensor`, in place; `tensor` itself."""
+        return self._recv(tensor, source, tag, True).wait()
+
+    def start_recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
+        """Start `recv`."""
+        return self._recv(tensor, source, tag, False)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Work[Tensor]:
+        assert tensor.is_contiguous()
+        began = perf_counter()
+        pending = self._transport(tensor).recv(tensor, source, tag, blocking)
+        # The sender's ledger counts the bytes; the time spent waiting is this rank's.
+        return self._enter("recv", 0, began, pending, tensor)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
+        self._barrier(True).wait()
+
+    def start_barrier(self) -> Work[None]:
+        """Start `barrier`."""
+        return self._barrier(False)
+
+    def _barrier(self, blocking: bool) -> Work[None]:
+        if self.size == 1:
+            return Work(None)
+        began = perf_counter()
+        return self._enter("barrier", 0, began, self.host.barrier(blocking), None)
+
+    # Small values
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's small, JSON-able value, in rank order. Not entered in the ledger."""
+        return [value] if self.size == 1 else self.communicator.allgather(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Root's small, JSON-able value. Not entered in the ledger."""
+        return value if self.size == 1 else self.communicator.bcast(value, root)
+
+    # Parts of the above
+
+    def _transport(self, tensor: Tensor) -> Transport:
+        return self.host if tensor.is_cpu else self.accelerator
+
+    def _enter(
+        self, operation: str, bytes_moved: int, began: float, pending: Pending | None, result: Result
+    ) -> Work[Result]:
+        entry = self.ledger.enter(self.name, operation, bytes_moved, perf_counter() - began)
+        return Work(result, pending, entry, self._held)
+
+    def _shares(self, tensor: Tensor) -> list[int]:
+        rows, rest = divmod(tensor.shape[0], self.size)
+        assert rest == 0, f"{self}: {tensor.shape[0]} rows do not divide; give sizes"
+        return [rows] * self.size
+
+    def _output(self, output: Tensor | None, like: Tensor, rows: int) -> Tensor:
+        shape = (rows, *like.shape[1:])
+        if output is None:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        assert output.is_contiguous(), self
+        assert output.shape == shape and output.dtype == like.dtype, (self, tuple(output.shape), shape)
+        return output
+
+
+def _elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
+    row = prod(tensor.shape[1:])
+    return [count * row for count in rows]
+
+
+def _copy(tensor: Tensor, output: Tensor | None) -> Tensor:
+    if output is None:
+        return tensor
+    if output.data_ptr() != tensor.data_ptr():
+        output.detach().copy_(tensor)
+    return output

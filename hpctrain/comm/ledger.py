@@ -1,0 +1,55 @@
+"""The ledger: what every group sent, in which phase of the step, and how long it took."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass
+class Entry:
+    """The sum over all calls of one operation, on one axis, in one phase.
+
+    `bytes` is payload as the closed forms count it (an all-reduce twice its tensor, all others the
+    whole tensor once); `seconds` is the time this rank spent inside the calls, starting and waiting.
+    """
+
+    axis: str
+    operation: str
+    phase: str
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Ledger:
+    """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other."""
+
+    def __init__(self) -> None:
+        self.phase = "other"
+        self._entries: dict[tuple[str, str, str], Entry] = {}
+
+    def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> Entry:  # noqa: A002
+        """Add one call in the present phase; its Entry, to which a waiting Work adds more seconds."""
+        key = (axis, operation, self.phase)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = Entry(axis, operation, self.phase)
+        entry.calls += 1
+        entry.bytes += bytes
+        entry.seconds += seconds
+        return entry
+
+    def rows(self) -> list[Entry]:
+        """Copies of all entries, sorted by axis, operation and phase."""
+        return [Entry(**asdict(self._entries[key])) for key in sorted(self._entries)]
+
+    def reset(self) -> None:
+        """Forget everything but the phase."""
+        self._entries.clear()
+
+    def write(self, path: str | Path) -> None:
+        """Write the rows as a JSON list of objects."""
+        text = json.dumps([asdict(row) for row in self.rows()], indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")

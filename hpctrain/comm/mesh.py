@@ -1,0 +1,120 @@
+"""Mesh: the ranks as an array with named axes, and the groups along them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from math import prod
+from typing import Literal
+
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+
+AXES = ("pipeline", "data", "context", "expert", "tensor")
+
+# Axes that are joined into one group, besides each axis by itself.
+JOINED = (
+    ("data", "context"),
+    ("context", "tensor"),
+    ("pipeline", "tensor"),
+    ("data", "context", "expert"),
+    ("data", "context", "tensor"),
+    AXES,
+)
+
+
+class Mesh:
+    """The world's ranks as an array of `sizes`, tensor innermost: neighbours there share a node.
+
+    `sizes` gives ranks along each axis, one where it is not named; their product is the world's size.
+    Making one is collective: every group's communicator is made here, on all ranks in one order.
+    """
+
+    def __init__(
+        self, world: World, sizes: Mapping[str, int], transport: Literal["auto", "mpi", "nccl"] = "auto"
+    ) -> None:
+        assert set(sizes) <= set(AXES), sizes
+        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        assert prod(self.sizes.values()) == world.size, (self.sizes, world.size)
+        self.world = world
+        self.transport = choose_transport(world, transport)
+        self._here = self.coordinates(world.rank)
+        self._groups = {axes: self._group(axes) for axes in (*((axis,) for axis in AXES), *JOINED)}
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis."""
+        return self.sizes[axis]
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along one axis."""
+        return self._here[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of one rank of the world along every axis."""
+        places: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, places[axis] = divmod(rank, self.sizes[axis])
+        return {axis: places[axis] for axis in AXES}
+
+    def group(self, *axes: str) -> Group:
+        """This rank's group along one axis or several joined ones, in the mesh's order of axes."""
+        assert axes in self._groups, f"no group {axes}; there are {list(self._groups)}"
+        return self._groups[axes]
+
+    def part(self, axis: str, size: int) -> Group:
+        """The group of `size` neighbours along an axis to which this rank belongs. Collective over the axis."""
+        whole = self.group(axis)
+        assert whole.size % size == 0, (axis, whole.size, size)
+        first = whole.rank // size * size
+        communicator = whole.communicator.Split(color=first, key=whole.rank)
+        return self.world.make_group((axis,), whole.ranks[first : first + size], communicator, self.transport)
+
+    def _group(self, axes: tuple[str, ...]) -> Group:
+        others = [axis for axis in AXES if axis not in axes]
+        ranks = tuple(
+            rank
+            for rank in range(self.world.size)
+            if all(self.coordinates(rank)[axis] == self._here[axis] for axis in others)
+        )
+        return self.world.split(axes, ranks, self.transport)
+
+
+def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Literal["mpi", "nccl"]:
+    """What tensors travel over: NCCL where every rank has a GPU of its own, else MPI.
+
+    Collective. Errors (HpctrainError, on all ranks) where NCCL is asked for and cannot be used.
+    """
+    devices = world.everyone.all_gather_object(_identity(world))
+    cuda = None not in devices
+    shared = len(set(devices)) < len(devices)
+    if wish == "mpi" or (wish == "auto" and (not cuda or shared or world.size == 1)):
+        return "mpi"
+    problems = []
+    if not cuda:
+        problems.append('communication.transport = "nccl": not every rank has a GPU; use "mpi" or "auto"')
+    if cuda and shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        problems.append(
+            'communication.transport = "nccl": several ranks share a GPU; start one rank a GPU, use "mpi", '
+            "or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer"
+        )
+    if importlib.util.find_spec("nccl") is None:
+        problems.append(
+            f'communication.transport = "{wish}": the Python package nccl4py is missing; install '
+            'hpctrain[gpu] (pip install nccl4py), or use "mpi"'
+        )
+    found = world.everyone.all_gather_object(problems)
+    distinct = list(dict.fromkeys(problem for rank in found for problem in rank))
+    if distinct:
+        raise HpctrainError(distinct)
+    return "nccl"
+
+
+def _identity(world: World) -> str | None:
+    """A name for this rank's GPU that no other GPU of the job has; None on a CPU."""
+    if world.device.type != "cuda":
+        return None
+    return f"{world.hostname} {torch.cuda.get_device_properties(world.device).uuid}"

@@ -1,0 +1,294 @@
+"""The transport between GPUs: NCCL through nccl4py, whose unique ids travel over MPI.
+
+Everything is ordered on streams and nothing waits on the host. A blocking call runs on the current
+stream. A started one runs on a side stream of this transport, which first waits for the current stream;
+waiting for it makes the then current stream wait for the side stream.
+
+NCCL itself reduces integers, bool, and the sums of fp32 and fp64: those sums are in the order of NCCL's
+algorithm, the same in every run of one layout and size. Half types and the maxima of floats (NCCL's
+lose NaN) go through `reduction`. NCCL knows no tags: messages of a pair match in their order, and two
+ranks that send to each other at once must post the matching calls in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm import reduction
+from hpctrain.comm.reduction import Scratch, Span
+from hpctrain.comm.transport import Operation, Pending, Transport, equal, starts
+
+if TYPE_CHECKING:
+    from hpctrain.comm.library import MPI
+
+NUMBERS: Mapping[Operation, str] = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+TRUTHS: Mapping[Operation, str] = {"sum": "MAX", "max": "MAX", "min": "MIN"}
+SUMMED = frozenset({torch.float32, torch.float64})
+INTEGERS = frozenset(
+    {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
+)
+
+
+class StreamEvent:
+    """An operation under way on a side stream."""
+
+    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor | None]) -> None:
+        self._event = event
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def test(self) -> bool:
+        """Whether it is complete."""
+        return bool(self._event.query())
+
+
+class NcclTransport(Transport):
+    """The primitives over one NCCL communicator, made at its first use, for tensors of one GPU a rank."""
+
+    def __init__(self, communicator: MPI.Intracomm, scratch: Scratch) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.limit = 2**63 - 1
+        self.scratch = scratch
+        self._mpi = communicator
+        self._communicator: Any = None
+        self._core: Any = None
+        self._side: torch.cuda.Stream | None = None
+
+    def _nccl(self) -> Any:
+        """The NCCL communicator. At first use collective: rank 0's unique id goes to the others by MPI."""
+        if self._communicator is None:
+            from nccl import core
+
+            identity = self._mpi.bcast(core.get_unique_id() if self.rank == 0 else None)
+            self._core = core
+            self._communicator = core.Communicator.init(self.size, self.rank, identity)
+        return self._communicator
+
+    def _run(
+        self, action: Callable[[], None], tensors: Sequence[Tensor | None], blocking: bool
+    ) -> Pending | None:
+        """Enqueue on the current stream, or on the side stream."""
+        self._nccl()
+        if blocking:
+            action()
+            return None
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            action()
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._side)
+        return StreamEvent(self._side.record_event(), tensors)
+
+    # Reductions
+
+    def _plain(self, dtype: torch.dtype, operation: Operation) -> str | None:
+        """The name of NCCL's operation, where it is used."""
+        if dtype in INTEGERS:
+            return (TRUTHS if dtype == torch.bool else NUMBERS)[operation]
+        return "SUM" if operation == "sum" and dtype in SUMMED else None
+
+    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
+        """See Transport."""
+        flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
+
+        def action() -> None:
+            if plain is None:
+                _finish(reduction.all_reduce(self, flat, operation, True))
+            elif flat.numel():
+                operator = getattr(self._core.NcclRedOp, plain)
+                self._nccl().allreduce(flat, flat, operator, stream=_stream())
+
+        return self._run(action, [tensor], blocking)
+
+    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
+        """See Transport."""
+        flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
+
+        def action() -> None:
+            if plain is None:
+                _finish(reduction.reduce(self, flat, root, operation, True))
+            elif flat.numel():
+                operator = getattr(self._core.NcclRedOp, plain)
+                target = flat if self.rank == root else None
+                self._nccl().reduce(flat, target, operator, root, stream=_stream())
+
+        return self._run(action, [tensor], blocking)
+
+    def reduce_scatter(
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
+    ) -> Pending | None:
+        """See Transport."""
+        flat, mine = tensor.detach().view(-1), output.detach().view(-1)
+        plain = self._plain(tensor.dtype, operation) if equal(counts) else None
+
+        def action() -> None:
+            if plain is None:
+                _finish(reduction.reduce_scatter(self, flat, mine, counts, operation, True))
+            elif flat.numel():
+                operator = getattr(self._core.NcclRedOp, plain)
+                self._nccl().reduce_scatter(flat, mine, operator, stream=_stream())
+
+        return self._run(action, [tensor, output], blocking)
+
+    # Movement
+
+    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
+        """See Transport."""
+
+        def action() -> None:
+            if tensor.numel():
+                flat = _bytes(tensor)
+                self._nccl().broadcast(flat, flat, root, stream=_stream())
+
+        return self._run(action, [tensor], blocking)
+
+    def all_gather(
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int], blocking: bool
+    ) -> Pending | None:
+        """See Transport."""
+
+        def action() -> None:
+            if not equal(counts):
+                spans = [(0, tensor.numel())] * self.size
+                self.exchange(tensor, spans, output, _spans(counts), 0)
+            elif output.numel():
+                self._nccl().allgather(_bytes(tensor), _bytes(output), stream=_stream())
+
+        return self._run(action, [tensor, output], blocking)
+
+    def gather(
+        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int], root: int, blocking: bool
+    ) -> Pending | None:
+        """See Transport."""
+
+        def action() -> None:
+            sends = [(0, tensor.numel() if peer == root else 0) for peer in range(self.size)]
+            receives = [(0, 0)] * self.size if output is None else _spans(counts)
+            self.exchange(tensor, sends, tensor if output is None else output, receives, 0)
+
+        return self._run(action, [tensor, output], blocking)
+
+    def scatter(
+        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int], root: int, blocking: bool
+    ) -> Pending | None:
+        """See Transport."""
+
+        def action() -> None:
+            receives = [(0, output.numel() if peer == root else 0) for peer in range(self.size)]
+            sends = [(0, 0)] * self.size if tensor is None else _spans(counts)
+            self.exchange(output if tensor is None else tensor, sends, output, receives, 0)
+
+        return self._run(action, [tensor, output], blocking)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        blocking: bool,
+    ) -> Pending | None:
+        """See Transport."""
+
+        def action() -> None:
+            self.exchange(tensor, _spans(send_counts), output, _spans(receive_counts), 0)
+
+        return self._run(action, [tensor, output], blocking)
+
+    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:  # noqa: ARG002
+        """See Transport."""
+
+        def action() -> None:
+            if tensor.numel():
+                self._nccl().send(_bytes(tensor), destination, stream=_stream())
+
+        return self._run(action, [tensor], blocking)
+
+    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:  # noqa: ARG002
+        """See Transport."""
+
+        def action() -> None:
+            if tensor.numel():
+                self._nccl().recv(_bytes(tensor), source, stream=_stream())
+
+        return self._run(action, [tensor], blocking)
+
+    def barrier(self, blocking: bool) -> Pending | None:
+        """See Transport. Of the streams; a Group's barrier is the host's."""
+        token = torch.zeros(1, device="cuda")
+        return self.all_reduce(token, "sum", blocking)
+
+    # What reductions are made of: all of it is ordered on the stream, and nothing is pending
+
+    def next_tag(self) -> int:
+        """See Mover."""
+        return 0
+
+    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:  # noqa: ARG002
+        """See Mover."""
+        if output.numel():
+            self._nccl().allgather(_bytes(tensor), _bytes(output), stream=_stream())
+        return None
+
+    def exchange(
+        self,
+        source: Tensor,
+        sends: Sequence[Span],
+        target: Tensor,
+        receives: Sequence[Span],
+        tag: int,  # noqa: ARG002
+    ) -> Pending | None:
+        """See Mover."""
+        sent, received = source.detach().view(-1), target.detach().view(-1)
+        (begin, count), (place, _) = sends[self.rank], receives[self.rank]
+        own, there = sent[begin : begin + count], received[place : place + count]
+        if count and own.data_ptr() != there.data_ptr():
+            there.copy_(own)
+        communicator, stream = self._nccl(), _stream()
+        with self._core.group():
+            for peer in range(self.size):
+                if peer == self.rank:
+                    continue
+                begin, count = sends[peer]
+                if count:
+                    communicator.send(_bytes(sent[begin : begin + count]), peer, stream=stream)
+                begin, count = receives[peer]
+                if count:
+                    communicator.recv(_bytes(received[begin : begin + count]), peer, stream=stream)
+        return None
+
+    def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
+        """See Mover."""
+        begin, count = spans[self.rank]
+        if equal([count for _, count in spans]):
+            return self.collect(tensor[begin : begin + count], tensor, blocking)
+        return self.exchange(tensor, [(begin, count)] * self.size, tensor, spans, tag)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: movement needs no type, and NCCL lacks some of torch's."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _spans(counts: Sequence[int]) -> list[Span]:
+    return list(zip(starts(counts), counts, strict=True))
+
+
+def _finish(steps: reduction.Steps) -> None:
+    for pending in steps:
+        assert pending is None

@@ -1,0 +1,34 @@
+"""How errors of several ranks become one, and how it is printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hpctrain.errors import EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
+
+MOST_PROBLEMS = 50
+
+
+def describe(error: OSError) -> str:
+    """One sentence for an operating system's error."""
+    where = error.filename if error.filename is not None else "input/output"
+    return f"{where}: {error.strerror or error}"
+
+
+def combine(found: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
+    """One error of several ranks' (exit code, problems), in rank order: the first code, all problems."""
+    code = found[0][0]
+    problems = list(dict.fromkeys(problem for _, each in found for problem in each))
+    if len(problems) > MOST_PROBLEMS:
+        problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS} more problems"]
+    error = InputOutputError(problems) if code == EXIT_INPUT_OUTPUT else HpctrainError(problems)
+    error.exit_code = code
+    return error
+
+
+def print_problems(problems: Sequence[str]) -> None:
+    """One line a problem, on stderr."""
+    for problem in problems:
+        print(f"hpctrain: error: {problem}", file=sys.stderr)
+    sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""Where this process is: what its launcher says, and which device is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hpctrain.comm.library import MPI
+from hpctrain.errors import HpctrainError
+
+# An outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
+LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def check_launcher(environment: Mapping[str, str], size: int) -> None:
+    """HpctrainError if the launcher started more processes than this MPI found: silent singletons."""
+    for name in LAUNCHER_SIZES:
+        value = environment.get(name, "")
+        if value.isdigit():
+            if int(value) != size:
+                raise HpctrainError(
+                    f"the launcher started {value} processes ({name}), but MPI sees a world of {size}: "
+                    f"mpi4py is built against another MPI ({MPI.get_vendor()[0]}) than the launcher's; use "
+                    "that MPI's own mpirun, or srun with the matching --mpi"
+                )
+            return
+
+
+def choose_device(name: str, local_rank: int, count: int) -> torch.device:
+    """The device of a local rank on a node of `count` GPUs; HpctrainError if it is not there."""
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if name in {"auto", "cuda"} and count > 0:
+        return torch.device("cuda", local_rank % count)
+    prefix, _, index = name.partition(":")
+    if prefix != "cuda" or (index and not index.isdigit()):
+        raise HpctrainError(f'run.device = "{name}": must be "auto", "cpu", "cuda" or "cuda:N"')
+    if count == 0:
+        raise HpctrainError(f'run.device = "{name}": torch finds no GPU here; use "cpu" or "auto"')
+    if int(index) >= count:
+        raise HpctrainError(f'run.device = "{name}": there are {count} GPUs, numbered from 0')
+    return torch.device("cuda", int(index))

@@ -1,0 +1,231 @@
+"""Reductions that add in rank order, made from movement alone.
+
+Which order an MPI or NCCL library adds in depends on its choice of algorithm, and so on message size,
+ranks and version. Here each element has one owner, who receives it from all ranks (a direct
+reduce-scatter) and adds in rank order, half types in fp32 with one rounding at the end. An all-reduce
+then shares the sums. A small one lets every rank receive everything instead, in one message.
+
+Every function takes flat tensors and is a generator of the operations under way (see `Stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.transport import Operation, Pending, starts
+
+SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
+ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight
+DEVICE_ROUND_BYTES = 64 * 1024 * 1024  # the same on a GPU
+BLOCK = 64 * 1024  # elements added at a time, so that sums stay in the cache
+
+FUNCTIONS: Mapping[Operation, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+Span = tuple[int, int]  # where elements begin, and how many
+Steps = Generator[Pending | None, None, None]
+
+
+class Scratch:
+    """Host memory kept from one operation to the next: fresh memory would be paged in anew each time."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, elements: int, like: Tensor) -> Tensor:
+        """An uninitialized flat tensor of the dtype and device of `like`, to be given back."""
+        if not like.is_cpu:
+            return torch.empty(elements, dtype=like.dtype, device=like.device)
+        needed = elements * like.itemsize
+        for index, block in enumerate(self._free):
+            if block.numel() >= needed:
+                del self._free[index]
+                return block[:needed].view(like.dtype)
+        if self._free:
+            self._free.pop()  # too small; a larger one takes its place
+        size = 1 << max(needed - 1, 1).bit_length()
+        return torch.empty(size, dtype=torch.uint8)[:needed].view(like.dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take memory back."""
+        if tensor.is_cpu:
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+            self._free.sort(key=Tensor.numel)
+
+
+class Mover(Protocol):
+    """The movements that reductions are made of.
+
+    `exchange` and `share` may be started at different moments on different ranks, in between other
+    operations; `collect` comes first in a reduction and is started in the program's order.
+    """
+
+    rank: int
+    size: int
+    scratch: Scratch
+
+    def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
+        """All-gather equal pieces."""
+
+    def exchange(
+        self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
+    ) -> Pending | None:
+        """Send one span of `source` to each rank, receive one of `target` from each."""
+
+    def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
+        """Give each rank's span of `tensor`, which lie one behind the other, to all others, in place."""
+
+    def next_tag(self) -> int:
+        """A number for the messages of one operation, the same on all ranks."""
+
+
+def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:
+    """Reduce the parts, in their order, into `output`.
+
+    `output` may be the very memory of `parts[own]`; other parts are overwritten freely.
+    """
+    block = BLOCK if output.is_cpu else max(1, output.numel())
+    for begin in range(0, output.numel(), block):
+        end = begin + block
+        _fold_block([part[begin:end] for part in parts], output[begin:end], operation, own)
+
+
+def _fold_block(parts: list[Tensor], output: Tensor, operation: Operation, own: int) -> None:
+    if operation == "sum" and output.dtype in {torch.float16, torch.bfloat16} and len(parts) > 2:
+        # Two halves need no fp32 memory: torch adds them in fp32 and rounds once.
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part.float()
+        output.copy_(total)
+        return
+    function = FUNCTIONS[operation]
+    total = parts[0]
+    between = output if own < 2 else parts[0]  # memory that no later part needs
+    for index, part in enumerate(parts[1:], 1):
+        total = function(total, part, out=output if index == len(parts) - 1 else between)
+
+
+def _split(elements: int, size: int) -> list[int]:
+    share, rest = divmod(elements, size)
+    return [share + (rank < rest) for rank in range(size)]
+
+
+def _round_elements(tensor: Tensor) -> int:
+    return max(1, (ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)
+
+
+def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: bool) -> Steps:
+    """Reduce `tensor` in place on every rank."""
+    elements, size = tensor.numel(), mover.size
+    if elements * tensor.itemsize * size <= SMALL_BYTES:
+        parts = mover.scratch.take(elements * size, tensor)
+        yield mover.collect(tensor, parts, blocking)
+        fold(list(parts.view(size, elements)), tensor, operation, mover.rank)
+        mover.scratch.give(parts)
+        return
+    counts = _split(elements, size)
+    spans = list(zip(starts(counts), counts, strict=True))
+    begin, count = spans[mover.rank]
+    tag = mover.next_tag()
+    yield from _scatter_sums(mover, tensor, tensor[begin : begin + count], spans, operation, tag)
+    yield mover.share(tensor, spans, tag, blocking)
+
+
+def reduce_scatter(
+    mover: Mover,
+    tensor: Tensor,
+    output: Tensor,
+    counts: Sequence[int],
+    operation: Operation,
+    blocking: bool,
+) -> Steps:
+    """Reduce `tensor` into `output`, this rank's `counts[rank]` elements of it (which it may alias)."""
+    elements, size = tensor.numel(), mover.size
+    spans = list(zip(starts(counts), counts, strict=True))
+    if elements * tensor.itemsize * size <= SMALL_BYTES:
+        begin, count = spans[mover.rank]
+        parts = mover.scratch.take(elements * size, tensor)
+        yield mover.collect(tensor, parts, blocking)
+        mine = [
+            parts[start : start + count] for start in range(begin, begin + elements * size, elements or 1)
+        ]
+        fold(mine, output, operation, mover.rank)
+        mover.scratch.give(parts)
+        return
+    yield from _scatter_sums(mover, tensor, output, spans, operation, mover.next_tag())
+
+
+def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Steps:
+    """Reduce into root's `tensor`; the others' stay as they are."""
+    elements, size, rank = tensor.numel(), mover.size, mover.rank
+    if elements * tensor.itemsize * size <= SMALL_BYTES:
+        parts = mover.scratch.take(elements * size, tensor)
+        yield mover.collect(tensor, parts, blocking)
+        if rank == root:
+            fold(list(parts.view(size, elements)), tensor, operation, rank)
+        mover.scratch.give(parts)
+        return
+    tag = mover.next_tag()
+    stride = size * _round_elements(tensor)
+    none = [(0, 0)] * size
+    for first in range(0, elements, stride):
+        block = tensor[first : first + stride]
+        counts = _split(block.numel(), size)
+        spans = list(zip(starts(counts), counts, strict=True))
+        begin, count = spans[rank]
+        if rank == root:
+            yield from _scatter_sums(mover, block, block[begin : begin + count], spans, operation, tag)
+            spans[root] = (0, 0)
+            yield mover.exchange(block, none, block, spans, tag)
+        else:
+            piece = mover.scratch.take(count, tensor)
+            yield from _scatter_sums(mover, block, piece, spans, operation, tag)
+            sends = list(none)
+            sends[root] = (0, count)
+            yield mover.exchange(piece, sends, block, none, tag)
+            mover.scratch.give(piece)
+
+
+def _scatter_sums(
+    mover: Mover, tensor: Tensor, output: Tensor, spans: Sequence[Span], operation: Operation, tag: int
+) -> Steps:
+    """The direct reduce-scatter: rank r's span of `tensor`, reduced, becomes its `output`.
+
+    In rounds of bounded memory, the next round's messages under way while this one's are added.
+    """
+    rank, size = mover.rank, mover.size
+    longest = max(count for _, count in spans)
+    piece = min(longest, max(1, _round_elements(tensor) // (size - 1)))
+    rounds = -(-longest // piece) if longest else 0
+    buffers = mover.scratch.take(min(rounds, 2) * (size - 1) * piece, tensor)
+    slots = [peer - (peer > rank) for peer in range(size)]
+
+    def launch(index: int) -> Pending | None:
+        first = index * piece
+        lengths = [min(max(count - first, 0), piece) for _, count in spans]
+        sends = [(begin + first, length) for (begin, _), length in zip(spans, lengths, strict=True)]
+        base = index % 2 * (size - 1) * piece
+        receives = [(base + slot * piece, lengths[rank]) for slot in slots]
+        sends[rank] = receives[rank] = (0, 0)
+        return mover.exchange(tensor, sends, buffers, receives, tag)
+
+    begin, count = spans[rank]
+    ahead = launch(0) if rounds else None
+    for index in range(rounds):
+        pending, ahead = ahead, launch(index + 1) if index + 1 < rounds else None
+        yield pending
+        first = index * piece
+        length = min(max(count - first, 0), piece)
+        if length:
+            base = index % 2 * (size - 1) * piece
+            parts = [buffers[base + slot * piece :][:length] for slot in slots]
+            parts[rank] = tensor[begin + first :][:length]
+            fold(parts, output[first : first + length], operation, rank)
+    mover.scratch.give(buffers)

@@ -1,0 +1,49 @@
+"""How every verb that uses ranks starts and ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from hpctrain.comm.library import MPI
+from hpctrain.comm.outcome import print_problems
+from hpctrain.comm.place import LAUNCHER_RANKS
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+
+
+def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoReturn:
+    """Start the World, run a verb on it, and leave with one exit code on all ranks.
+
+    The verb's return value is the exit code, None being 0. An HpctrainError that all ranks raise is
+    printed once, from rank 0; one that a single rank raises ends the others within seconds. Any other
+    exception prints its traceback and ends the job with exit code 70.
+    """
+    try:
+        world = World.start(device)
+    except HpctrainError as error:
+        leave_unstarted(error)
+    problems: tuple[str, ...] = ()
+    agreed = True
+    try:
+        code = verb(world) or 0
+    except HpctrainError as error:
+        code, problems, agreed = error.exit_code, error.problems, world.is_agreed(error)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        agreed = code == 0
+    except BaseException as error:  # noqa: BLE001  (an interrupt too must end the other ranks)
+        world.fail(error)
+    sys.exit(world.finish(code, problems, agreed))
+
+
+def leave_unstarted(error: HpctrainError) -> NoReturn:
+    """Leave with an error that came before there was a World: one rank prints it."""
+    places = [os.environ[name] for name in LAUNCHER_RANKS if name in os.environ]
+    if not places or places[0] == "0":
+        print_problems(error.problems)
+    if MPI.Is_initialized():
+        MPI.Finalize()
+    sys.exit(error.exit_code)

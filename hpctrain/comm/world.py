@@ -1,0 +1,199 @@
+"""World: this process's place among the ranks, made once by a verb and never at import."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal, NoReturn
+
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.library import MPI
+from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.outcome import combine, describe, print_problems
+from hpctrain.comm.place import check_launcher, choose_device
+from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.staged import StagedTransport
+from hpctrain.comm.transport import Transport
+from hpctrain.errors import EXIT_INTERNAL, HpctrainError, InputOutputError
+
+GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
+EXIT_INTERRUPTED = 130
+
+
+class World:
+    """This process's place: rank, size, node, local rank, device; and the group of all ranks.
+
+    `node` numbers the nodes by their lowest rank, `local_rank` the ranks of one node.
+    """
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        """Collective. `start` is what verbs call; this takes MPI as it is and installs nothing."""
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.hostname = socket.gethostname()
+        node = communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        self.local_rank = node.rank
+        self.local_size = node.size
+        leaders = communicator.allgather(node.bcast(self.rank))
+        node.Free()
+        lowest = sorted(set(leaders))
+        self.nodes = len(lowest)
+        self.node = lowest.index(leaders[self.rank])
+        self.ledger = Ledger()
+        self.device = torch.device("cpu")
+        self._scratch = Scratch()
+        # Errors are agreed on here, apart from what the groups may have under way.
+        self._control = communicator.Dup()
+        self._agreed: HpctrainError | None = None
+        self.everyone = self._group(("world",), tuple(range(self.size)), communicator, "mpi")
+
+    @classmethod
+    def start(cls, device: str = "auto") -> World:
+        """Start MPI and take this process's place; called once, by a verb, on all ranks alike.
+
+        `device`: "auto" (the local rank's GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        From here on an uncaught exception on any rank, in any thread, prints its traceback and ends the
+        job with exit code 70. HpctrainError where the launcher and MPI disagree, or the device is missing.
+        """
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        check_launcher(os.environ, MPI.COMM_WORLD.size)
+        world = cls(MPI.COMM_WORLD)
+        world.use_device(device)
+        sys.excepthook = world._on_exception
+        threading.excepthook = world._on_thread_exception
+        return world
+
+    def use_device(self, name: str) -> None:
+        """Choose the device, as `start` does. Collective; before any Mesh is made."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        with self.agreement():
+            self.device = choose_device(name, self.local_rank, count)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.everyone.device = self.device
+
+    def alone(self) -> World:
+        """A world of this rank alone, on the same device, with a ledger of its own."""
+        world = World(MPI.COMM_SELF)
+        world.device = world.everyone.device = self.device
+        return world
+
+    def split(
+        self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: Literal["mpi", "nccl"]
+    ) -> Group:
+        """The Group of `ranks` of this world, in rising order. Collective over the world, whose other
+        ranks make the groups that they are in."""
+        communicator = self.communicator.Split(ranks[0], self.rank)
+        assert isinstance(communicator, MPI.Intracomm)
+        return self._group(axes, ranks, communicator, transport)
+
+    def _group(
+        self,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        communicator: MPI.Intracomm,
+        transport: Literal["mpi", "nccl"],
+    ) -> Group:
+        host = MpiTransport(communicator, self._scratch)
+        accelerator: Transport
+        if transport == "nccl":
+            from hpctrain.comm.nccl import NcclTransport
+
+            accelerator = NcclTransport(communicator, self._scratch)
+        else:
+            accelerator = StagedTransport(host)
+        return Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger)
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Inside, each rank works alone; on leaving, if any rank has an error, all raise the same.
+
+        HpctrainErrors are exchanged, OSErrors as InputOutputErrors: the class is the lowest failing
+        rank's, the problems are all distinct ones. Any other exception goes on up and ends the job.
+        Nothing inside may communicate.
+        """
+        error: HpctrainError | None = None
+        try:
+            yield
+        except HpctrainError as problem:
+            error = problem
+        except OSError as problem:
+            error = InputOutputError(describe(problem))
+        mine = None if error is None else (error.exit_code, error.problems)
+        found = [each for each in self._control.allgather(mine) if each is not None]
+        if found:
+            self._agreed = combine(found)
+            raise self._agreed from error
+
+    def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:
+        """End normally: print the problems from rank 0, finalize MPI; the exit code of all ranks.
+
+        Collective. The lowest failing rank's code is everyone's. With `agreed` false, where this rank
+        may be alone with its error, the job is aborted if the others do not come within seconds.
+        """
+        arrived = self._control.Ibarrier()
+        deadline = None if agreed else time.monotonic() + GRACE_SECONDS
+        pause = 1e-5
+        while not arrived.Test():
+            if deadline is not None and time.monotonic() > deadline:
+                print_problems(problems)
+                self.abort(code)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        outcomes = self._control.allgather((code, tuple(problems)))
+        failed = [outcome for outcome in outcomes if outcome[0] != 0 or outcome[1]]
+        if failed:
+            code = failed[0][0]
+            if self.rank == 0:
+                print_problems(combine(failed).problems)
+        sys.stdout.flush()
+        self._control.Barrier()
+        sys.excepthook = sys.__excepthook__
+        threading.excepthook = threading.__excepthook__
+        MPI.Finalize()
+        return code
+
+    def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
+        """End the job at once, on all ranks, with this exit code."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.communicator.Abort(code)
+        os._exit(code)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Print this rank's traceback (or one line for an interrupt) and abort the job."""
+        who = f"hpctrain: rank {self.rank} of {self.size} on {self.hostname}"
+        if isinstance(error, KeyboardInterrupt):
+            print(f"{who}: interrupted", file=sys.stderr, flush=True)
+            self.abort(EXIT_INTERRUPTED)
+        text = "".join(traceback.format_exception(error))
+        print(f"{who}: uncaught exception, ending the job\n{text}", end="", file=sys.stderr, flush=True)
+        self.abort(EXIT_INTERNAL)
+
+    def is_agreed(self, error: HpctrainError) -> bool:
+        """Whether all ranks raise this error, which came out of `agreement`."""
+        return error is self._agreed
+
+    def _on_exception(
+        self, _kind: type[BaseException], error: BaseException, _traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, HpctrainError):
+            print_problems(error.problems)
+            self.abort(error.exit_code)
+        self.fail(error)
+
+    def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+            self.fail(arguments.exc_value)
