@@ -66,12 +66,11 @@ class Mesh:
         return self._groups[axes]
 
     def part(self, axis: str, size: int) -> Group:
-        """The group of `size` neighbours along an axis to which this rank belongs. Collective over the axis."""
+        """This rank's group of `size` neighbours along an axis. Collective over the axis."""
         whole = self.group(axis)
         assert whole.size % size == 0, (axis, whole.size, size)
         first = whole.rank // size * size
-        communicator = whole.communicator.Split(color=first, key=whole.rank)
-        return self.world.make_group((axis,), whole.ranks[first : first + size], communicator, self.transport)
+        return self.world.split((axis,), whole.ranks[first : first + size], self.transport, whole)
 
     def _group(self, axes: tuple[str, ...]) -> Group:
         others = [axis for axis in AXES if axis not in axes]

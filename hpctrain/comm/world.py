@@ -91,11 +91,17 @@ class World:
         return world
 
     def split(
-        self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: Literal["mpi", "nccl"]
+        self,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        transport: Literal["mpi", "nccl"],
+        whole: Group | None = None,
     ) -> Group:
-        """The Group of `ranks` of this world, in rising order. Collective over the world, whose other
-        ranks make the groups that they are in."""
-        communicator = self.communicator.Split(ranks[0], self.rank)
+        """The Group of these ranks of this world, in rising order.
+
+        Collective over `whole` (default: everyone), whose other ranks make the groups that they are in.
+        """
+        communicator = (whole or self.everyone).communicator.Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
         return self._group(axes, ranks, communicator, transport)
 
