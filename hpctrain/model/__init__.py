@@ -1,0 +1,1 @@
+"""The transformer, made from parallel layers."""

@@ -1,0 +1,80 @@
+"""Causal self-attention with grouped queries, split by heads over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.all_to_all_attention import all_to_all_attention
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+from hpctrain.parallel.ring_attention import ring_attention
+
+
+class Rotary:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864), halves rotated as in Llama.
+
+    Tables of cosine and sine [s, 1, 1, head size] for the given global positions [s].
+    """
+
+    def __init__(self, positions: Tensor, head_size: int, base: float, dtype: torch.dtype) -> None:
+        exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64)
+        angles = torch.outer(positions.double(), base ** (-exponents / head_size))
+        angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        self.cosine, self.sine = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate x [s, b, heads, head size] by its positions."""
+        left, right = x.chunk(2, dim=-1)
+        return x * self.cosine + torch.cat((-right, left), dim=-1) * self.sine
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads."""
+    output = functional.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        is_causal=True,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.permute(2, 0, 1, 3)
+
+
+class Attention(nn.Module):
+    """[s or s/t, b, h] -> the same."""
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        size = shape.head_size
+        self.groups, self.head_size = groups, size
+        queries = Rows.split(shape.heads * size, groups.tensor, size)
+        keys = Rows.split(shape.key_value_heads * size, groups.tensor, size)
+        self.inner = ColumnLinear(
+            shape.hidden,
+            [(f"{name}.query", queries), (f"{name}.key", keys), (f"{name}.value", keys)],
+            shape.biases,
+            groups,
+        )
+        self.output = RowLinear(f"{name}.output", shape.heads * size, shape.hidden, shape.biases, groups)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """Attend to all earlier positions of the same sequence."""
+        inner = self.inner(x)
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
+        )
+        if rotary is not None:
+            query, key = rotary.turn(query), rotary.turn(key)
+        output: Tensor = self.output(self._attend(query, key, value).flatten(2))
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        context = self.groups.context
+        if context.size == 1:
+            return causal_attention(query, key, value)
+        if self.groups.context_form == "ring":
+            return ring_attention(query, key, value, context)
+        return all_to_all_attention(query, key, value, context, causal_attention)

@@ -1,0 +1,33 @@
+"""The feed-forward part of a block: GELU, or SwiGLU (arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+
+
+class FeedForward(nn.Module):
+    """[s or s/t, b, h] -> the same, split by columns, then by rows over the tensor axis."""
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        rows = Rows.split(shape.mlp, groups.tensor)
+        self.gated = shape.family == "llama"
+        outputs = [(f"{name}.gate", rows)] if self.gated else []
+        self.up = ColumnLinear(shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups)
+        self.down = RowLinear(f"{name}.down", shape.mlp, shape.hidden, shape.biases, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Expand, activate, contract."""
+        inner = self.up(x)
+        if self.gated:
+            gate, up = inner.split(self.up.split_sizes, dim=-1)
+            inner = functional.silu(gate) * up
+        else:
+            inner = functional.gelu(inner, approximate="tanh")
+        output: Tensor = self.down(inner)
+        return output

@@ -1,0 +1,33 @@
+"""LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) over the last dim."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.shard import Parameter, Shard
+
+
+class Norm(nn.Module):
+    """[s, b, h] -> [s, b, h]; under sequence parallelism each rank sees its part of s only, so the
+    parameters' gradients are partial over the tensor axis.
+    """
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        self.epsilon, self.size = shape.norm_epsilon, (shape.hidden,)
+        partial = groups.sequence_partial
+        self.weight = Parameter(Shard.whole(f"{name}.weight", self.size, partial), False, "ones")
+        self.bias = (
+            Parameter(Shard.whole(f"{name}.bias", self.size, partial), False, "zeros")
+            if shape.biases
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize over the last dim."""
+        if self.bias is None:
+            return functional.rms_norm(x, self.size, self.weight, self.epsilon)
+        return functional.layer_norm(x, self.size, self.weight, self.bias, self.epsilon)

@@ -1,0 +1,137 @@
+"""One decoder-only transformer for GPT-2 and Llama, from parallel layers.
+
+Activations are sequence first, [s, b, h]; under sequence parallelism [s/t, b, h] between the layers
+that are split over the tensor axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.attention import Attention, Rotary
+from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.norm import Norm
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.random import DropoutSource, dropout
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.vocabulary import LossTerms, VocabularyEmbedding, VocabularyLoss, vocabulary_shard
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch as this rank's model sees it.
+
+    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the
+    sequence; `dropout` draws masks, or is None where nothing is dropped.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    dropout: DropoutSource | None = None
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned row per position to [s or s/t, b, h]."""
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        size = (shape.sequence, shape.hidden)
+        self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rows of x stand at `positions`."""
+        return x + functional.embedding(positions, self.table).unsqueeze(1)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each after a norm and with a residual connection."""
+
+    def __init__(self, index: int, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        name = f"blocks.{index}"
+        self.site, self.probability = 1 + 2 * index, shape.dropout
+        self.attention_norm = Norm(f"{name}.attention_norm", shape, groups)
+        self.attention = Attention(f"{name}.attention", shape, groups)
+        self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
+        self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, source: DropoutSource | None, positions: Tensor
+    ) -> Tensor:
+        """[s or s/t, b, h], whose rows stand at `positions`, -> the same."""
+        attended = self.attention(self.attention_norm(x), rotary)
+        x = x + dropout(attended, source, self.site, positions, self.probability)
+        expanded = self.feed_forward(self.feed_forward_norm(x))
+        return x + dropout(expanded, source, self.site + 1, positions, self.probability)
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head, its parameters without memory until bucketed."""
+
+    def __init__(self, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        self.shape, self.groups = shape, groups
+        self.embedding = VocabularyEmbedding("embedding.tokens", shape.vocabulary, shape.hidden, groups)
+        self.positions = (
+            PositionEmbedding("embedding.positions", shape, groups) if shape.family == "gpt2" else None
+        )
+        self.blocks = nn.ModuleList(Block(index, shape, groups) for index in range(shape.layers))
+        self.final_norm = Norm("final_norm", shape, groups)
+        if shape.tied:
+            self.embedding.table.uses = 2
+            table = self.embedding.table
+        else:
+            table = Parameter(vocabulary_shard("head.weight", shape.vocabulary, shape.hidden, groups))
+            self.head = nn.Module()
+            self.head.register_parameter("table", table)
+        self.loss_head = VocabularyLoss(table, groups)
+
+    def leaves(self) -> Iterator[list[Parameter]]:
+        """The parameters of each layer in the order of the forward pass; one layer's stay together."""
+        for module in self.modules():
+            parameters = [p for p in module.parameters(recurse=False) if isinstance(p, Parameter)]
+            if parameters:
+                yield parameters
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Hidden states after the final norm, [s or s/t, b, h]."""
+        positions = self._local(inputs.positions)
+        x = self.embedding(inputs.tokens)
+        if self.positions is not None:
+            x = self.positions(x, positions)
+        x = dropout(x, inputs.dropout, 0, positions, self.shape.dropout)
+        rotary = None
+        if self.shape.family == "llama":
+            rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotary, inputs.dropout, positions)
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def loss(self, inputs: Inputs, terms: LossTerms) -> Tensor:
+        """Sum of the cross-entropies over this rank's tokens, fp32; see VocabularyLoss."""
+        loss: Tensor = self.loss_head(self(inputs), terms)
+        return loss
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, V] of tokens [b, s]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self(Inputs(tokens.t().contiguous(), positions))
+        return self.loss_head.logits(hidden).transpose(0, 1)
+
+    def _local(self, positions: Tensor) -> Tensor:
+        """The positions of this rank's rows between the split layers."""
+        tensor = self.groups.tensor
+        return positions.chunk(tensor.size)[tensor.rank] if self.groups.sequence_parallel else positions
+
+
+def parameter_list(model: Transformer) -> list[Parameter]:
+    """All parameters, each once, in the order of the forward pass."""
+    return [parameter for leaf in model.leaves() for parameter in leaf]

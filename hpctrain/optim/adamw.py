@@ -1,0 +1,117 @@
+"""AdamW (arXiv 1711.05101) on the buckets' flat buffers, with fp32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.sharding.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The optimizer state of one bucket, flat, fp32, of the bucket's length.
+
+    `master` is the bucket's own `values` where those are fp32.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class AdamW:
+    """Torch's fused AdamW, one call for all buckets; weight decay on their decayed part only."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+    ) -> None:
+        self.buckets = buckets
+        self.moments = [_moments(bucket) for bucket in buckets]
+        self._steps: list[Tensor] = []
+        groups = [
+            {"params": self._parameters(decayed=True), "weight_decay": weight_decay},
+            {"params": self._parameters(decayed=False), "weight_decay": 0.0},
+        ]
+        self._torch = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=0.0,
+            betas=betas,
+            eps=epsilon,
+            fused=True,
+        )
+        self._adopt_state()
+
+    @property
+    def updates(self) -> int:
+        """Updates done so far; what the bias correction counts."""
+        return int(self._steps[0].item())
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for step in self._steps:
+            step.fill_(count)
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
+
+        The gradient buffers hold the divided gradients afterwards.
+        """
+        for group in self._torch.param_groups:
+            group["lr"] = learning_rate
+        device = self.buckets[0].values.device
+        # The fused kernel divides by grad_scale while it reads: no pass over the gradients is added.
+        self._torch.grad_scale = torch.tensor(gradient_divisor, device=device)  # type: ignore[attr-defined]
+        self._torch.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        self._torch.step()
+        self.publish()
+
+    def publish(self) -> None:
+        """Copy the master weights into the parameters."""
+        for bucket, moments in zip(self.buckets, self.moments, strict=True):
+            if moments.master is not bucket.values:
+                bucket.values.copy_(moments.master)
+
+    def _ranges(self, bucket: Bucket) -> tuple[slice, slice]:
+        return slice(0, bucket.decayed), slice(bucket.decayed, bucket.length)
+
+    def _parameters(self, decayed: bool) -> list[Tensor]:
+        parameters = []
+        for bucket, moments in zip(self.buckets, self.moments, strict=True):
+            part = self._ranges(bucket)[0 if decayed else 1]
+            parameter = moments.master[part]
+            if parameter.numel():
+                parameter.grad = bucket.gradients[part]
+                parameters.append(parameter)
+        return parameters
+
+    def _adopt_state(self) -> None:
+        """Give torch's optimizer slices of the flat moments as its state."""
+        flat = [
+            (moments, part)
+            for decayed in (0, 1)
+            for bucket, moments in zip(self.buckets, self.moments, strict=True)
+            if moments.master[part := self._ranges(bucket)[decayed]].numel()
+        ]
+        parameters = [p for group in self._torch.param_groups for p in group["params"]]
+        for parameter, (moments, part) in zip(parameters, flat, strict=True):
+            step = torch.zeros((), device=parameter.device)
+            self._steps.append(step)
+            self._torch.state[parameter] = {
+                "step": step,
+                "exp_avg": moments.exp_avg[part],
+                "exp_avg_sq": moments.exp_avg_sq[part],
+            }
+
+
+def _moments(bucket: Bucket) -> Moments:
+    values = bucket.values
+    master = values if values.dtype == torch.float32 else values.float()
+    return Moments(master, torch.zeros_like(master), torch.zeros_like(master))

@@ -1,0 +1,30 @@
+"""Dynamic loss scale for fp16 (arXiv 1710.03740); constant 1 for the other formats."""
+
+from __future__ import annotations
+
+
+class LossScale:
+    """Halves after a step with a non-finite gradient, doubles after `window` good ones in a row.
+
+    A `window` of 0 keeps the scale constant.
+    """
+
+    SMALLEST = 2.0**-14
+    LARGEST = 2.0**24
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.value, self.window = initial, window
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Learn whether the step's gradients were finite."""
+        if not self.window:
+            return
+        if not finite:
+            self.value = max(self.SMALLEST, self.value / 2)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.value = min(self.LARGEST, self.value * 2)
+            self.good_steps = 0

@@ -1,0 +1,1 @@
+"""Layers split over mesh axes: their communication is part of autograd."""

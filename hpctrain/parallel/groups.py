@@ -1,0 +1,31 @@
+"""What a layer needs to know of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpctrain.comm.group import Group
+from hpctrain.parallel.weight_grad import WeightGradientQueue
+
+ContextForm = Literal["ring", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The groups over which layers are split, and how.
+
+    `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
+    tensor axis; `context_form` says how attention crosses the context axis.
+    """
+
+    tensor: Group
+    context: Group
+    sequence_parallel: bool = False
+    context_form: ContextForm = "ring"
+    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+
+    @property
+    def sequence_partial(self) -> frozenset[str]:
+        """Axes over which parameters applied to the split sequence get partial gradients."""
+        return frozenset({"tensor"}) if self.sequence_parallel else frozenset()

@@ -1,0 +1,257 @@
+"""Linear layers split by columns or rows over the tensor axis (Megatron-LM, arXiv 1909.08053).
+
+Activations are sequence first, [s, b, features], so that pieces of a sequence are contiguous.
+One autograd function owns the backward pass of both layers: it starts the reduction of the input
+gradient before it computes the weight gradient, and adds the weight gradient straight into the
+bucket's fp32 buffer. Under sequence parallelism (arXiv 2205.05198) the gathered input is not kept
+for backward but gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.comm.group import Group
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.shard import Initial, Parameter, Shard
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One rank's rows `start .. start + local` of `size` output features.
+
+    Where there are fewer units (heads) than ranks, `copies` neighbouring ranks hold the same rows.
+    """
+
+    size: int
+    start: int
+    local: int
+    copy: int = 0
+    copies: int = 1
+
+    @staticmethod
+    def split(size: int, group: Group, unit: int = 1) -> Rows:
+        """Split `size` features, made of units of `unit`, over the ranks of `group`."""
+        units, ranks = size // unit, group.size
+        if units % ranks == 0:
+            local = size // ranks
+            return Rows(size, group.rank * local, local)
+        assert ranks % units == 0, (size, unit, ranks)
+        copies = ranks // units
+        return Rows(size, group.rank // copies * unit, unit, group.rank % copies, copies)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor over `tensors` that lie behind each other in one Bucket, joined along dim 0."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    end = first.storage_offset()
+    for tensor in tensors:
+        assert tensor.storage_offset() == end, "fused parameters must be neighbours in their bucket"
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def add_weight_gradient(gradient: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
+    """gradient [n, k] += output_gradient [..., n]^T inputs [..., k], summed in fp32."""
+    left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
+    right = inputs.reshape(-1, inputs.shape[-1])
+    if left.dtype == gradient.dtype:
+        gradient.addmm_(left, right)
+    else:
+        gradient.add_(left @ right)
+
+
+def add_bias_gradient(gradient: Tensor, output_gradient: Tensor) -> None:
+    """gradient [n] += output_gradient [..., n] summed in fp32 over all but the last dim."""
+    rows = output_gradient.reshape(-1, output_gradient.shape[-1])
+    gradient.add_(rows.sum(0, dtype=gradient.dtype))
+
+
+def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
+    """The Shard of a tensor [rows, *others] split by rows."""
+    return Shard(
+        name,
+        (rows.size, *others),
+        (rows.start, *(0 for _ in others)),
+        (rows.local, *others),
+        split=frozenset({"tensor"}),
+        partial=frozenset({"tensor"}) if rows.copies > 1 else frozenset(),
+        copy=rows.copy,
+        copies=rows.copies,
+    )
+
+
+class _SplitLinear(nn.Module):
+    """Shared by both layers: fused weights and biases, and the weight-gradient computation."""
+
+    def __init__(self, groups: LayerGroups) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weights: list[Parameter] = []
+        self.biases: list[Parameter] = []
+
+    def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
+        """Add one weight [n, k] and, if any, its bias [n]; several are fused along n."""
+        index = len(self.weights)
+        self.weights.append(Parameter(weight, initial=initial))
+        self.register_parameter(f"weight{index}", self.weights[-1])
+        if bias is not None:
+            self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
+            self.register_parameter(f"bias{index}", self.biases[-1])
+
+    def weight(self) -> Tensor:
+        """All weights as one matrix [n, k] for F.linear."""
+        return joined([parameter.detach() for parameter in self.weights])
+
+    def bias(self) -> Tensor | None:
+        """All biases as one vector [n], if there are any."""
+        return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
+
+    def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        if self.weights[0].requires_grad:
+            gradient = joined([_buffer(parameter) for parameter in self.weights])
+            add_weight_gradient(gradient, output_gradient, inputs)
+            for parameter in self.weights:
+                parameter.added()
+
+    def _add_bias_gradients(self, output_gradient: Tensor) -> None:
+        if self.biases and self.biases[0].requires_grad:
+            gradient = joined([_buffer(parameter) for parameter in self.biases])
+            add_bias_gradient(gradient, output_gradient)
+            for parameter in self.biases:
+                parameter.added()
+
+
+def _buffer(parameter: Parameter) -> Tensor:
+    assert parameter.gradient is not None, f"{parameter.shard.name} has no gradient buffer"
+    return parameter.gradient
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        groups = layer.groups
+        whole = groups.tensor.all_gather(x) if groups.sequence_parallel else x
+        return functional.linear(whole, layer.weight(), layer.bias())
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer: ColumnLinear = ctx.layer
+        groups, tensor = layer.groups, layer.groups.tensor
+        (x,) = ctx.saved_tensors
+        output_gradient = output_gradient.contiguous()
+        deferred = groups.weight_gradients.deferring
+        gathering = tensor.start_all_gather(x) if groups.sequence_parallel and not deferred else None
+        input_gradient: Tensor | None = None
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            input_gradient = output_gradient @ layer.weight()
+            if groups.sequence_parallel:
+                reducing = tensor.start_reduce_scatter(input_gradient)
+            elif tensor.size > 1:
+                reducing = tensor.start_all_reduce(input_gradient)
+
+        def compute() -> None:
+            if gathering is not None:
+                whole = gathering.wait()
+            else:
+                whole = tensor.all_gather(x) if groups.sequence_parallel else x
+            layer._add_gradients(output_gradient, whole)
+            layer._add_bias_gradients(output_gradient)
+
+        groups.weight_gradients.submit(compute)
+        if reducing is not None:
+            input_gradient = reducing.wait()
+        return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: RowLinear, *_: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        groups, tensor = layer.groups, layer.groups.tensor
+        bias = layer.bias()
+        if tensor.size == 1:
+            return functional.linear(x, layer.weight(), bias)
+        output = functional.linear(x, layer.weight())
+        if groups.sequence_parallel:
+            output = tensor.reduce_scatter(output)
+        else:
+            output = tensor.all_reduce(output)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer: RowLinear = ctx.layer
+        groups = layer.groups
+        (x,) = ctx.saved_tensors
+        output_gradient = output_gradient.contiguous()
+        layer._add_bias_gradients(output_gradient)
+        whole = groups.tensor.all_gather(output_gradient) if groups.sequence_parallel else output_gradient
+        input_gradient = whole @ layer.weight() if ctx.needs_input_grad[0] else None
+        groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x))
+        return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
+
+
+class ColumnLinear(_SplitLinear):
+    """Y = X A^T + b with A split by output features: each rank computes its features of Y.
+
+    Several outputs (query, key, value; gate, up) are computed by one product; each keeps its own
+    global name `<name>.weight` / `<name>.bias`. Input [s, b, k], replicated over the tensor axis, or
+    [s/t, b, k] under sequence parallelism; output [s, b, sum of local features]. `split_sizes` are the
+    local features of each output.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: Sequence[tuple[str, Rows]], bias: bool, groups: LayerGroups
+    ) -> None:
+        super().__init__(groups)
+        self.split_sizes = [rows.local for _, rows in outputs]
+        for name, rows in outputs:
+            weight = _rows_shard(f"{name}.weight", rows, (inputs,))
+            self.declare(weight, _rows_shard(f"{name}.bias", rows, ()) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
+        result: Tensor = _Column.apply(x, self, *self.weights, *self.biases)
+        return result
+
+
+class RowLinear(_SplitLinear):
+    """Y = X A^T + b with A split by input features, the parts of Y summed over the tensor axis.
+
+    Input [s, b, k/t]; output [s, b, n], whole on every rank, or [s/t, b, n] under sequence
+    parallelism. The bias is added once, after the sum.
+    """
+
+    def __init__(self, name: str, inputs: int, outputs: int, bias: bool, groups: LayerGroups) -> None:
+        super().__init__(groups)
+        columns = Rows.split(inputs, groups.tensor)
+        self.declare(
+            Shard(
+                f"{name}.weight",
+                (outputs, inputs),
+                (0, columns.start),
+                (outputs, columns.local),
+                split=frozenset({"tensor"}),
+            ),
+            Shard.whole(f"{name}.bias", (outputs,), partial=groups.sequence_partial) if bias else None,
+            "residual",
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, k/t] -> [s or s/t, b, n]."""
+        result: Tensor = _Row.apply(x, self, *self.weights, *self.biases)
+        return result

@@ -1,0 +1,116 @@
+"""Where one tensor's piece lies in the global logical tensor.
+
+A Shard is the single source for initialization, gradient synchronization, ZeRO, checkpoints,
+conversion and verification: nothing else guesses names or shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Initial = Literal["normal", "residual", "ones", "zeros"]
+"""How a parameter starts: "residual" is a normal weight that ends a residual branch."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's rectangular piece of a global tensor.
+
+    `shape` is the global logical shape. The piece starts at index `start` and has shape `local`,
+    which may reach beyond `shape`: what lies beyond is padding, is zero and is never stored.
+    `split` names the mesh axes that cut the tensor; over every other axis the piece is replicated.
+    `partial` names the axes besides data and context over which the gradient arrives in parts that
+    must be summed, although the parameter itself is replicated there (the norms under sequence
+    parallelism, key/value heads shared by several tensor ranks).
+    `copy` and `copies` number the ranks of the split axes that hold this same piece.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    local: tuple[int, ...]
+    split: frozenset[str] = frozenset()
+    partial: frozenset[str] = frozenset()
+    copy: int = 0
+    copies: int = 1
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
+        """The Shard of a tensor that every rank holds whole."""
+        return Shard(name, shape, (0,) * len(shape), shape, partial=partial)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the local piece, padding included."""
+        return prod(self.local)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Shape of the local piece without its padding."""
+        return tuple(
+            max(0, min(local, total - start))
+            for local, total, start in zip(self.local, self.shape, self.start, strict=True)
+        )
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The piece, without padding, as an index into the global tensor."""
+        return tuple(
+            slice(start, start + extent) for start, extent in zip(self.start, self.extent, strict=True)
+        )
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's piece, zero-padded to `local`, of a global tensor of shape `shape`."""
+        assert tuple(whole.shape) == self.shape, (self.name, tuple(whole.shape), self.shape)
+        piece = whole[self.slices]
+        if self.extent == self.local:
+            return piece.clone()
+        padded = whole.new_zeros(self.local)
+        padded[tuple(slice(0, n) for n in self.extent)] = piece
+        return padded
+
+
+class Parameter(nn.Parameter):
+    """A model parameter with its Shard, its fp32 gradient buffer and its share in the schedule.
+
+    It is made without memory of its own; its Bucket gives it some. `gradient` is the fp32 buffer, of the
+    parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
+    parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
+    `decayed` says whether weight decay applies, `uses` how many additions to `gradient` one
+    backward pass of one micro-batch makes.
+    """
+
+    shard: Shard
+    decayed: bool
+    initial: Initial
+    uses: int
+    gradient: Tensor | None
+    on_added: Callable[[Parameter], None] | None
+
+    def __new__(  # noqa: D102
+        cls, shard: Shard, decayed: bool = True, initial: Initial = "normal"
+    ) -> Parameter:
+        # One element seen as many: of the right shape, yet without memory.
+        data = torch.empty(1).expand(shard.local)
+        self: Parameter = super().__new__(cls, data, requires_grad=True)
+        self.shard = shard
+        self.decayed = decayed
+        self.initial = initial
+        self.uses = 1
+        self.gradient = None
+        self.on_added = None
+        return self
+
+    def __init__(self, shard: Shard, decayed: bool = True, initial: Initial = "normal") -> None:
+        """See the class; the work is done in __new__, as torch requires."""
+
+    def added(self) -> None:
+        """Tell the Bucket that one addition to `gradient` is complete."""
+        if self.on_added is not None:
+            self.on_added(self)

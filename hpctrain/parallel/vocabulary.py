@@ -1,0 +1,212 @@
+"""Embedding and cross-entropy split over the vocabulary (Megatron-LM, arXiv 1909.08053).
+
+Every rank of the tensor axis holds `ceil(V / t)` rows; the last rows may be padding, which is never
+looked up and never predicted. No rank ever holds the full logits: the loss works on chunks of
+tokens, and computes its gradients in the same pass, so that no logits are kept for backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import add_weight_gradient
+from hpctrain.parallel.shard import Parameter, Shard
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk, per rank: 16 MiB in fp32."""
+
+
+def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> Shard:
+    """This rank's rows of a [vocabulary, hidden] tensor, padded to divide."""
+    rows = -(-vocabulary // groups.tensor.size)
+    return Shard(
+        name,
+        (vocabulary, hidden),
+        (min(groups.tensor.rank * rows, vocabulary), 0),
+        (rows, hidden),
+        split=frozenset({"tensor"}),
+    )
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
+        tensor = layer.groups.tensor
+        ctx.layer = layer
+        if tensor.size == 1:
+            ctx.save_for_backward(indices)
+            return functional.embedding(indices, weight)
+        local = indices - layer.shard.start[0]
+        outside = (local < 0) | (local >= layer.shard.extent[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside)
+        output = functional.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
+        if layer.groups.sequence_parallel:
+            return tensor.reduce_scatter(output)
+        return tensor.all_reduce(output)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, None, None]:
+        layer: VocabularyEmbedding = ctx.layer
+        if layer.groups.sequence_parallel:
+            output_gradient = layer.groups.tensor.all_gather(output_gradient.contiguous())
+        gradient = layer.table.gradient
+        assert gradient is not None
+        indices, *outside = ctx.saved_tensors
+        rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
+        if outside:
+            rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
+        gradient.index_add_(0, indices.reshape(-1), rows)
+        layer.table.added()
+        return None, None, None
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of a table [V, h], split over the tensor axis.
+
+    `forward` takes token ids [s, b] and gives [s, b, h], or [s/t, b, h] under sequence parallelism.
+    """
+
+    def __init__(self, name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> None:
+        super().__init__()
+        self.groups = groups
+        self.shard = vocabulary_shard(f"{name}.weight", vocabulary, hidden, groups)
+        self.table = Parameter(self.shard)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[s, b] int64 -> [s or s/t, b, h]."""
+        result: Tensor = _Lookup.apply(tokens, self, self.table)
+        return result
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What every chunk of the loss shares.
+
+    `scale` is the factor of every token's loss in the gradient (loss scale over global tokens);
+    `z_loss` weighs the squared logarithm of the partition function (PaLM, arXiv 2204.02311).
+    """
+
+    targets: Tensor
+    scale: Tensor
+    z_loss: float = 0.0
+
+
+class VocabularyLoss(nn.Module):
+    """Cross-entropy of a linear head [V, h] split over the vocabulary.
+
+    `table` is the head's own parameter, or the embedding's where the two are tied.
+    """
+
+    def __init__(self, table: Parameter, groups: LayerGroups) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
+        self.rows = table.shard.extent[0]
+
+    def forward(self, hidden: Tensor, terms: LossTerms) -> Tensor:
+        """Sum over tokens of the cross-entropy, fp32, of hidden [s or s/t, b, h].
+
+        Targets are [s, b] int64, negative where nothing is to be predicted. The gradients are those
+        of `scale` times the sum (plus z-loss): start backward here with a gradient of one.
+        """
+        learning = torch.is_grad_enabled()
+        loss: Tensor = _Loss.apply(hidden, self, terms, learning, self.weight[0])
+        return loss
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling."""
+        tensor = self.groups.tensor
+        if self.groups.sequence_parallel:
+            hidden = tensor.all_gather(hidden)
+        local = functional.linear(hidden, self.weight[0])
+        if tensor.size > 1:
+            local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
+        return local[..., : self.weight[0].shard.shape[0]]
+
+    def chunk(
+        self, hidden: Tensor, targets: Tensor, terms: LossTerms, learning: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
+        table, tensor = self.weight[0], self.groups.tensor
+        predicted = targets >= 0
+        local = targets - table.shard.start[0]
+        mine = predicted & (local >= 0) & (local < self.rows)
+        column = torch.where(mine, local, 0).unsqueeze(1)
+
+        logits = functional.linear(hidden, table).float()
+        if self.rows < table.shape[0]:
+            logits[:, self.rows :] = -torch.inf
+        at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
+        maximum = logits.amax(1)
+        if tensor.size > 1:
+            # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
+            finite = maximum.clamp_min(torch.finfo(torch.float32).min)
+        else:
+            finite = maximum
+        logits.sub_(finite.unsqueeze(1)).exp_()
+        total = logits.sum(1)
+        if tensor.size > 1:
+            parts = tensor.all_gather(torch.stack((finite, total, at_target)).unsqueeze(0))
+            maximum = parts[:, 0].amax(0)
+            total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
+            at_target = parts[:, 2].amax(0)
+        else:
+            maximum = finite
+        log_partition = total.log() + maximum
+        loss = torch.where(predicted, log_partition - at_target, 0.0)
+        if not learning:
+            return loss, None
+        weight = predicted * terms.scale
+        probability = (finite - maximum).exp() / total * weight
+        if terms.z_loss:
+            probability = probability * (1 + 2 * terms.z_loss * log_partition)
+        logits.mul_(probability.unsqueeze(1))
+        logits.scatter_add_(1, column, -(mine * weight).unsqueeze(1))
+        return loss, logits.to(hidden.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: VocabularyLoss, terms: LossTerms, learning: bool, weight: Tensor
+    ) -> Tensor:
+        groups, table = head.groups, head.weight[0]
+        whole = groups.tensor.all_gather(hidden) if groups.sequence_parallel else hidden
+        rows = whole.reshape(-1, whole.shape[-1])
+        targets = terms.targets.reshape(-1)
+        gradient = torch.empty_like(rows) if learning else None
+        loss = torch.zeros((), dtype=torch.float32, device=rows.device)
+        count = max(64, CHUNK_ELEMENTS // table.shape[0])
+        for start in range(0, rows.shape[0], count):
+            part = slice(start, start + count)
+            losses, of_logits = head.chunk(rows[part], targets[part], terms, learning)
+            loss += losses.sum()
+            if gradient is not None and of_logits is not None:
+                torch.mm(of_logits, weight, out=gradient[part])
+                if table.requires_grad:
+                    assert table.gradient is not None
+                    add_weight_gradient(table.gradient, of_logits, rows[part])
+        ctx.head = head
+        if gradient is not None:
+            ctx.save_for_backward(gradient.view_as(whole))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        head: VocabularyLoss = ctx.head
+        groups, table = head.groups, head.weight[0]
+        (gradient,) = ctx.saved_tensors
+        if groups.sequence_parallel:
+            gradient = groups.tensor.reduce_scatter(gradient)
+        elif groups.tensor.size > 1:
+            gradient = groups.tensor.all_reduce(gradient)
+        if table.requires_grad:
+            table.added()
+        return gradient, None, None, None, None

@@ -1,0 +1,1 @@
+"""Flat buffers of parameters, gradients and optimizer state, and their synchronization."""

@@ -1,0 +1,150 @@
+"""Our transformer against GPT2LMHeadModel and LlamaForCausalLM with the same random weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Inputs, Transformer, parameter_list
+from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.synchronize import GradientSynchronizer
+from tests.engines import alone
+
+transformers = pytest.importorskip("transformers")
+
+GPT2 = ModelShape(
+    "gpt2", layers=3, hidden=32, heads=4, key_value_heads=4, mlp=128, vocabulary=97, sequence=24, tied=True
+)
+LLAMA = ModelShape(
+    "llama",
+    layers=3,
+    hidden=48,
+    heads=6,
+    key_value_heads=2,
+    mlp=80,
+    vocabulary=97,
+    sequence=24,
+    tied=False,
+    norm_epsilon=1e-6,
+)
+
+
+def gpt2_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The Hugging Face model, and its weights under our names and in our orientation."""
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=24, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    return model, gpt2_names(dict(model.named_parameters()))
+
+
+def gpt2_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ours = {
+        "embedding.tokens.weight": theirs["transformer.wte.weight"],
+        "embedding.positions.weight": theirs["transformer.wpe.weight"],
+        "final_norm.weight": theirs["transformer.ln_f.weight"],
+        "final_norm.bias": theirs["transformer.ln_f.bias"],
+    }
+    for layer in range(3):
+        for kind in ("weight", "bias"):
+            old, new = f"transformer.h.{layer}", f"blocks.{layer}"
+            ours[f"{new}.attention_norm.{kind}"] = theirs[f"{old}.ln_1.{kind}"]
+            ours[f"{new}.feed_forward_norm.{kind}"] = theirs[f"{old}.ln_2.{kind}"]
+            joint = theirs[f"{old}.attn.c_attn.{kind}"]
+            for name, part in zip(("query", "key", "value"), joint.chunk(3, dim=-1), strict=True):
+                ours[f"{new}.attention.{name}.{kind}"] = part.t()
+            ours[f"{new}.attention.output.{kind}"] = theirs[f"{old}.attn.c_proj.{kind}"].t()
+            ours[f"{new}.feed_forward.up.{kind}"] = theirs[f"{old}.mlp.c_fc.{kind}"].t()
+            ours[f"{new}.feed_forward.down.{kind}"] = theirs[f"{old}.mlp.c_proj.{kind}"].t()
+    return ours
+
+
+def llama_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=24, rms_norm_eps=1e-6, rope_theta=10000.0,
+        tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    return model, llama_names(dict(model.named_parameters()))
+
+
+def llama_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ours = {
+        "embedding.tokens.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+        "head.weight": theirs["lm_head.weight"],
+    }
+    for layer in range(3):
+        old, new = f"model.layers.{layer}", f"blocks.{layer}"
+        for theirs_name, ours_name in {
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "feed_forward_norm",
+            "self_attn.q_proj": "attention.query",
+            "self_attn.k_proj": "attention.key",
+            "self_attn.v_proj": "attention.value",
+            "self_attn.o_proj": "attention.output",
+            "mlp.gate_proj": "feed_forward.gate",
+            "mlp.up_proj": "feed_forward.up",
+            "mlp.down_proj": "feed_forward.down",
+        }.items():
+            ours[f"{new}.{ours_name}.weight"] = theirs[f"{old}.{theirs_name}.weight"]
+    return ours
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, world) -> None:
+    torch.manual_seed(0)
+    reference, weights = gpt2_reference() if shape is GPT2 else llama_reference()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    groups = alone(world)
+    model = Transformer(shape, groups)
+    buckets = make_buckets(model.leaves(), groups.tensor, torch.float32, torch.device("cpu"), 10_000)
+    assert {p.shard.name for p in parameter_list(model)} == set(weights)
+    with torch.no_grad():
+        for parameter in parameter_list(model):
+            parameter.copy_(weights[parameter.shard.name])
+    synchronizer = GradientSynchronizer(buckets, groups.tensor, groups.tensor)
+
+    tokens = torch.randint(0, 97, (2, 25))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -1
+    logits = reference(inputs).logits
+    torch.testing.assert_close(model.logits(inputs), logits, rtol=1e-5, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, 97), targets.reshape(-1), ignore_index=-1, reduction="sum"
+    )
+    (loss / 43).backward()
+
+    synchronizer.start(1)
+    ours = model.loss(
+        Inputs(inputs.t().contiguous(), torch.arange(24)), LossTerms(targets.t(), torch.tensor(1 / 43))
+    )
+    ours.backward()
+    synchronizer.finish()
+    torch.testing.assert_close(ours.detach(), loss.detach(), rtol=1e-6, atol=1e-6)
+    names = gpt2_names if shape is GPT2 else llama_names
+    gradients = names({name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    for parameter in parameter_list(model):
+        torch.testing.assert_close(
+            parameter.gradient,
+            gradients[parameter.shard.name],
+            rtol=1e-4,
+            atol=2e-6,
+            msg=parameter.shard.name,
+        )
+
+
+def test_parameter_counts(world) -> None:
+    for shape in (GPT2, LLAMA):
+        model = Transformer(shape, alone(world))
+        assert sum(p.numel() for p in parameter_list(model)) == shape.parameters
+    gpt2 = ModelShape("gpt2", 12, 768, 12, 12, 3072, 50257, 1024, tied=True)
+    assert gpt2.parameters == 124_439_808
+    llama = ModelShape("llama", 32, 4096, 32, 32, 11008, 32000, 2048, tied=False)
+    assert llama.parameters == 6_738_415_616

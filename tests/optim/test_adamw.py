@@ -1,0 +1,92 @@
+"""Our AdamW on flat buckets against torch's on separate tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.clip import clip_coefficient, local_square_norm
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.sharding.bucket import Bucket, make_buckets
+from tests.engines import alone
+
+SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight": (3,)}
+
+
+def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]]:
+    parameters = {
+        name: Parameter(Shard.whole(name, shape), decayed=len(shape) == 2) for name, shape in SHAPES.items()
+    }
+    leaves = [
+        [parameters["a.weight"], parameters["a.bias"]],
+        [parameters["b.weight"]],
+        [parameters["norm.weight"]],
+    ]
+    buckets = make_buckets(leaves, alone(world).tensor, dtype, torch.device("cpu"), 200)
+    assert len(buckets) == 2
+    torch.manual_seed(3)
+    for parameter in parameters.values():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    return parameters, buckets
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
+    parameters, buckets = setup(world, dtype)
+    ours = AdamW(buckets, (0.9, 0.95), 1e-8, 0.1)
+    copies: dict[str, Tensor] = {
+        name: parameter.detach().float().clone().requires_grad_() for name, parameter in parameters.items()
+    }
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [c for c in copies.values() if c.ndim == 2], "weight_decay": 0.1},
+            {"params": [c for c in copies.values() if c.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        foreach=False,
+    )
+    for step in range(5):
+        for group in theirs.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        for name, parameter in parameters.items():
+            gradient = torch.randn(parameter.shape)
+            copies[name].grad = gradient.clone()
+            parameter.gradient.copy_(gradient * 4.0)
+        theirs.step()
+        ours.step(0.01 * (step + 1), 4.0)
+        for name, parameter in parameters.items():
+            if dtype == torch.float32:
+                torch.testing.assert_close(parameter.detach(), copies[name].detach(), rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(parameter.detach(), master(ours, parameter).to(dtype))
+                torch.testing.assert_close(master(ours, parameter), copies[name].detach(), rtol=1e-6, atol=1e-7)
+    assert ours.updates == 5
+
+
+def master(optimizer: AdamW, parameter: Parameter) -> Tensor:
+    for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True):
+        for segment in bucket.segments:
+            if segment.parameter is parameter:
+                return segment.view(moments.master)
+    raise AssertionError
+
+
+def test_norm_counts_every_element_and_no_padding(world) -> None:
+    parameters, buckets = setup(world, torch.float32)
+    for parameter in parameters.values():
+        parameter.gradient.copy_(torch.randn(parameter.shape))
+    expected = torch.cat([p.gradient.flatten() for p in parameters.values()]).double().norm()
+    assert local_square_norm(buckets, 0).sqrt() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    weight = torch.zeros(10, requires_grad=True)
+    weight.grad = torch.randn(10) * 5
+    before = weight.grad.clone()
+    norm = float(torch.nn.utils.clip_grad_norm_([weight], 1.0))
+    assert torch.allclose(before * clip_coefficient(norm, 1.0), weight.grad)
+    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(50.0, 0.0) == 1.0
