@@ -328,7 +328,8 @@ class Group:
         tensor = tensor.contiguous()
         sends = self._shares(tensor) if send_sizes is None else send_sizes
         receives = sends if receive_sizes is None else receive_sizes
-        send_counts, receive_counts = _elements(tensor, sends), _elements(tensor, receives)
+        send_counts = _elements(tensor, sends)
+        receive_counts = send_counts if receives is sends else _elements(tensor, receives)
         assert sum(send_counts) == tensor.numel(), (self, tuple(tensor.shape), send_sizes)
         output = self._output(output, tensor, sum(receives))
         transport = self._transport(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 
 
 @dataclass
@@ -24,11 +25,26 @@ class Entry:
 
 
 class Ledger:
-    """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other."""
+    """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other.
+
+    `phase_seconds` is the host's time in each phase that has ended.
+    """
 
     def __init__(self) -> None:
-        self.phase = "other"
+        self._phase, self._since = "other", perf_counter()
+        self.phase_seconds: dict[str, float] = {}
         self._entries: dict[tuple[str, str, str], Entry] = {}
+
+    @property
+    def phase(self) -> str:
+        """The present phase; setting it ends the one before."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        now = perf_counter()
+        self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
 
     def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> Entry:  # noqa: A002
         """Add one call in the present phase; its Entry, to which a waiting Work adds more seconds."""
@@ -48,6 +64,8 @@ class Ledger:
     def reset(self) -> None:
         """Forget everything but the phase."""
         self._entries.clear()
+        self.phase_seconds.clear()
+        self._since = perf_counter()
 
     def write(self, path: str | Path) -> None:
         """Write the rows as a JSON list of objects."""

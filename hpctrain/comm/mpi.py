@@ -38,6 +38,11 @@ TYPES: Mapping[torch.dtype, MPI.Datatype] = {
 NUMBERS: Mapping[Operation, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 TRUTHS: Mapping[Operation, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI.BAND}
 
+# Up to these bytes MPI's own sum of two ranks is quicker than ours, which has the same bits.
+BLOCKING_SUM_BYTES = 2 * 1024 * 1024
+STARTED_SUM_BYTES = 512 * 1024
+SCATTERED_SUM_BYTES = 128 * 1024
+
 MESSAGE_LIMIT = 2**31 - 1
 USER_TAGS = 2**14  # tags below are the callers', those from here to 2**15 - 1 the transport's own
 
@@ -66,6 +71,11 @@ class Requests:
 def whole(tensor: Tensor) -> Buffer:
     """All of a contiguous tensor."""
     return address(tensor.data_ptr(), tensor.nbytes), tensor.numel(), TYPES[tensor.dtype]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor, apart from autograd."""
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def pieces(
@@ -99,20 +109,20 @@ class MpiTransport(Transport):
 
     # Reductions
 
-    def _plain(self, dtype: torch.dtype, operation: Operation, blocking: bool) -> MPI.Op | None:
-        """The MPI operation whose result does not depend on the order, if there is one."""
+    def _plain(self, tensor: Tensor, operation: Operation, quick: int) -> MPI.Op | None:
+        """MPI's own operation, where its result does not depend on the order; sums up to `quick` bytes."""
+        dtype = tensor.dtype
         if not dtype.is_floating_point:
             return TRUTHS[operation] if dtype == torch.bool else NUMBERS[operation]
-        if blocking and self.size == 2 and operation == "sum" and dtype in {torch.float32, torch.float64}:
+        if self.size == 2 and operation == "sum" and tensor.itemsize >= 4 and tensor.nbytes <= quick:
             return MPI.SUM
         return None
 
     def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
         """See Transport."""
-        plain = self._plain(tensor.dtype, operation, blocking)
+        plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
-            flat = tensor.detach().view(-1)
-            return drive(reduction.all_reduce(self, flat, operation, blocking), blocking)
+            return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
         parts = [whole(tensor)] if tensor.numel() <= self.limit else self._parts(tensor, 0, tensor.numel())
         if blocking:
             for part in parts:
@@ -122,10 +132,10 @@ class MpiTransport(Transport):
 
     def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
         """See Transport."""
-        plain = self._plain(tensor.dtype, operation, blocking)
+        plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
-            flat = tensor.detach().view(-1)
-            return drive(reduction.reduce(self, flat, root, operation, blocking), blocking)
+            steps = reduction.reduce(self, flat(tensor), root, operation, blocking)
+            return drive(steps, blocking)
         requests = []
         for part in self._parts(tensor, 0, tensor.numel()):
             source, target = (MPI.IN_PLACE, part) if self.rank == root else (part, None)
@@ -139,7 +149,7 @@ class MpiTransport(Transport):
         self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
     ) -> Pending | None:
         """See Transport."""
-        plain = self._plain(tensor.dtype, operation, blocking)
+        plain = self._plain(tensor, operation, SCATTERED_SUM_BYTES)
         if plain is not None and tensor.numel() <= self.limit and not _overlap(output, tensor):
             source, target = whole(tensor), whole(output)
             if blocking:
@@ -147,8 +157,8 @@ class MpiTransport(Transport):
                 return None
             request = self.communicator.Ireduce_scatter(source, target, counts, plain)
             return Requests([request], tensor, output)
-        flat, mine = tensor.detach().view(-1), output.detach().view(-1)
-        return drive(reduction.reduce_scatter(self, flat, mine, counts, operation, blocking), blocking)
+        steps = reduction.reduce_scatter(self, flat(tensor), flat(output), counts, operation, blocking)
+        return drive(steps, blocking)
 
     # Movement
 
@@ -223,6 +233,17 @@ class MpiTransport(Transport):
         blocking: bool,
     ) -> Pending | None:
         """See Transport."""
+        # Even pieces are even on every rank, and so every rank comes here. The totals of uneven ones
+        # differ, and with them whether a rank could use MPI's own: they always go in pairs.
+        if send_counts is receive_counts and equal(send_counts) and tensor.numel() <= self.limit:
+            # With an explicit count mpi4py wants the elements of one rank.
+            count, kind = send_counts[0], TYPES[tensor.dtype]
+            source = (address(tensor.data_ptr(), tensor.nbytes), count, kind)
+            target = (address(output.data_ptr(), output.nbytes), count, kind)
+            if blocking:
+                self.communicator.Alltoall(source, target)
+                return None
+            return Requests([self.communicator.Ialltoall(source, target)], tensor, output)
         tag = self.next_tag()
         return self._exchange(tensor, _spans(send_counts), output, _spans(receive_counts), tag, blocking)
 
@@ -284,8 +305,7 @@ class MpiTransport(Transport):
             count
             and target.data_ptr() + place * target.itemsize != source.data_ptr() + begin * source.itemsize
         ):
-            flat = source.detach().view(-1)
-            target.detach().view(-1)[place : place + count] = flat[begin : begin + count]
+            flat(target)[place : place + count].copy_(flat(source)[begin : begin + count])
         return Requests(requests, source, target)
 
     def _exchange(

@@ -10,6 +10,7 @@ Every function takes flat tensors and is a generator of the operations under way
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
@@ -38,26 +39,28 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
 
     def take(self, elements: int, like: Tensor) -> Tensor:
-        """An uninitialized flat tensor of the dtype and device of `like`, to be given back."""
+        """A flat tensor of at least so many elements, of the dtype and device of `like`; give it back."""
         if not like.is_cpu:
             return torch.empty(elements, dtype=like.dtype, device=like.device)
         needed = elements * like.itemsize
         for index, block in enumerate(self._free):
             if block.numel() >= needed:
                 del self._free[index]
-                return block[:needed].view(like.dtype)
-        if self._free:
-            self._free.pop()  # too small; a larger one takes its place
-        size = 1 << max(needed - 1, 1).bit_length()
-        return torch.empty(size, dtype=torch.uint8)[:needed].view(like.dtype)
+                break
+        else:
+            if self._free:
+                self._free.pop()  # too small; a larger one takes its place
+            block = torch.empty(1 << max(needed - 1, 1).bit_length(), dtype=torch.uint8)
+        self._lent[block.data_ptr()] = block
+        return block.view(like.dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Take memory back."""
         if tensor.is_cpu:
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
-            self._free.sort(key=Tensor.numel)
+            insort(self._free, self._lent.pop(tensor.data_ptr()), key=Tensor.numel)
 
 
 class Mover(Protocol):
@@ -91,13 +94,16 @@ def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int
 
     `output` may be the very memory of `parts[own]`; other parts are overwritten freely.
     """
-    block = BLOCK if output.is_cpu else max(1, output.numel())
-    for begin in range(0, output.numel(), block):
-        end = begin + block
+    elements = output.numel()
+    if elements <= BLOCK or not output.is_cpu:
+        _fold_block(parts, output, operation, own)
+        return
+    for begin in range(0, elements, BLOCK):
+        end = begin + BLOCK
         _fold_block([part[begin:end] for part in parts], output[begin:end], operation, own)
 
 
-def _fold_block(parts: list[Tensor], output: Tensor, operation: Operation, own: int) -> None:
+def _fold_block(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:
     if operation == "sum" and output.dtype in {torch.float16, torch.bfloat16} and len(parts) > 2:
         # Two halves need no fp32 memory: torch adds them in fp32 and rounds once.
         total = parts[0].float()
@@ -125,10 +131,9 @@ def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: boo
     """Reduce `tensor` in place on every rank."""
     elements, size = tensor.numel(), mover.size
     if elements * tensor.itemsize * size <= SMALL_BYTES:
-        parts = mover.scratch.take(elements * size, tensor)
+        parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
-        fold(list(parts.view(size, elements)), tensor, operation, mover.rank)
-        mover.scratch.give(parts)
+        fold(parts.unbind(), tensor, operation, mover.rank)
         return
     counts = _split(elements, size)
     spans = list(zip(starts(counts), counts, strict=True))
@@ -151,13 +156,9 @@ def reduce_scatter(
     spans = list(zip(starts(counts), counts, strict=True))
     if elements * tensor.itemsize * size <= SMALL_BYTES:
         begin, count = spans[mover.rank]
-        parts = mover.scratch.take(elements * size, tensor)
+        parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
-        mine = [
-            parts[start : start + count] for start in range(begin, begin + elements * size, elements or 1)
-        ]
-        fold(mine, output, operation, mover.rank)
-        mover.scratch.give(parts)
+        fold(parts[:, begin : begin + count].unbind(), output, operation, mover.rank)
         return
     yield from _scatter_sums(mover, tensor, output, spans, operation, mover.next_tag())
 
@@ -166,11 +167,10 @@ def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocki
     """Reduce into root's `tensor`; the others' stay as they are."""
     elements, size, rank = tensor.numel(), mover.size, mover.rank
     if elements * tensor.itemsize * size <= SMALL_BYTES:
-        parts = mover.scratch.take(elements * size, tensor)
+        parts = tensor.new_empty((size, elements))
         yield mover.collect(tensor, parts, blocking)
         if rank == root:
-            fold(list(parts.view(size, elements)), tensor, operation, rank)
-        mover.scratch.give(parts)
+            fold(parts.unbind(), tensor, operation, rank)
         return
     tag = mover.next_tag()
     stride = size * _round_elements(tensor)
@@ -225,7 +225,8 @@ def _scatter_sums(
         length = min(max(count - first, 0), piece)
         if length:
             base = index % 2 * (size - 1) * piece
-            parts = [buffers[base + slot * piece :][:length] for slot in slots]
-            parts[rank] = tensor[begin + first :][:length]
+            places = [base + slot * piece for slot in slots]
+            parts = [buffers[place : place + length] for place in places]
+            parts[rank] = tensor[begin + first : begin + first + length]
             fold(parts, output[first : first + length], operation, rank)
     mover.scratch.give(buffers)

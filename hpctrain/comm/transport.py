@@ -152,7 +152,10 @@ class Transport(ABC):
         receive_counts: Sequence[int],
         blocking: bool,
     ) -> Pending | None:
-        """Hand the r-th piece of `tensor` to rank r, whose pieces lie in `output` in rank order."""
+        """Hand the r-th piece of `tensor` to rank r; the pieces for this one lie in `output` in rank order.
+
+        Where all pieces of all ranks are even, both counts are one and the same object.
+        """
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
