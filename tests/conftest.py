@@ -29,22 +29,20 @@ pytest_plugins = ["tests.mpi_plugin"]
 
 @pytest.fixture(scope="session")
 def world() -> World:
-    """This rank's World, the same object for all tests; on the CPU unless HPCTRAIN_TEST_DEVICE says otherwise."""
+    """This rank's World, one object for all tests; on the CPU unless HPCTRAIN_TEST_DEVICE says otherwise."""
     from hpctrain.comm.world import World
 
     return World.start(os.environ.get("HPCTRAIN_TEST_DEVICE", "cpu"))
 
 
 @pytest.fixture
-def mpi_tmp_path(tmp_path: Path) -> Path:
+def mpi_tmp_path(tmp_path: Path, world: World) -> Path:
     """A fresh folder that all ranks share, made by rank 0."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.bcast(tmp_path)
+    return world.communicator.bcast(tmp_path)
 
 
 def launcher(ranks: int) -> list[str]:
-    """The command that starts `ranks` ranks: mpirun (or $MPIRUN) with the flags its kind needs on few cores."""
+    """The command that starts `ranks` ranks: mpirun or $MPIRUN, with the flags of its kind for few cores."""
     program = shlex.split(os.environ.get("MPIRUN", "mpirun"))
     version = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True).stdout
     flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "open-mpi" in version else []
@@ -67,8 +65,8 @@ def clean_environment() -> dict[str, str]:
 def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, **environment)` runs `python *arguments`.
 
-    Under mpirun with `ranks` ranks, or without mpirun where `ranks` is 0. Only for tests without the mpi mark.
-    Returns the CompletedProcess with its text; when the time is up the whole job is killed and the test fails.
+    Under mpirun with `ranks` ranks, or without mpirun where `ranks` is 0; for tests without the mpi mark.
+    Returns the CompletedProcess with its text; when the time is up the job is killed and the test fails.
     """
 
     def run(

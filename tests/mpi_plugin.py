@@ -11,6 +11,7 @@ Ranks above 0 print nothing but such a last word.
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -107,8 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start on every rank of a run with --with-mpi; silence the ranks above 0."""
     if not config.getoption("--with-mpi"):
         return
-    from mpi4py import MPI
+    from hpctrain.comm.library import MPI
 
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
     communicator = MPI.COMM_WORLD.Dup()
     config.pluginmanager.register(Together(config, communicator), "together")
     if communicator.rank == 0:
@@ -116,4 +118,15 @@ def pytest_configure(config: pytest.Config) -> None:
         faulthandler.register(signal.SIGTERM, file=os.dup(2), all_threads=False, chain=True)
     else:
         reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-        reporter._tw._file = open(os.devnull, "w", encoding="utf-8")
+        reporter._tw._file = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End MPI where a test or this plug-in started it; all ranks wait here until rank 0 has printed all."""
+    sys.stdout.flush()
+    if "mpi4py.MPI" in sys.modules:
+        from hpctrain.comm.library import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()

@@ -1,0 +1,95 @@
+# `make help` tells what there is. Every target installs what it needs first; nothing is ever asked.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help run test install lint format bench clean
+
+RANKS ?= 1 2 4
+ARGS ?=
+VENV ?= .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
+export VENV
+
+PYTHON_HERE := $(VENV)/bin/python
+HPCTRAIN := $(VENV)/bin/hpctrain
+QUICK := runs/quickstart
+
+# One thread a rank; more ranks than cores; root in a container. MPIs other than Open MPI ignore its variables.
+export OMP_NUM_THREADS ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_ALLOW_RUN_AS_ROOT := 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+
+# Before `$$launch N program`: the launcher of this environment's MPI, with the flags of its kind.
+define LAUNCHER
+. $(VENV)/hpctrain.env; \
+flags=; case "$$($$MPIRUN --version 2>&1)" in *"Open MPI"*|*OpenRTE*) flags="--oversubscribe --bind-to none";; esac; \
+launch="$$MPIRUN $$flags -n"
+endef
+
+help:
+	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
+	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
+	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
+	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make format    ruff's formatter and its safe fixes"
+	@echo "make bench     benchmarks of collectives and of training (inputs/bench/), on 2 ranks"
+	@echo "make clean     remove environments, caches and $(QUICK)*; other runs and kept wheels stay"
+	@echo
+	@echo "Variables, all optional, as in: make test MPI=mpich RANKS=2"
+	@echo "  MPI=openmpi|mpich  which MPI (default: the module's mpicc, else Open MPI); mpich gets its own .venv-mpich"
+	@echo "  RANKS=\"1 2 4\"      rank counts of make test"
+	@echo "  ARGS=\"-k bucket\"   more arguments for pytest"
+	@echo "  PYTHON=python3.12  interpreter, 3.10 or newer"
+	@echo "  HDF5_DIR=/prefix   parallel HDF5, where pkg-config and h5pcc do not lead to it"
+	@echo "  MPIRUN=\"srun\"      launcher, instead of the mpirun beside mpicc"
+	@echo "  TORCH_INDEX=URL    package index that torch may come from as well; default: torch's CPU index where there is"
+	@echo "                     no NVIDIA GPU; empty: only the indexes that pip is configured with"
+	@echo "  FETCH=no           never use apt"
+
+install:
+	@containers/install.sh
+
+test: install
+	@echo "== serial tests"
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -m "not mpi" $(ARGS)
+	@$(LAUNCHER); for ranks in $(RANKS); do \
+	  echo "== MPI tests, $$ranks ranks"; \
+	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --with-mpi -m mpi $(ARGS); \
+	done
+
+$(QUICK)-data/tokens.h5: | install
+	@echo "== corpus: the Python standard library's own sources"
+	@library=$$($(PYTHON_HERE) -c 'import sysconfig; print(sysconfig.get_path("stdlib"))'); mkdir -p $(@D); \
+	find "$$library" -mindepth 1 -maxdepth 1 \( -type d -o -name '*.py' \) \
+	  ! -name '*-packages' ! -name test ! -name __pycache__ ! -name 'config-*' ! -name lib-dynload -print0 | \
+	  sort -z | xargs -0 $(HPCTRAIN) prepare $@ --glob '*.py'
+
+run: install $(QUICK)-data/tokens.h5
+	@echo "== training inputs/quickstart.toml on 2 ranks"
+	@$(LAUNCHER); $$launch 2 $(HPCTRAIN) run inputs/quickstart.toml --fresh
+	@echo "== plots"
+	@$(HPCTRAIN) plot $(QUICK)
+	@echo "== a sample"
+	@$(HPCTRAIN) generate $(QUICK) --prompt "def "
+	@echo "== checkpoints"
+	@ls $(QUICK)/checkpoints/*.h5
+
+bench: install
+	@$(LAUNCHER); $$launch 2 $(HPCTRAIN) bench collectives; \
+	for deck in inputs/bench/*.toml; do echo "== $$deck"; $$launch 2 $(HPCTRAIN) bench train "$$deck"; done
+
+lint: install
+	@$(PYTHON_HERE) -m ruff check
+	@$(PYTHON_HERE) -m ruff format --check
+	@$(PYTHON_HERE) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
+
+format: install
+	@$(PYTHON_HERE) -m ruff check --fix --exit-zero --quiet
+	@$(PYTHON_HERE) -m ruff format
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(QUICK) $(QUICK)-data
+	find hpctrain tests -name __pycache__ -type d -prune -exec rm -rf {} +
