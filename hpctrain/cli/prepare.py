@@ -1,0 +1,107 @@
+"""`hpctrain prepare OUT.h5 PATH...`: text to a token file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+@click.command(name="prepare")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option(
+    "--glob", "globs", multiple=True, metavar="PATTERN", help="Which files of a folder, e.g. '*.py'."
+)
+@click.option(
+    "--tokenizer", default="bytes", metavar="bytes|FILE.json", show_default=True, help="How to cut text."
+)
+@click.option("--train-bpe", type=int, metavar="N", help="Train a byte-level BPE of N tokens on the text.")
+@click.option(
+    "--text-key", default="text", metavar="KEY", show_default=True, help="Where .jsonl has the text."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+def command(
+    out: Path,
+    paths: tuple[str, ...],
+    globs: tuple[str, ...],
+    tokenizer: str,
+    train_bpe: int | None,
+    text_key: str,
+    force: bool,
+) -> None:
+    """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
+
+    A file is one document, a .jsonl file one document a line; both may be gzip (.gz). Files are taken in
+    the order given, those of a folder (with its subfolders, without hidden ones) sorted by name. Without
+    --glob a folder gives its .txt .text .md .rst .tex .html .py .c .h .cpp and .jsonl files, also .gz.
+    Bytes that are not UTF-8 are replaced. The output is the same for any number of ranks.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
+    from hpctrain.data.prepare import prepare
+
+    def work(world: World) -> int:
+        with Display(visible=world.rank == 0) as display:
+            made = prepare(
+                world,
+                out,
+                paths,
+                globs=globs,
+                tokenizer=tokenizer,
+                train_bpe=train_bpe,
+                text_key=text_key,
+                replace=force,
+                report=display.report,
+            )
+        if world.rank == 0:
+            click.echo(
+                f"{made.path}: {made.tokens} tokens of {made.documents} documents, "
+                f"vocabulary {made.vocabulary}, from {made.size} bytes in {made.files} files, "
+                f"{made.seconds:.1f} s"
+            )
+        return 0
+
+    run_verb(work, device="cpu")
+
+
+class Display:
+    """What is done so far, on stderr: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, visible: bool) -> None:
+        self.visible = visible
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Display:
+        """Take the terminal."""
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        if self.visible and console.is_terminal:
+            self._bar = Progress(console=console, transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        """Show rank 0's share; the other ranks' shares are about as large."""
+        if self._bar is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bar.add_task(stage, total=total)
+            self._bar.update(self._tasks[stage], completed=done)
+        elif self.visible and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            click.echo(f"{stage}: {100 * done / max(1, total):.0f}%", err=True)

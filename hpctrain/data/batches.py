@@ -1,0 +1,109 @@
+"""Token files as sequences, and the micro-batches of a data rank.
+
+The tokens are one stream, documents packed end to end. Sequence i reads tokens i*sequence to
+(i+1)*sequence, one more than it has inputs: inputs are all but the last, targets all but the first.
+The trailing sequences are held out for validation. Nothing here has state: the position in the order
+of samples is the trainer's, and is in its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.data.order import Integers, SampleOrder
+from hpctrain.data.tokens import TokenFile
+from hpctrain.errors import HpctrainError
+
+MASKED = -1
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one data rank computes at once: both int64 [micro_size, sequence].
+
+    `targets` is -1 where nothing is to be predicted: in the rows that fill up the last micro-batches.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class SequenceSource:
+    """The sequences of one split: "train" the leading ones, "validation" the trailing `fraction`.
+
+    Validation has at least one sequence where `fraction` is above zero, and none where it is zero.
+    HpctrainError when the file is too short to give both splits one sequence.
+    """
+
+    def __init__(self, file: TokenFile, sequence: int, fraction: float, split: str) -> None:
+        assert split in SPLITS and 0 <= fraction < 1 and sequence > 0, (split, fraction, sequence)
+        self.file = file
+        self.length = sequence
+        whole = (file.tokens - 1) // sequence
+        held_out = max(1, int(fraction * whole)) if fraction else 0
+        if whole <= held_out:  # then held_out is 0 or 1, as the fraction is below 1
+            needed = (1 + held_out) * sequence + 1
+            raise HpctrainError(
+                f"{file.where}: has {file.tokens} tokens, but batch.sequence = {sequence} with "
+                f"data.validation = {fraction:g} needs at least {needed}"
+            )
+        self._first = 0 if split == "train" else whole - held_out
+        self.count = whole - held_out if split == "train" else held_out
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of sequence `index` of this split, each int64 [sequence]."""
+        assert 0 <= index < self.count, (index, self.count)
+        window = self.file.read((self._first + index) * self.length, self.length + 1)
+        return window[:-1], window[1:]
+
+
+class Batches:
+    """The micro-batches of every step.
+
+    The samples of a step are laid out the same for every layout: micro-batch k of data rank r holds
+    samples (k*data_ranks + r)*micro_size and the following of the step. Where the samples do not fill
+    all micro-batches, rows of zeros with masked targets do, so that all ranks have equally many.
+    """
+
+    def __init__(self, source: SequenceSource, seed: int) -> None:
+        self.source = source
+        self.order = SampleOrder(source.count, seed) if source.count else None
+
+    def step(
+        self, first_sample: int, global_size: int, data_rank: int, data_ranks: int, micro_size: int
+    ) -> Iterator[MicroBatch]:
+        """This rank's ceil(global_size / (data_ranks*micro_size)) micro-batches of one step.
+
+        The step's samples are the positions first_sample .. first_sample + global_size - 1 of the
+        order, counted over all epochs.
+        """
+        assert self.order is not None
+        for positions in _positions(global_size, data_rank, data_ranks, micro_size):
+            yield self._read(self.order.at(first_sample + positions), micro_size)
+
+    def evaluation(
+        self, sequences: int, data_rank: int, data_ranks: int, micro_size: int
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the first `sequences` sequences (or all there are), in order."""
+        for positions in _positions(min(sequences, self.source.count), data_rank, data_ranks, micro_size):
+            yield self._read(positions, micro_size)
+
+    def _read(self, indices: Integers, micro_size: int) -> MicroBatch:
+        """The given sequences, filled up with masked rows to `micro_size`."""
+        tokens = torch.zeros(micro_size, self.source.length, dtype=torch.int64)
+        targets = torch.full_like(tokens, MASKED)
+        for row, index in enumerate(indices):
+            tokens[row], targets[row] = self.source.sequence(int(index))
+        return MicroBatch(tokens, targets)
+
+
+def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:
+    """For each of the rank's micro-batches its positions among the `size` samples of a step."""
+    for start in range(rank * micro_size, size + rank * micro_size, ranks * micro_size):
+        yield np.arange(start, max(start, min(start + micro_size, size)), dtype=np.int64)

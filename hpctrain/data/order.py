@@ -1,0 +1,78 @@
+"""The order of the samples: a seeded pseudo-random permutation per epoch that is never held.
+
+A generalized Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002): a number below a*b is written as two digits; every round adds a pseudo-random
+function of one digit to the other, which can be undone whatever the function, so that the rounds
+permute range(a*b). Who lands at or beyond `count` walks on until it lands below. Only integers are
+used, so the order is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+ROUNDS = 8
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads consecutive numbers
+
+
+def mix(words: Words) -> Words:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Words = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which of `count` sequences is the sample at a position counted over all epochs.
+
+    Positions e*count to (e+1)*count - 1 are epoch e: every sequence once, in an order that depends on
+    seed, epoch and count alone. `count` is at most 2^62.
+    """
+
+    count: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Check the count."""
+        assert 0 < self.count <= 1 << 62, self.count
+
+    def sample(self, index: int) -> int:
+        """The sequence, in range(count), at position `index` >= 0."""
+        return int(self.samples(index, 1)[0])
+
+    def samples(self, start: int, n: int) -> Integers:
+        """The sequences at positions start .. start + n - 1, shape [n]."""
+        return self.at(np.arange(start, start + n, dtype=np.int64))
+
+    def at(self, indices: Integers) -> Integers:
+        """The sequences at the given positions, any shape [n]."""
+        side = isqrt(self.count - 1) + 1  # the smallest square that holds range(count): a = b = side
+        radix = np.uint64(side)
+        epochs, places = np.divmod(indices.astype(np.uint64), np.uint64(self.count))
+        seed = np.uint64(self.seed * GOLDEN & MASK)
+        keys = mix(mix(epochs + np.uint64(1)) ^ seed)
+        walking = np.arange(len(places))
+        while len(walking):
+            places[walking] = self._permute(places[walking], keys[walking], radix)
+            walking = walking[places[walking] >= np.uint64(self.count)]
+        return places.astype(np.int64)
+
+    @staticmethod
+    def _permute(places: Words, keys: Words, radix: np.uint64) -> Words:
+        """Permute range(radix^2), each place under its own key."""
+        left, right = np.divmod(places, radix)
+        for turn in range(ROUNDS):
+            salt = np.uint64((turn + 1) * GOLDEN & MASK)
+            word = mix(mix(keys + salt) + right)
+            left, right = right, (left + word % radix) % radix
+        return left * radix + right

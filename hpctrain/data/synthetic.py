@@ -1,0 +1,30 @@
+"""Sequences made of random tokens, a function of seed and number: for benchmarks and comparisons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """`count` sequences of `length` tokens below `vocabulary`; `masked` is the share of targets of -1."""
+
+    length: int
+    vocabulary: int
+    count: int = 1 << 20
+    seed: int = 0
+    masked: float = 0.0
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of sequence `index`, each int64 [length]."""
+        random = torch.Generator().manual_seed(self.seed * self.count + index)
+        window = torch.randint(self.vocabulary, (self.length + 1,), generator=random)
+        targets = window[1:].clone()
+        if self.masked:
+            # A share that differs from sequence to sequence, so that ranks get uneven token counts.
+            share = 2 * self.masked * torch.rand((), generator=random)
+            targets[torch.rand(self.length, generator=random) < share] = -1
+        return window[:-1], targets

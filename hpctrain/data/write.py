@@ -1,0 +1,304 @@
+"""One token file out of every rank's tokens, written by all ranks together.
+
+Each rank first keeps its tokens in a Part, a plain file beside the output: a corpus is tokenized once
+and never held in memory. When all counts are known, the file gets its full size and every rank
+writes its own range, in the same number of collective calls, some of them empty: HDF5 waits for
+everybody. Checksums cover pieces of fixed size, whoever wrote them, so that the file does not depend
+on the number of ranks; the CRCs of the parts of a piece are combined.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+import hpctrain
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile, token_type
+from hpctrain.errors import HpctrainError, InputOutputError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+CALL_BYTES = 64 << 20
+ZEROS = bytes(1 << 20)
+SOURCE_LENGTH = 1000
+
+# What is going on, how much of it is done, how much there is (bytes or tokens).
+Report = Callable[[str, int, int], None]
+
+
+class Part:
+    """One rank's tokens, in order, in a temporary file that `close` removes."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.path = path
+        self.vocabulary = tokenizer.vocabulary
+        self.dtype = token_type(tokenizer.vocabulary)
+        self.tokens = 0
+        self.ends = array("q")
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Part:
+        """Nothing is made before the first token."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # what it could not write was said when it was tried
+                self._file.close()
+            with suppress(OSError):
+                self.path.unlink()
+
+    def add(self, ids: npt.NDArray[Any]) -> None:
+        """Append tokens [n]; HpctrainError if one is not in the vocabulary."""
+        if len(ids) and int(ids.max()) >= self.vocabulary:
+            raise HpctrainError(
+                f"the tokenizer made token {ids.max()}, beyond its vocabulary {self.vocabulary}"
+            )
+        if self._file is None:
+            self._file = self.path.open("wb", buffering=1 << 20)
+        self._file.write(ids.astype(self.dtype).data)
+        self.tokens += len(ids)
+
+    def end_document(self, token: int) -> None:
+        """Append the end of a document."""
+        self.add(np.array([token]))
+        self.ends.append(self.tokens)
+
+    def finish(self) -> None:
+        """Nothing more is added; everything can be read."""
+        if self._file is not None:
+            self._file.flush()
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Tokens [count]; OSError if they are not there."""
+        if not count:
+            return np.empty(0, self.dtype)
+        values = np.fromfile(self.path, self.dtype, count, offset=start * self.dtype.itemsize)
+        if len(values) != count:
+            raise OSError(f"{self.path} became shorter")
+        return values
+
+
+@dataclass(frozen=True)
+class Range:
+    """What this rank writes of a dataset of `size` elements: `count` of them from `start` on."""
+
+    name: str
+    dtype: np.dtype[Any]
+    size: int
+    start: int
+    count: int
+    read: Callable[[int, int], npt.NDArray[Any]]
+
+    @staticmethod
+    def of(name: str, size: int, start: int, values: npt.NDArray[Any]) -> Range:
+        """A range that lies in memory."""
+        return Range(name, values.dtype, size, start, values.size, lambda at, n: values[at : at + n])
+
+    @property
+    def call_elements(self) -> int:
+        """Elements that one call writes."""
+        return CALL_BYTES // self.dtype.itemsize
+
+
+def write_tokens(
+    world: World, out: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report
+) -> Header:
+    """Make the token file `out` of all ranks' parts, in the order of the ranks; collective.
+
+    It is written under a temporary name, synced, read back against its checksums and renamed: it is
+    complete or not there. HpctrainError where no rank has a token, InputOutputError where it cannot
+    be written; both the same on all ranks.
+    """
+    temporary = out.with_name(f".{out.name}.partial")
+    try:
+        header = _write(world, temporary, part, tokenizer, source, report)
+        with world.agreement():
+            if world.local_rank == 0:
+                sync(temporary)
+        with world.agreement():
+            TokenFile(temporary, "written file").verify(world.rank, world.size)
+        with world.agreement():
+            if world.rank == 0:
+                temporary.replace(out)
+                sync(out.parent)
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                temporary.unlink()
+    return header
+
+
+def combine(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two byte strings end to end from theirs; `length` is the second one's.
+
+    CRC-32 is affine: what the first string adds to the result is what it adds before `length` zeros.
+    """
+    with_first, without = first, 0
+    while length:
+        zeros = ZEROS[:length]
+        with_first, without = zlib.crc32(zeros, with_first), zlib.crc32(zeros, without)
+        length -= len(zeros)
+    return with_first ^ without ^ second
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report) -> Header:
+    """All but the syncing and renaming."""
+    counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
+    start, first_document = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
+    tokens, documents = (sum(count[i] for count in counts) for i in (0, 1))
+    segments: list[list[int]] = []
+    with world.agreement():
+        if not tokens:
+            raise HpctrainError(f"{source}: there is no text in it")
+        needed = tokens * part.dtype.itemsize + documents * ENDS.itemsize
+        free = shutil.disk_usage(path.parent).free
+        if free < needed:
+            raise InputOutputError(f"{path.parent}: {free} bytes are free, the token file needs {needed}")
+        segments = _segments(part, start)
+    checksums = _checksums(segments, world.everyone.all_gather_object(segments[:1]), start, world.rank)
+    ends = np.array(part.ends, dtype=ENDS) + start
+    text = np.frombuffer(tokenizer.text.encode("utf-8"), TEXT)
+    ends_checksum = 0
+    for crc, length in world.everyone.all_gather_object([zlib.crc32(ends.data), ends.nbytes]):
+        ends_checksum = combine(ends_checksum, crc, length)
+    header = Header(
+        vocabulary=tokenizer.vocabulary,
+        end_of_document=tokenizer.end_of_document,
+        tokens=tokens,
+        documents=documents,
+        piece=PIECE_TOKENS,
+        document_ends_checksum=ends_checksum,
+        tokenizer_checksum=zlib.crc32(text.data),
+        source=source.encode("utf-8", "replace").decode()[:SOURCE_LENGTH],
+        package=hpctrain.__version__,
+    )
+    _write_file(
+        world,
+        path,
+        header.attributes(),
+        [
+            Range.of("tokenizer", text.size, 0, text if world.rank == 0 else text[:0]),
+            Range.of("checksums", header.pieces, -(-start // PIECE_TOKENS), checksums),
+            Range.of("document_ends", documents, first_document, ends),
+            Range("tokens", part.dtype, tokens, start, part.tokens, part.read),
+        ],
+        report,
+    )
+    return header
+
+
+def _segments(part: Part, start: int) -> list[list[int]]:
+    """[piece, CRC-32, bytes] of this rank's part of each piece that it has tokens of."""
+    segments = []
+    at, end = start, start + part.tokens
+    while at < end:
+        piece = at // PIECE_TOKENS
+        values = part.read(at - start, min((piece + 1) * PIECE_TOKENS, end) - at)
+        segments.append([piece, zlib.crc32(values.data), values.nbytes])
+        at += len(values)
+    return segments
+
+
+def _checksums(
+    segments: list[list[int]], firsts: Sequence[list[list[int]]], start: int, rank: int
+) -> npt.NDArray[Any]:
+    """The checksums of the pieces that begin on this rank; `firsts` has every rank's first segment."""
+    mine = segments[1:] if segments and start % PIECE_TOKENS else segments
+    for other in firsts[rank + 1 :]:
+        for piece, crc, length in other:
+            if mine and piece == mine[-1][0]:
+                mine = [*mine[:-1], [piece, combine(mine[-1][1], crc, length), 0]]
+    return np.array([crc for _, crc, _ in mine], dtype=CHECKSUM)
+
+
+def _write_file(
+    world: World, path: Path, attributes: dict[str, Any], ranges: Sequence[Range], report: Report
+) -> None:
+    """Create the file and fill its datasets; an error on one rank does not keep it from the calls."""
+    mine = [-(-piece.count // piece.call_elements) for piece in ranges]
+    calls = [max(others) for others in zip(*world.everyone.all_gather_object(mine), strict=True)]
+    with world.agreement():
+        # The newer format has checksums on HDF5's own structures too.
+        communicator = world.everyone.communicator
+        file = h5py.File(path, "w", driver="mpio", comm=communicator, libver=("v108", "v110"))
+    failures: list[Exception] = []
+    try:
+        for name, value in attributes.items():
+            file.attrs[name] = value
+        datasets = [_create(file, piece) for piece in ranges]
+        for dataset, piece, number in zip(datasets, ranges, calls, strict=True):
+            failures += _fill(dataset, piece, number, report)
+    except (OSError, RuntimeError, ValueError) as error:
+        failures.append(error)
+    try:
+        file.close()
+    except (OSError, RuntimeError) as error:
+        failures.append(error)
+    with world.agreement():
+        if failures:
+            raise InputOutputError(f"{path.parent}: the token file cannot be written ({failures[0]})")
+
+
+def _create(file: h5py.File, piece: Range) -> h5py.h5d.DatasetID:
+    """A contiguous dataset with all its space, never filled."""
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_layout(h5py.h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    properties.set_obj_track_times(False)
+    space = h5py.h5s.create_simple((piece.size,))
+    return h5py.h5d.create(file.id, piece.name.encode(), h5py.h5t.py_create(piece.dtype), space, properties)
+
+
+def _fill(dataset: h5py.h5d.DatasetID, piece: Range, calls: int, report: Report) -> list[Exception]:
+    """Write the range in `calls` collective calls, as many as on every rank; what went wrong."""
+    failures: list[Exception] = []
+    transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+    transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    for call in range(calls):
+        done = min(call * piece.call_elements, piece.count)
+        values = np.empty(0, piece.dtype)
+        try:
+            values = piece.read(done, min(piece.call_elements, piece.count - done))
+        except OSError as error:
+            failures.append(error)
+        space = dataset.get_space()
+        memory = h5py.h5s.create_simple((max(1, len(values)),))
+        if len(values):
+            space.select_hyperslab((piece.start + done,), (len(values),))
+        else:
+            space.select_none()
+            memory.select_none()
+            values = np.empty(1, piece.dtype)
+        try:
+            dataset.write(memory, space, values, dxpl=transfer)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+        report(f"write {piece.name}", call + 1, calls)
+    return failures

@@ -1,0 +1,167 @@
+"""Text to token file over 1, 2 and 4 ranks, against the tokens made by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import h5py
+import pytest
+import tokenizers
+
+from hpctrain.comm.world import World
+from hpctrain.data import write
+from hpctrain.data.prepare import prepare
+from hpctrain.data.tokens import TokenFile
+from hpctrain.errors import HpctrainError
+
+PLAIN = {
+    "a.txt": "hello wörld\n" * 9,
+    "b/deep.md": "x" * 70,
+    "c.py": "print(1)\r\n" * 30,
+    "d.txt": "",
+    "e.txt": "é",
+}
+LINES = [f"document {i}\n" * (i % 5) for i in range(23)]
+NOISE = b"\xff\xfe not UTF-8 \xc3\n" * 3
+
+
+def corpus(world: World, folder: Path) -> Path:
+    """The files, written by rank 0 for all."""
+    if world.rank == 0:
+        for name, text in PLAIN.items():
+            (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "in" / name).write_bytes(text.encode())
+        rows = "".join(json.dumps({"body": text}) + "\n" for text in LINES)
+        (folder / "in/f.jsonl").write_text(rows)
+        with gzip.open(folder / "in/g.jsonl.gz", "wt") as packed:
+            packed.write(rows)
+        (folder / "in/h.txt.gz").write_bytes(gzip.compress(NOISE))
+    world.everyone.barrier()
+    return folder / "in"
+
+
+def documents() -> list[str]:
+    """What `corpus` says, in the order of the names."""
+    texts = [PLAIN["a.txt"], PLAIN["b/deep.md"], PLAIN["c.py"], PLAIN["e.txt"]]
+    return [*texts, *(text for text in LINES * 2 if text), NOISE.decode("utf-8", "replace")]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("piece_bytes", [16, 100, 1 << 20])
+def test_bytes_are_what_they_are(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(write, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(write, "CALL_BYTES", 100)
+    folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "made" / "out.h5"
+    made = prepare(world, out, [str(folder)], text_key="body", piece_bytes=piece_bytes)
+    expected, ends = [], []
+    for text in documents():
+        expected += [*text.encode(), 256]
+        ends.append(len(expected))
+    file = TokenFile(out)
+    file.verify()
+    assert file.read(0, file.tokens).tolist() == expected
+    assert [file.document_end(i) for i in range(file.documents)] == ends
+    assert (made.files, made.documents, made.tokens, made.vocabulary) == (7, len(ends), len(expected), 257)
+    assert made.size == sum(path.stat().st_size for path in folder.rglob("*.*") if path.is_file())
+    world.everyone.barrier()
+    assert [path.name for path in out.parent.iterdir()] == ["out.h5"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bpe", [None, 300])
+def test_the_file_does_not_depend_on_the_ranks(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bpe: int | None
+) -> None:
+    monkeypatch.setattr(write, "PIECE_TOKENS", 32)
+    folder = str(corpus(world, mpi_tmp_path))
+    options = {"text_key": "body", "train_bpe": bpe, "piece_bytes": 64}
+    prepare(world, mpi_tmp_path / "all.h5", [folder], **options)
+    if world.rank == 0:
+        prepare(world.alone(), mpi_tmp_path / "one.h5", [folder], **options)
+        with h5py.File(mpi_tmp_path / "all.h5") as many, h5py.File(mpi_tmp_path / "one.h5") as one:
+            assert set(many) == set(one) == {"tokens", "document_ends", "tokenizer", "checksums"}
+            for name in many:
+                assert many[name].dtype == one[name].dtype
+                assert many[name][:].tobytes() == one[name][:].tobytes(), name
+            assert dict(many.attrs) == dict(one.attrs)
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi
+def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
+    folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "out.h5"
+    prepare(world, out, [str(folder)], text_key="body", train_bpe=300)
+    file = TokenFile(out)
+    assert file.tokenizer_json is not None
+    library = tokenizers.Tokenizer.from_str(file.tokenizer_json)
+    starts = [0, *(file.document_end(i) for i in range(file.documents))]
+    for text, start, end in zip(documents(), starts, starts[1:], strict=False):
+        ids = file.read(start, end - start).tolist()
+        assert ids == [*library.encode(text).ids, file.end_of_document]
+        assert file.tokenizer.decode(ids) == text
+    assert file.documents == len(documents())
+    assert file.vocabulary == library.get_vocab_size()
+    path = mpi_tmp_path / "tokenizer.json"
+    if world.rank == 0:
+        path.write_text(file.tokenizer_json)
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "again.h5", [str(folder)], text_key="body", tokenizer=str(path))
+    again = TokenFile(mpi_tmp_path / "again.h5")
+    assert again.read(0, again.tokens).tolist() == file.read(0, file.tokens).tolist()
+
+
+@pytest.mark.mpi
+def test_more_ranks_than_files_and_an_existing_output(world: World, mpi_tmp_path: Path) -> None:
+    out, name = mpi_tmp_path / "out.h5", str(mpi_tmp_path / "a.txt")
+    if world.rank == 0:
+        Path(name).write_text("a")
+    world.everyone.barrier()
+    prepare(world, out, [name])
+    assert TokenFile(out).read(0, 2).tolist() == [97, 256]
+    world.everyone.barrier()
+    if world.rank == 0:
+        Path(name).write_text("b")
+    with pytest.raises(HpctrainError, match="exists already; --force replaces it"):
+        prepare(world, out, [name])
+    assert TokenFile(out).read(0, 1).item() == 97
+    world.everyone.barrier()
+    prepare(world, out, [name], replace=True)
+    assert TokenFile(out).read(0, 1).item() == 98
+
+
+@pytest.mark.mpi
+def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
+    out = mpi_tmp_path / "out.h5"
+    if world.rank == 0:
+        (mpi_tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 40 + "{bad\n" + '{"text": 1}\n')
+        (mpi_tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"hello" * 99)[:-9])
+        (mpi_tmp_path / "empty").mkdir()
+        (mpi_tmp_path / "empty.txt").touch()
+        (mpi_tmp_path / "blank.jsonl").write_text('{"text": ""}\n\n')
+    world.everyone.barrier()
+
+    def problems(code: int, *names: str, **options: object) -> tuple[str, ...]:
+        with pytest.raises(HpctrainError) as caught:
+            prepare(world, out, [str(mpi_tmp_path / name) for name in names], piece_bytes=64, **options)
+        assert caught.value.exit_code == code
+        world.everyone.barrier()
+        left = [path.name for path in mpi_tmp_path.iterdir() if path.name.startswith((".", "out"))]
+        world.everyone.barrier()
+        assert left == []
+        return caught.value.problems
+
+    for training in (None, 300):
+        first, second = problems(2, "bad.jsonl", train_bpe=training)
+        assert "bad.jsonl:41: the line is no JSON" in first
+        assert "bad.jsonl:42: the line has no text under 'text'; see --text-key" in second
+    assert "cut short gzip" in problems(3, "cut.txt.gz")[0]
+    assert "no such file or folder" in problems(3, "none.txt")[0]
+    assert "no file in this folder matches" in problems(2, "empty")[0]
+    assert "there is no text in it" in problems(2, "empty.txt")[0]
+    assert "there is no text in it" in problems(2, "blank.jsonl")[0]
+    assert "no such file" in problems(3, "bad.jsonl", tokenizer=str(mpi_tmp_path / "none.json"))[0]
+    assert "give one of them" in problems(2, "bad.jsonl", tokenizer="x.json", train_bpe=300)[0]

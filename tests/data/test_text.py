@@ -1,0 +1,169 @@
+"""Finding, cutting and reading text, against the files read whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from hpctrain.data.text import Piece, Source, cut_into_pieces, find_sources, read_piece, share_of
+from hpctrain.errors import HpctrainError, InputOutputError
+
+
+def documents(path: Path, size: int, complaints: list[str] | None = None) -> list[str]:
+    """All documents of a file, read in pieces of `size` bytes."""
+    found, parts = [], []
+
+    def complain(error: HpctrainError) -> None:
+        assert complaints is not None, error
+        complaints.extend(error.problems)
+
+    for piece in cut_into_pieces([Source(str(path), path.stat().st_size)], size):
+        for text, ends in read_piece(piece, "text", complain):
+            parts.append(text)
+            if ends:
+                found.append("".join(parts))
+                parts = []
+    assert not parts
+    return found
+
+
+def write(path: Path, data: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def test_folders_are_sorted_and_chosen(tmp_path: Path) -> None:
+    for name in [
+        "b/z.txt",
+        "b/a.txt.gz",
+        "a.md",
+        "c.py",
+        "c.bin",
+        ".hidden/x.txt",
+        "b/.x.txt",
+        "b.txt",
+        "b/l.jsonl",
+    ]:
+        write(tmp_path / name, "x")
+    write(tmp_path / "empty.txt", "")
+
+    def names(paths: list[str], *globs: str) -> list[str]:
+        sources = find_sources([str(tmp_path / path) for path in paths], globs)
+        return [str(Path(source.path).relative_to(tmp_path)) for source in sources]
+
+    everything = ["a.md", "b/a.txt.gz", "b/l.jsonl", "b/z.txt", "b.txt", "c.py"]
+    assert names(["."]) == everything
+    assert names([".", "b"]) == everything
+    assert names(["c.bin", "b"]) == ["c.bin", "b/a.txt.gz", "b/l.jsonl", "b/z.txt"]
+    assert names(["."], "*.bin", "b/*.txt") == ["b/z.txt", "c.bin"]
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert names(["."]) == everything
+
+
+def test_paths_that_give_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(HpctrainError) as caught:
+        find_sources([str(tmp_path / "folder"), str(tmp_path / "none.txt")], [])
+    assert isinstance(caught.value, InputOutputError)
+    assert "no file in this folder matches" in caught.value.problems[0]
+    assert "none.txt: no such file or folder" in caught.value.problems[1]
+    with pytest.raises(HpctrainError, match=r"matches \*\.x; see --glob"):
+        find_sources([str(tmp_path / "folder")], ["*.x"])
+    with pytest.raises(HpctrainError, match="pattern is empty"):
+        find_sources([str(tmp_path / "folder")], [""])
+
+
+@pytest.mark.parametrize("size", [8, 64, 999, 1000, 5000])
+@pytest.mark.parametrize("kind", ["lines", "words", "letters", "noise", "exact"])
+def test_a_plain_file_is_one_document_however_it_is_cut(tmp_path: Path, size: int, kind: str) -> None:
+    chance = random.Random(4)
+    data = {
+        "lines": "".join("é" * chance.randrange(20) + "\r\n" for _ in range(100)).encode(),
+        "words": " ".join("漢字" * chance.randrange(9) for _ in range(200)).encode(),
+        "letters": ("é漢a" * 300).encode(),
+        "noise": chance.randbytes(2000),
+        "exact": b"x" * 999 + b"\n",
+    }[kind]
+    plain = write(tmp_path / "a.txt", data)
+    packed = write(tmp_path / "a.txt.gz", gzip.compress(data))
+    assert documents(packed, size) == documents(plain, size)
+    [text] = documents(plain, size)
+    if kind == "noise" and size < 64:
+        return  # a cut may fall into what would have been one wrong sequence
+    assert text == data.decode("utf-8", errors="replace")
+
+
+def test_pieces_end_behind_newlines_or_before_spaces(tmp_path: Path) -> None:
+    data = "one two\nthree\nfour five\nsix seven eight nine ten\n"
+    path = write(tmp_path / "a.txt", data)
+    pieces = cut_into_pieces([Source(str(path), len(data))], 10)
+    assert [piece.size for piece in pieces] == [10, 10, 10, 10, 9]
+    parts = [part for piece in pieces for part in read_piece(piece, "text", pytest.fail)]
+    assert parts == [
+        ("one two\nthree\n", False),
+        ("four five\n", False),
+        ("six seven", False),
+        (" eight nine ten\n", False),
+        ("", True),
+    ]
+
+
+@pytest.mark.parametrize("size", [8, 33, 10000])
+def test_lines_of_json_are_documents(tmp_path: Path, size: int) -> None:
+    chance = random.Random(1)
+    texts = ["é\n" * chance.randrange(30) for _ in range(60)]
+    lines = [json.dumps({"id": i, "text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
+    data = "\ufeff" + "\n\n".join(lines)
+    plain = write(tmp_path / "a.jsonl", data)
+    packed = write(tmp_path / "a.jsonl.gz", gzip.compress(data.encode()))
+    wanted = [text for text in texts if text]
+    assert documents(plain, size) == wanted
+    assert documents(packed, size) == wanted
+
+
+@pytest.mark.parametrize("size", [8, 16, 1000])
+def test_bad_lines_are_named(tmp_path: Path, size: int) -> None:
+    data = '{"text": "a"}\n{"text": 3}\n\nnot json\n[1]\n{"no": "text"}\n{"text": "b"}\n'
+    for path in (
+        write(tmp_path / "a.jsonl", data),
+        write(tmp_path / "b.jsonl.gz", gzip.compress(data.encode())),
+    ):
+        complaints: list[str] = []
+        assert documents(path, size, complaints) == ["a", "b"]
+        assert [text.split(": ")[0] for text in complaints] == [f"{path}:{line}" for line in (2, 4, 5, 6)]
+        assert "is no JSON" in complaints[1]
+        assert "--text-key" in complaints[0]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    whole = gzip.compress(os.urandom(5000))
+    for name, data in {"a.txt.gz": b"no gzip", "b.txt.gz": whole[:3000], "c.jsonl.gz": whole[:9]}.items():
+        errors: list[HpctrainError] = []
+        path = write(tmp_path / name, data)
+        list(read_piece(Piece(Source(str(path), len(data)), 0, len(data), 100), "text", errors.append))
+        assert len(errors) == 1
+        assert f"{path}: is damaged or cut short gzip" in str(errors[0])
+    errors = []
+    list(read_piece(Piece(Source(str(tmp_path / "gone.txt"), 10), 0, 10, 10), "text", errors.append))
+    short = write(tmp_path / "short.txt", "abc")
+    list(read_piece(Piece(Source(str(short), 10), 0, 10, 10), "text", errors.append))
+    assert all(isinstance(error, InputOutputError) for error in errors)
+    assert "gone.txt: cannot be read (No such file or directory)" in str(errors[0])
+    assert "became shorter" in str(errors[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 50])
+def test_shares_are_contiguous_whole_and_balanced(ranks: int) -> None:
+    chance = random.Random(ranks)
+    pieces = cut_into_pieces([Source(f"{i}.txt", chance.randrange(1, 400)) for i in range(40)], 100)
+    shares = [share_of(pieces, rank, ranks) for rank in range(ranks)]
+    assert [piece for share in shares for piece in share] == pieces
+    total = sum(piece.size for piece in pieces)
+    assert all(abs(sum(piece.size for piece in share) - total / ranks) <= 100 for share in shares)
+    assert list(share_of([], 0, ranks)) == []

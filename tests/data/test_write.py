@@ -1,0 +1,115 @@
+"""Writing by all ranks: the checksum's algebra, parts, and many small collective calls."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.data import write
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.data.tokens import TokenFile
+from hpctrain.data.write import Part, combine, write_tokens
+from hpctrain.errors import HpctrainError, InputOutputError
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 1000, (1 << 20) - 1, 1 << 20, (2 << 20) + 17])
+def test_checksums_combine(length: int) -> None:
+    first, second = os.urandom(123), os.urandom(length)
+    assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
+    assert combine(0, zlib.crc32(second), length) == zlib.crc32(second)
+
+
+def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    with Part(tmp_path / "part", Tokenizer.from_text("bytes")) as part:
+        part.add(np.array([1, 256]))
+        with pytest.raises(HpctrainError, match="token 257, beyond its vocabulary 257"):
+            part.add(np.array([1, 257]))
+        part.finish()
+        assert part.read(0, 2).tolist() == [1, 256]
+        with pytest.raises(OSError, match="became shorter"):
+            part.read(1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def ids_of(rank: int, count: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 256, count)
+
+
+def fill(part: Part, rank: int, count: int) -> None:
+    if count:
+        part.add(ids_of(rank, count))
+        part.end_document(256)
+    part.finish()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "counts", [[5, 0, 100, 3], [0, 0, 0, 50], [16, 16, 7, 8], [200, 1, 1, 0], [0, 15, 0, 0]]
+)
+def test_uneven_and_empty_parts(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int]
+) -> None:
+    """Rank r brings what `counts` gives to r modulo the ranks: pieces of 16 tokens lie over several ranks."""
+    monkeypatch.setattr(write, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(write, "CALL_BYTES", 20)
+    counts = counts[-world.size :] if world.size < len(counts) else counts
+    tokenizer = Tokenizer.from_text("bytes")
+    if not any(counts):
+        counts[0] = 3
+    mine = counts[world.rank] if world.rank < len(counts) else 0
+    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+        fill(part, world.rank, mine)
+        write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
+    expected = [[*ids_of(rank, count), 256] for rank, count in enumerate(counts) if count]
+    file = TokenFile(mpi_tmp_path / "out.h5")
+    file.verify()
+    assert file.read(0, file.tokens).tolist() == [int(i) for part in expected for i in part]
+    ends = np.cumsum([len(part) for part in expected])
+    assert [file.document_end(i) for i in range(file.documents)] == ends.tolist()
+    world.everyone.barrier()
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["out.h5"]
+
+
+@pytest.mark.mpi
+def test_an_error_of_one_rank_is_everyones(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot read its tokens again still takes part in every call; no file is left."""
+    monkeypatch.setattr(write, "CALL_BYTES", 20)
+    tokenizer = Tokenizer.from_text("bytes")
+    (mpi_tmp_path / "out.h5").touch()
+    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+        fill(part, world.rank, 100)
+        read = part.read
+
+        def fail(start: int, count: int) -> np.ndarray:
+            if start and count <= 10:
+                raise OSError("the disk is gone")
+            return read(start, count)
+
+        if world.rank == world.size - 1:
+            monkeypatch.setattr(part, "read", fail)
+        with pytest.raises(InputOutputError, match=r"cannot be written \(the disk is gone\)"):
+            write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
+    world.everyone.barrier()
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["out.h5"]
+    assert (mpi_tmp_path / "out.h5").stat().st_size == 0  # what was there is what it was
+
+
+@pytest.mark.mpi
+def test_a_full_disk_is_said_beforehand(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
+    tokenizer = Tokenizer.from_text("bytes")
+    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+        fill(part, world.rank, 4)
+        with pytest.raises(
+            InputOutputError, match=f"1 bytes are free, the token file needs {18 * world.size}"
+        ):
+            write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
