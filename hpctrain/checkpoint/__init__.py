@@ -1,0 +1,1 @@
+"""Checkpoints: one HDF5 file of whole global tensors, written and read in pieces by any layout."""

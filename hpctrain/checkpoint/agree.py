@@ -1,0 +1,54 @@
+"""Ranks agree on what went wrong before anyone acts, and add up what they counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.outcome import combine, describe
+from hpctrain.errors import HpctrainError, InputOutputError
+
+# Problems told of one file; a wrong model or a dead disk would give thousands.
+_TOLD = 8
+
+
+@contextmanager
+def together(group: Group) -> Iterator[None]:
+    """Inside it each rank works alone, without communication; on leaving, all ranks raise, or none does.
+
+    An OSError counts as an InputOutputError. Every distinct problem of every rank is told.
+    """
+    failure: HpctrainError | None = None
+    try:
+        yield
+    except HpctrainError as error:
+        failure = error
+    except OSError as error:
+        failure = InputOutputError(describe(error))
+    found = group.all_gather_object(None if failure is None else (failure.exit_code, failure.problems))
+    failures = [each for each in found if each is not None]
+    if failures:
+        raise combine(failures) from failure
+
+
+def shortened(problems: list[str]) -> list[str]:
+    """The first problems, and how many more there are."""
+    more = len(problems) - _TOLD
+    return problems if more <= 0 else [*problems[:_TOLD], f"... and {more} more of this kind"]
+
+
+def combined(
+    group: Group, numbers: NDArray[Any], operation: Literal["sum", "max"] = "sum"
+) -> NDArray[np.int64]:
+    """The sum (modulo 2^64) or maximum over the ranks of an array of 64-bit integers."""
+    tensor = group.empty(numbers.shape, torch.int64)
+    tensor.copy_(torch.from_numpy(numbers.view(np.int64)))
+    group.all_reduce(tensor, operation)
+    result: NDArray[np.int64] = tensor.cpu().numpy().copy()
+    return result

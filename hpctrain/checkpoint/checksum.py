@@ -1,0 +1,104 @@
+"""Checksums of a tensor's pieces that any set of ranks can compute together, each from what it holds.
+
+The flattened global tensor is cut into pieces of PIECE elements. A piece's checksum is the sum of
+key(position in the piece) * bits(element), modulo 2^64, plus a seed of the dataset's name, type, shape
+and the piece's number. Keys are odd, so every change of one element changes the sum; the seed tells
+zeros that were written from a hole, and one dataset from another. Being a sum it does not depend on who
+holds which elements: the ranks add up theirs and the group adds up the ranks'. It guards against
+faults, not against forgery.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import blake2b
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.layout import Index, Runs, runs
+
+PIECE = 1 << 20
+# Elements multiplied at a time: the products stay in the cache.
+_BATCH = 1 << 17
+_MODULUS = 1 << 64
+
+Words = NDArray[np.unsignedinteger]
+Sums = NDArray[np.uint64]
+
+
+def pieces(elements: int) -> int:
+    """Number of pieces of a tensor."""
+    return -(-elements // PIECE)
+
+
+def seeds(dataset: str, kind: str, shape: Index) -> Sums:
+    """What every piece's sum starts from, a uint64 array [pieces]."""
+    text = f"{dataset} {kind} {list(shape)}".encode()
+    base = np.array(int.from_bytes(blake2b(text, digest_size=8).digest(), "little"), np.uint64)
+    sums: Sums = (np.arange(pieces(prod(shape)), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * base
+    return sums
+
+
+def zeros(shape: Index) -> Sums:
+    """The sums of no elements of a tensor of that shape, a uint64 array [pieces]."""
+    return np.zeros(pieces(prod(shape)), np.uint64)
+
+
+def add(sums: Sums, words: Words, start: Index, shape: Index, whole: Index) -> None:
+    """Add to the sums of a tensor of shape `whole` the rectangle `shape` at `start`, given as its bits."""
+    rest = words.reshape(-1)
+    for group in runs(start, shape, whole):
+        count = group.count * group.length
+        _add_runs(sums, rest[:count].reshape(group.count, group.length), group)
+        rest = rest[count:]
+
+
+def _add_runs(sums: Sums, rows: Words, group: Runs) -> None:
+    if group.stride == group.length:
+        _add_run(sums, rows.reshape(-1), group.first)
+        return
+    row = 0
+    while row < group.count:
+        first = group.first + row * group.stride
+        piece, position = divmod(first, PIECE)
+        # Rows that end inside this piece are taken together; one that crosses its end, alone.
+        fitting = (PIECE - group.length - position) // group.stride + 1
+        if fitting <= 0:
+            _add_run(sums, rows[row], first)
+            row += 1
+            continue
+        count = min(fitting, group.count - row, max(1, _BATCH // group.length))
+        keys = np.lib.stride_tricks.as_strided(
+            _keys()[position:], (count, group.length), (8 * group.stride, 8), writeable=False
+        )
+        _accumulate(sums, piece, rows[row : row + count], keys)
+        row += count
+
+
+def _add_run(sums: Sums, words: Words, first: int) -> None:
+    done = 0
+    while done < words.size:
+        piece, position = divmod(first + done, PIECE)
+        count = min(_BATCH, PIECE - position, words.size - done)
+        _accumulate(sums, piece, words[done : done + count], _keys()[position : position + count])
+        done += count
+
+
+def _accumulate(sums: Sums, piece: int, words: Words, keys: Sums) -> None:
+    if words.dtype.itemsize == 8:
+        # Times an odd key a top bit moves nothing but the top bit: fold it down, or two would cancel.
+        words = words ^ (words >> np.uint64(32))
+    total = np.multiply(words, keys, dtype=np.uint64, casting="unsafe").sum(dtype=np.uint64)
+    sums[piece] = (int(sums[piece]) + int(total)) % _MODULUS
+
+
+@cache
+def _keys() -> Sums:
+    """The keys of the positions in a piece: splitmix64 of the position, made odd; uint64 [PIECE]."""
+    mixed = (np.arange(PIECE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys: Sums = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return keys

@@ -1,0 +1,90 @@
+"""Bytes from a checkpoint file into an Entry's values, read at the places the structure names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.checksum import Sums, Words
+from hpctrain.checkpoint.layout import Entry, Runs, blocks, runs
+from hpctrain.checkpoint.structure import Stored
+from hpctrain.errors import InputOutputError
+
+BUFFER_BYTES = 16 << 20
+# Runs shorter than this are read together with what lies between them.
+_SIEVED_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open checkpoint file; no read holds more than `buffer_bytes` besides what it fills."""
+
+    path: Path
+    descriptor: int
+    buffer_bytes: int = BUFFER_BYTES
+
+    def fill(self, entry: Entry, stored: Stored, sums: Sums | None) -> None:
+        """Read an Entry's values from its dataset, add them to `sums` if given; padding becomes zero."""
+        found = blocks(entry)
+        if sum(block.elements for block in found) < entry.values.numel():
+            entry.values.zero_()
+        host = entry.values.device.type == "cpu"
+        for block in found:
+            for chunk in block.cut(max(1, self.buffer_bytes // stored.item_bytes)):
+                view = chunk.view(entry.values)
+                direct = host and chunk.contiguous
+                target = view.reshape(-1) if direct else torch.empty(chunk.elements, dtype=view.dtype)
+                words = target.numpy().view(f"u{stored.item_bytes}")
+                rest = words
+                for group in runs(chunk.start, chunk.shape, stored.shape):
+                    count = group.count * group.length
+                    self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
+                    rest = rest[count:]
+                if sums is not None:
+                    checksum.add(sums, words, chunk.start, chunk.shape, stored.shape)
+                if not direct:
+                    view.copy_(target.reshape(chunk.shape))
+
+    def read(self, words: Words, offset: int) -> None:
+        """Fill a contiguous array from the file at `offset` bytes."""
+        rest = memoryview(words.reshape(-1).view(np.uint8).data)
+        while rest:
+            count = os.preadv(self.descriptor, [rest[: 1 << 30]], offset)
+            if count == 0:
+                raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
+            rest, offset = rest[count:], offset + count
+
+    def _read_runs(self, rows: Words, group: Runs, stored: Stored) -> None:
+        size = stored.item_bytes
+        offset = stored.offset + group.first * size
+        if group.count == 1 or group.stride == group.length:
+            self.read(rows, offset)
+        elif group.length * size >= _SIEVED_BYTES or group.stride * size > self.buffer_bytes:
+            for row in range(group.count):
+                self.read(rows[row], offset + row * group.stride * size)
+        else:
+            step = max(1, self.buffer_bytes // (group.stride * size))
+            for row in range(0, group.count, step):
+                count = min(step, group.count - row)
+                span = np.empty((count - 1) * group.stride + group.length, rows.dtype)
+                self.read(span, offset + row * group.stride * size)
+                rows[row : row + count] = np.lib.stride_tricks.as_strided(
+                    span, (count, group.length), (group.stride * size, size), writeable=False
+                )
+
+
+@contextmanager
+def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[Source]:
+    """The file open for reading, without HDF5."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield Source(path, descriptor, buffer_bytes)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Load a checkpoint into whatever pieces the ranks hold, and verify what was read.
+
+Ranks read the bytes of their pieces from the file without HDF5, so that reading needs no parallel HDF5,
+no collective call that could hang on a damaged file, and no metadata traffic from every rank.
+
+Each element is hashed by one of the ranks that read it, and the sums of the whole group are compared with
+the stored ones. Where the group did not read a piece whole, once (a model loaded without its other half,
+replicas not declared), or where it is damaged, the sums differ; such a piece is read whole by one rank,
+whose verdict is final. So all that is read is verified, and as a rule nothing is read for that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.agree import combined, shortened, together
+from hpctrain.checkpoint.extract import BUFFER_BYTES, opened
+from hpctrain.checkpoint.layout import Entry, blocks, runs
+from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.verify import verify_pieces
+from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError
+
+
+def load(
+    path: str | Path,
+    group: Group,
+    entries: Sequence[Entry],
+    strict: bool = True,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> dict[str, Any]:
+    """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
+
+    Returns the training state, as read_state does. Padding becomes zero. With `strict`, a dataset that no
+    rank asks for is an error if any of its folder ("/model", "/optimizer", ...) is asked for. After an
+    error the values are not to be used. Errors, the same on all ranks: HpctrainError if names, shapes or
+    types differ from the file's, InputOutputError if the file is missing, truncated or damaged.
+    """
+    structure = examine(Path(path), group)
+    with together(group):
+        problems = list(_differences(structure, entries))
+        if problems:
+            raise HpctrainError(shortened(problems))
+    if strict:
+        _check_surplus(structure, group, entries)
+    sums = np.zeros(len(structure.sums), np.uint64)
+    touched = np.zeros(len(structure.sums), np.int64)
+    with together(group), opened(structure.path, buffer_bytes) as source:
+        for entry in entries:
+            stored = structure.datasets[entry.dataset]
+            first, last = entry.share()
+            source.fill(entry.part(0, first), stored, None)
+            source.fill(entry.part(first, last), stored, sums[stored.pieces])
+            source.fill(entry.part(last, entry.values.numel()), stored, None)
+            _touch(touched[stored.pieces], entry)
+    totals = combined(group, sums).view(np.uint64)
+    touched = combined(group, touched, "max")
+    doubtful = []
+    for stored in structure.datasets.values():
+        at = stored.pieces
+        read = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
+        different = (read != structure.sums[at]) & (touched[at] != 0)
+        doubtful += [(stored, int(piece)) for piece in np.flatnonzero(different)]
+    verify_pieces(structure, group, doubtful[group.rank :: group.size])
+    return structure.state
+
+
+def read_state(path: str | Path, group: Group | None = None) -> dict[str, Any]:
+    """The training state given to save, with "versions" added; touches no tensor.
+
+    With a group, collective: rank 0 reads. Errors as in load.
+    """
+    return examine(Path(path), group).state
+
+
+def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str]:
+    """What the entries ask for and the file does not hold."""
+    for entry in entries:
+        stored = structure.datasets.get(entry.dataset)
+        where = f"{structure.path}: {entry.dataset}"
+        if stored is None:
+            yield f"{where}: not in this checkpoint, expected with shape {list(entry.shape)}"
+        elif stored.shape != entry.shape:
+            yield f"{where}: has shape {list(stored.shape)}, expected {list(entry.shape)}"
+        elif stored.kind != entry.kind:
+            yield f"{where}: holds {stored.kind}, expected {entry.kind}"
+
+
+def _check_surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> None:
+    names = list(structure.datasets)
+    asked = {entry.dataset for entry in entries}
+    wanted = combined(group, np.array([name in asked for name in names], np.int64), "max")
+    folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag}
+    problems = [
+        f"{structure.path}: {name}: in this checkpoint, but not in this model"
+        for name, flag in zip(names, wanted, strict=True)
+        if not flag and name.split("/")[1] in folders
+    ]
+    if problems:
+        raise HpctrainError(shortened(problems))
+
+
+def _touch(touched: NDArray[np.int64], entry: Entry) -> None:
+    """Mark the checksum pieces that hold any of an Entry's elements."""
+    for block in blocks(entry):
+        for group in runs(block.start, block.shape, entry.shape):
+            first = group.first + group.stride * np.arange(group.count)
+            last = first + group.length - 1
+            touched[first // checksum.PIECE] = 1
+            touched[last // checksum.PIECE] = 1
+            if group.length > checksum.PIECE:
+                for one, other in zip(first // checksum.PIECE, last // checksum.PIECE, strict=True):
+                    touched[one:other] = 1

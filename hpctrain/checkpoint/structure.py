@@ -1,0 +1,223 @@
+"""What a checkpoint file says it holds, read and distrusted before anything else is done with it.
+
+One rank reads this with HDF5; all others learn from it where each dataset's bytes lie, and read those
+as plain bytes of the file. Datasets are contiguous, in the file itself, and described in full here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import h5py
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
+from hpctrain.checkpoint.layout import STORED_AS, Index
+from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError, InputOutputError
+
+FORMAT = "hpctrain checkpoint"
+VERSION = 1
+STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_TEXT_LIMIT = 64 << 20
+# What h5py raises on a file whose own structure is damaged, or is not what we wrote.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One dataset: its global shape, and the place of its bytes and of its checksums."""
+
+    dataset: str
+    kind: str
+    shape: Index
+    offset: int
+    first_piece: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return np.dtype(STORED_AS[self.kind]).itemsize
+
+    @property
+    def pieces(self) -> slice:
+        """This tensor's checksums among all."""
+        return slice(self.first_piece, self.first_piece + pieces(self.elements))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The datasets of a file, by name, the checksums stored for them, and the training state."""
+
+    path: Path
+    datasets: dict[str, Stored]
+    sums: Sums
+    state: dict[str, Any]
+
+
+def examine(path: Path, group: Group | None = None) -> Structure:
+    """Read the structure of a checkpoint; with a group, collectively: rank 0 reads it for all.
+
+    Errors, the same on all ranks: HpctrainError for a file that is not a checkpoint or is of a newer
+    version, InputOutputError for one that is missing, unfinished or damaged.
+    """
+    if group is None or group.size == 1:
+        return _examine(path)
+    found = None
+    with together(group):
+        if group.rank == 0:
+            found = _examine(path)
+    rows = None
+    if found is not None:
+        rows = [[s.dataset, s.kind, s.shape, s.offset, s.first_piece] for s in found.datasets.values()]
+    rows, state, count = group.broadcast_object(
+        None if found is None else [rows, found.state, len(found.sums)]
+    )
+    sums = group.empty((count,), torch.int64)
+    if found is not None:
+        sums.copy_(torch.from_numpy(found.sums.view(np.int64)))
+    group.broadcast(sums)
+    datasets = {row[0]: Stored(row[0], row[1], tuple(row[2]), row[3], row[4]) for row in rows}
+    return Structure(path, datasets, sums.cpu().numpy().copy().view(np.uint64), state)
+
+
+def _examine(path: Path) -> Structure:
+    if path.is_dir():
+        raise HpctrainError(f"{path}: a folder, not a checkpoint file")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            signature = stream.read(len(_SIGNATURE))
+    except FileNotFoundError:
+        raise InputOutputError(f"{path}: no such checkpoint") from None
+    if size < len(_SIGNATURE):
+        raise InputOutputError(f"{path}: truncated, it has only {size} bytes")
+    if signature != _SIGNATURE:
+        raise HpctrainError(f"{path}: not an HDF5 file, so not a checkpoint of hpctrain")
+    with _damage_told(path), h5py.File(path, "r", locking=False) as file:
+        _check_kind(path, file.attrs)
+        state = json.loads(_text(file, STATE, size))
+        _require(isinstance(state, dict), f"{STATE} is not an object")
+        if "deck" not in state and DECK in file:
+            state["deck"] = _text(file, DECK, size)
+        state["versions"] = json.loads(_label(file.attrs, "versions"))
+        datasets = {}
+        for name in _names(file):
+            datasets[name] = _stored(name, file[name], size)
+        sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
+    return Structure(path, datasets, sums, state)
+
+
+def _check_kind(path: Path, attributes: Any) -> None:
+    if "format" not in attributes or _label(attributes, "format") != FORMAT:
+        raise HpctrainError(f"{path}: an HDF5 file, but not a checkpoint of hpctrain")
+    version = int(attributes["version"])
+    if version > VERSION:
+        raise HpctrainError(
+            f"{path}: checkpoint format {version}, newer than the newest this hpctrain reads, {VERSION}"
+        )
+    _require(int(attributes["piece"]) == PIECE, "its checksums are of pieces of another size")
+    if int(attributes["complete"]) != 1:
+        raise InputOutputError(f"{path}: its writing was never completed")
+
+
+def _names(file: h5py.File) -> list[str]:
+    found: list[str] = []
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and f"/{name}" not in (STATE, DECK, CHECKSUMS):
+            found.append(f"/{name}")
+
+    file.visititems(visit)
+    return sorted(found)
+
+
+def _stored(name: str, dataset: h5py.Dataset, size: int) -> Stored:
+    kind = _label(dataset.attrs, "dtype")
+    _require(STORED_AS.get(kind) == dataset.dtype, f"{name} has type {dataset.dtype}, marked {kind}")
+    offset = _place(name, dataset, size)
+    shape = tuple(int(n) for n in dataset.shape)
+    return Stored(name, kind, shape, offset, int(dataset.attrs["first_piece"]))
+
+
+def _place(name: str, dataset: h5py.Dataset, size: int) -> int:
+    """Offset of the dataset's bytes, all of which lie inside this file."""
+    creation = dataset.id.get_create_plist()
+    _require(
+        creation.get_layout() == h5py.h5d.CONTIGUOUS and creation.get_external_count() == 0,
+        f"{name} is not one contiguous range of the file",
+    )
+    count = prod(int(n) for n in dataset.shape)
+    if count == 0:
+        return 0
+    offset = dataset.id.get_offset()
+    _require(
+        offset is not None and offset + count * dataset.dtype.itemsize <= size,
+        f"{name} reaches beyond the end of the file, which is truncated",
+    )
+    return int(offset)
+
+
+def _text(file: h5py.File, name: str, size: int) -> str:
+    dataset = file[name]
+    _place(name, dataset, size)
+    _require(
+        dataset.shape == () and dataset.dtype.kind == "S" and dataset.dtype.itemsize <= _TEXT_LIMIT,
+        f"{name} is not a text",
+    )
+    text = bytes(dataset[()])
+    _require(crc32(text) == int(dataset.attrs["crc32"]), f"{name} differs from its checksum")
+    return text.decode()
+
+
+def _sums(file: h5py.File, count: int) -> Sums:
+    dataset = file[CHECKSUMS]
+    _require(dataset.shape == (count,) and dataset.dtype == np.dtype("<u8"), f"{CHECKSUMS} is of wrong size")
+    sums: Sums = dataset[()]
+    _require(crc32(sums.tobytes()) == int(dataset.attrs["crc32"]), f"{CHECKSUMS} differs from its checksum")
+    return sums
+
+
+def _label(attributes: Any, name: str) -> str:
+    return bytes(attributes[name]).decode()
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except _DAMAGE as error:
+        reason = str(error.args[0] if error.args else error).strip().split("\n")[0]
+        raise InputOutputError(f"{path}: damaged or truncated: {reason}") from None

@@ -1,0 +1,233 @@
+"""Saving: the same file from every layout, whole or not there, whatever fails."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.checkpoint import write
+from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.write import save, temporary_name
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, InputOutputError
+from tests.checkpoint.conftest import LAYOUTS, Tensors, entry, whole
+
+CALL_BYTES = 100_000
+STATE: dict[str, Any] = {"step": 7, "samples": 56, "loss_scale": 2.0, "deck": '[run]\ntitle = "träge"\n'}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every dataset's bytes, as another program sees them."""
+    found = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[name] = np.asarray(item[()]).tobytes() + str(dict(item.attrs)).encode()
+
+    with h5py.File(path, "r") as file:
+        file.visititems(visit)
+    return found
+
+
+class NoMpi:
+    """What h5py.get_config() tells where it was built without MPI."""
+
+    mpi = False
+
+
+def same_on_all(world: World, text: str) -> bool:
+    return len(set(world.everyone.all_gather_object(text))) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_file_holds_whole_tensors_whatever_the_layout(
+    layout: str, world: World, mpi_tmp_path: Path, tensors: Tensors
+) -> None:
+    group = world.everyone
+    save(mpi_tmp_path / "a.h5", group, LAYOUTS[layout](tensors, group.rank, group.size), STATE, CALL_BYTES)
+    save(mpi_tmp_path / "b.h5", group, whole(tensors, group.rank, group.size), STATE, 4096 + 1024 * 1024)
+    assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["a.h5", "b.h5"]
+    assert contents(mpi_tmp_path / "a.h5") == contents(mpi_tmp_path / "b.h5")
+    with h5py.File(mpi_tmp_path / "a.h5", "r") as file:
+        for name, tensor in tensors.items():
+            dataset = file[f"/model/{name}"]
+            assert dataset.attrs["dtype"].decode() == str(tensor.dtype).removeprefix("torch.")
+            bits = tensor.reshape(tensor.shape or (1,))
+            expected = bits.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else bits.numpy()
+            assert np.array_equal(dataset[()], expected)
+        assert json.loads(file["state"][()]) == {"step": 7, "samples": 56, "loss_scale": 2.0}
+        assert file["deck"][()].decode() == STATE["deck"]
+        assert file.attrs["format"] == b"hpctrain checkpoint"
+        assert file.attrs["version"] == 1
+
+
+def test_one_rank_needs_no_parallel_hdf5(
+    world: World, tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(h5py, "get_config", NoMpi)
+    group = world.alone().everyone
+    save(tmp_path / "a.h5", group, whole(tensors, 0, 1), STATE)
+    state = read_state(tmp_path / "a.h5")
+    assert state.pop("versions").keys() >= {"hpctrain", "torch", "h5py", "hdf5"}
+    assert state == STATE
+
+
+@pytest.mark.mpi(min_size=2)
+def test_h5py_without_mpi_is_said(
+    world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(h5py, "get_config", NoMpi)
+    with pytest.raises(HpctrainError, match="h5py was built without MPI"):
+        save(mpi_tmp_path / "a.h5", world.everyone, whole(tensors, 0, 1), STATE)
+    assert not list(mpi_tmp_path.iterdir())
+
+
+@pytest.mark.mpi
+def test_missing_and_doubled_elements_are_an_assertion(world: World, mpi_tmp_path: Path) -> None:
+    group = world.everyone
+    held = entry("a", torch.arange(10.0))
+    for lacking in (held.part(0, 9) if group.rank == 0 else held.part(0, 0), held):
+        if lacking is held and group.size == 1:
+            continue
+        with pytest.raises(AssertionError, match="/model/a: the ranks hold"):
+            save(mpi_tmp_path / "a.h5", group, [lacking], {})
+        assert not (mpi_tmp_path / "a.h5").exists()
+        group.barrier()
+
+
+@contextmanager
+def small_disk(world: World, folder: Path, size: str) -> Iterator[Path]:
+    """A folder on a file system of that size, for all ranks; skips where mounting is not allowed."""
+    mounted = False
+    place = folder / "disk"
+    if world.rank == 0:
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    if not world.everyone.broadcast_object(mounted):
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        yield place
+    finally:
+        world.everyone.barrier()
+        if world.rank == 0:
+            subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.mpi
+def test_full_disk_leaves_what_was_there(world: World, mpi_tmp_path: Path, tensors: Tensors) -> None:
+    group = world.everyone
+    held = whole(tensors, group.rank, group.size)
+    with small_disk(world, mpi_tmp_path, "8m") as disk:
+        save(disk / "step-00000001.h5", group, held, STATE)
+        for name in ("step-00000001.h5", "step-00000002.h5"):
+            with pytest.raises(
+                InputOutputError, match=f"{name}: cannot write a checkpoint of .* No space left"
+            ) as error:
+                save(disk / name, group, held, STATE)
+            assert len(error.value.problems) == 1
+            assert same_on_all(world, str(error.value))
+        group.barrier()
+        assert [path.name for path in disk.iterdir()] == ["step-00000001.h5"]
+        verify(disk / "step-00000001.h5", group)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", ["columns", "flat"])
+@pytest.mark.parametrize("who", ["all", "last"])
+def test_write_errors_halfway_are_agreed(
+    layout: str,
+    who: str,
+    world: World,
+    mpi_tmp_path: Path,
+    tensors: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system refuses writes beyond a limit, set once the file is laid out."""
+    group = world.everyone
+    held = LAYOUTS[layout](tensors, group.rank, group.size)
+    save(mpi_tmp_path / "a.h5", group, held, STATE, CALL_BYTES)
+    original = write._write_tensors
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*arguments: Any) -> Any:
+        if who == "all" or group.rank == group.size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            return original(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(write, "_write_tensors", limited)
+    try:
+        save(mpi_tmp_path / "a.h5", group, held, STATE | {"step": 8}, CALL_BYTES)
+        failed = ""
+    except InputOutputError as error:
+        failed = str(error)
+    assert same_on_all(world, failed)
+    assert "a.h5: cannot write /model/" in failed
+    group.barrier()
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["a.h5"]
+    verify(mpi_tmp_path / "a.h5", group)
+    assert read_state(mpi_tmp_path / "a.h5", group)["step"] == 7
+
+
+@pytest.mark.mpi
+def test_damage_before_the_rename_is_noticed(
+    world: World,
+    mpi_tmp_path: Path,
+    tensors: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+    flip: Callable[[Path, int], None],
+) -> None:
+    """A byte that the disk stores wrongly: the file never gets its name."""
+    group = world.everyone
+    held = whole(tensors, group.rank, group.size)
+    original = write._complete
+
+    def spoiled(temporary: Path, sums: Any) -> None:
+        original(temporary, sums)
+        with h5py.File(temporary, "r") as file:
+            offset = file["/model/matrix"].id.get_offset()
+        flip(temporary, offset + 11)
+
+    monkeypatch.setattr(write, "_complete", spoiled)
+    with pytest.raises(InputOutputError, match=r"a.h5: /model/matrix is damaged") as error:
+        save(mpi_tmp_path / "a.h5", group, held, STATE)
+    assert "tmp" not in error.value.problems[0].rpartition("/a.h5")[2]
+    group.barrier()
+    assert not list(mpi_tmp_path.iterdir())
+
+
+def test_an_unwritable_folder_is_said(world: World, tmp_path: Path, tensors: Tensors) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(
+        InputOutputError, match=r"file/a.h5: cannot write a checkpoint of .* MB: .*: (Not a dir|File exists)"
+    ):
+        save(tmp_path / "file" / "a.h5", world.alone().everyone, whole(tensors, 0, 1), STATE)
+
+
+def test_leftovers_of_crashed_saves_are_removed(world: World, tmp_path: Path) -> None:
+    group = world.alone().everyone
+    temporary_name(tmp_path / "step-00000003.h5").write_bytes(b"half")
+    (tmp_path / "other.txt").write_text("mine")
+    save(tmp_path / "step-00000004.h5", group, [entry("a", torch.ones(3))], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.txt", "step-00000004.h5"]
+
+
+def test_no_tensors_and_no_state(world: World, tmp_path: Path) -> None:
+    group = world.alone().everyone
+    save(tmp_path / "a.h5", group, [], {})
+    assert load(tmp_path / "a.h5", group, []).keys() == {"versions"}
