@@ -13,8 +13,8 @@ import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,9 +70,10 @@ class Part:
             raise HpctrainError(
                 f"the tokenizer made token {ids.max()}, beyond its vocabulary {self.vocabulary}"
             )
-        if self._file is None:
-            self._file = self.path.open("wb", buffering=1 << 20)
-        self._file.write(ids.astype(self.dtype).data)
+        with self._naming_the_folder():
+            if self._file is None:
+                self._file = self.path.open("wb", buffering=1 << 20)
+            self._file.write(ids.astype(self.dtype).data)
         self.tokens += len(ids)
 
     def end_document(self, token: int) -> None:
@@ -83,7 +84,8 @@ class Part:
     def finish(self) -> None:
         """Nothing more is added; everything can be read."""
         if self._file is not None:
-            self._file.flush()
+            with self._naming_the_folder():
+                self._file.flush()
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
         """Tokens [count]; OSError if they are not there."""
@@ -93,6 +95,14 @@ class Part:
         if len(values) != count:
             raise OSError(f"{self.path} became shorter")
         return values
+
+    @contextmanager
+    def _naming_the_folder(self) -> Iterator[None]:
+        """Say where it went wrong: a full disk does not."""
+        try:
+            yield
+        except OSError as error:
+            raise InputOutputError(f"{self.path.parent}: cannot be written to ({error.strerror})") from None
 
 
 @dataclass(frozen=True)

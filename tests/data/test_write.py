@@ -36,6 +36,20 @@ def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_text("bytes")
+    part = Part(tmp_path / "none" / "part", tokenizer)
+    with pytest.raises(InputOutputError, match=r"none: cannot be written to \(No such file"):
+        part.add(np.array([1]))
+    if Path("/dev/full").exists():
+        with Part(tmp_path / "part", tokenizer) as part:
+            (tmp_path / "part").symlink_to("/dev/full")
+            part.add(np.array([1]))
+            with pytest.raises(InputOutputError, match="No space left"):
+                part.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
 def ids_of(rank: int, count: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(0, 256, count)
 
