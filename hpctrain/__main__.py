@@ -1,0 +1,5 @@
+"""`python -m hpctrain` is `hpctrain`."""
+
+from hpctrain.cli.main import main
+
+main()

@@ -1,0 +1,83 @@
+"""`hpctrain doctor`: what is here, and what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from hpctrain.comm.doctor import Report
+
+MOST_PLACES = 64
+
+
+@click.command(name="doctor")
+def command() -> None:
+    """Tell what a run would find here, alone or under mpirun or srun, and what to do about what is wrong.
+
+    Exits with 1 if a run could not start.
+    """
+    from hpctrain.comm.doctor import examination
+
+    with examination() as report:
+        if report.rank == 0:
+            show(report)
+    sys.exit(0 if report.fit else 1)
+
+
+def show(report: Report) -> None:
+    """Print tables of the findings and of the ranks, then one line for each thing that is wrong."""
+    rows = [
+        ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.found)
+        for finding in report.findings
+    ]
+    ranks = [
+        (str(place.rank), place.hostname, str(place.local_rank), spans(place.cores), str(place.gpus))
+        for place in report.places[:MOST_PLACES]
+    ]
+    table(("", "topic", "found"), rows)
+    table(("rank", "node", "local rank", "cores", "GPUs"), ranks)
+    if len(report.places) > MOST_PLACES:
+        click.echo(f"and {len(report.places) - MOST_PLACES} more ranks")
+    for finding in report.findings:
+        if finding.remedy:
+            mark = "WRONG" if finding.fatal else "note"
+            click.echo(f"{mark}: {finding.topic}: {finding.found}. What to do: {finding.remedy}.")
+    click.echo("A run can start here." if report.fit else "A run could not start here.")
+
+
+def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table with rich, or in plain columns where rich is what is missing."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for row in (heads, *rows):
+            click.echo("  ".join(row))
+        return
+    drawn = Table(box=None, pad_edge=False)
+    for head in heads:
+        drawn.add_column(head, overflow="fold")
+    colours = {"WRONG": "bold red", "note": "yellow", "ok": "green"}
+    for row in rows:
+        drawn.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file or a pipe has no width to keep to
+    console.print(drawn)
+    console.print()
+
+
+def spans(cores: tuple[int, ...]) -> str:
+    """Numbers with runs joined: (0, 1, 2, 5) is "0-2,5"."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1][1:] = [core]
+        else:
+            parts.append([core])
+    return ",".join("-".join(map(str, part)) for part in parts) or "unknown"

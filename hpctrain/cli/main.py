@@ -1,0 +1,109 @@
+"""The command `hpctrain`: finds the verb, loads its file alone, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from hpctrain import __version__
+from hpctrain.comm.launcher import started_size
+from hpctrain.errors import HpctrainError
+
+# Verb: (where its click command is, one line of help). Loaded only when called or asked for help.
+VERBS = {
+    "run": ("hpctrain.cli.run:command", "Train the model of a deck."),
+    "resume": ("hpctrain.cli.resume:command", "Go on from a checkpoint or a run folder."),
+    "deck": ("hpctrain.cli.deck:command", "Print a deck resolved, or the reference of all keys."),
+    "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
+    "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
+    "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
+    "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),
+    "doctor": ("hpctrain.cli.doctor:command", "Tell whether a run could start here, and what is wrong."),
+}
+
+
+class Verbs(click.Group):
+    """The group of all verbs, which imports a verb's file only when that verb is wanted."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The click command of a verb; None where there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        module, _, name = VERBS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, but an unknown verb is answered with the nearest known one."""
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"the verbs are {', '.join(VERBS)}"
+            raise click.UsageError(f'no verb "{args[0]}": {hint}', ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of verbs without loading any."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+
+
+@click.command(
+    cls=Verbs, subcommand_metavar="VERB ...", context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(__version__, prog_name="hpctrain", message="%(prog)s %(version)s")
+def command() -> None:
+    """Train transformer language models over MPI ranks.
+
+    Start a verb alone, or on N ranks with `mpirun -n N hpctrain VERB ...` or srun.
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line and leave with the exit code of the design; see `hpctrain.errors`."""
+    try:
+        code = command.main(prog_name="hpctrain", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        if started_size(os.environ) > 1:
+            leave_together(HpctrainError(error.format_message()))
+        error.show()
+        sys.exit(error.exit_code)
+    except HpctrainError as error:
+        if started_size(os.environ) > 1:
+            leave_together(error)
+        for problem in error.problems:
+            click.echo(f"hpctrain: error: {problem}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; what is left in the buffer must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def leave_together(error: HpctrainError) -> NoReturn:
+    """Leave with an error that came up before MPI was started, on all ranks; rank 0 alone prints it.
+
+    A rank that left at once could take the others with it before any had printed.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.comm.world import World
+
+    def fail(_: World) -> NoReturn:
+        raise error
+
+    run_verb(fail, device="cpu")

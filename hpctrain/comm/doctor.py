@@ -1,0 +1,324 @@
+"""What a run would find here: packages, MPI, ranks and nodes, parallel HDF5, GPUs; and what is wrong with it.
+
+Nothing that is missing or broken may end the examination, so whatever is examined is imported on the way.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.launcher import launcher_name, started_rank, started_size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+REINSTALL = "run `make install` in hpctrain's folder, with the same modules loaded as for runs"
+SECONDS_UNTIL_HANG = 120.0
+PACKAGES = ("click", "matplotlib", "numpy", "pydantic", "rich", "tokenizers")
+# File names of the libraries that make an MPI, as the dynamic linker knows them.
+MPI_LIBRARY = re.compile(r"/(libmpi|libmpich|libmpi_cray|libmpi_[a-z]+_mpich)\.so[.0-9]*$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing examined. A `remedy` says what to do about what is wrong; `fatal`: no run could start."""
+
+    topic: str
+    found: str
+    remedy: str = ""
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is: its node, its number on that node, the cores it may use, the GPUs it sees."""
+
+    rank: int
+    hostname: str
+    local_rank: int
+    cores: tuple[int, ...]
+    gpus: int
+
+
+@dataclass
+class Report:
+    """What all ranks found, the same on all ranks."""
+
+    rank: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def fit(self) -> bool:
+        """Whether a run could start."""
+        return not any(finding.fatal for finding in self.findings)
+
+
+@contextmanager
+def examination() -> Iterator[Report]:
+    """The Report, with MPI started on entering (if it can be) and ended on leaving. Collective."""
+    findings = [_python(), *_packages()]
+    torch, finding = _torch()
+    findings.append(finding)
+    findings += _gpus(torch)
+    mpi, finding = _mpi()
+    findings.append(finding)
+    if mpi is None:
+        findings += [_launcher(None), _hdf5_package()[1], _slurm()]
+        yield Report(started_rank(os.environ), findings, [_place(0, 0, torch)])
+        return
+    faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
+    world = mpi.COMM_WORLD
+    node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
+    places = world.allgather(_place(world.rank, node.rank, torch))
+    node.Free()
+    findings += [_thread_level(mpi), _launcher(world.size), _layout(places), *_binding(places)]
+    findings += _hdf5(world, len({place.hostname for place in places}))
+    findings.append(_slurm())
+    faulthandler.cancel_dump_traceback_later()
+    # Under a foreign launcher every process is rank 0 of its own world: then the launcher's number counts.
+    rank = world.rank if started_size(os.environ) == world.size else started_rank(os.environ)
+    yield Report(rank, _merge(world.allgather(findings)), places)
+    sys.stdout.flush()
+    world.Barrier()
+    mpi.Finalize()
+
+
+def _merge(ranks: list[list[Finding]]) -> list[Finding]:
+    """Rank 0's findings, and what is wrong on other ranks only."""
+    merged = list(ranks[0])
+    known = {(finding.topic, finding.remedy) for finding in merged}
+    for rank, findings in enumerate(ranks):
+        for finding in findings:
+            if finding.remedy and (finding.topic, finding.remedy) not in known:
+                known.add((finding.topic, finding.remedy))
+                merged.append(
+                    Finding(finding.topic, f"rank {rank}: {finding.found}", finding.remedy, finding.fatal)
+                )
+    return merged
+
+
+def _python() -> Finding:
+    return Finding("Python", f"{sys.version.split()[0]} ({sys.executable})")
+
+
+def _packages() -> list[Finding]:
+    """One Finding a required package that is not there, or one with all their versions."""
+    versions = {name: _version(name) for name in PACKAGES}
+    there = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    missing = [name for name, number in versions.items() if not number]
+    return [
+        Finding("packages", there),
+        *(Finding(name, "not installed", REINSTALL, fatal=True) for name in missing),
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _torch() -> tuple[ModuleType | None, Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return None, Finding("torch", f"cannot be loaded: {error}", REINSTALL, fatal=True)
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return torch, Finding("torch", f"{torch.__version__} ({build}), threads a rank: {torch.get_num_threads()}")
+
+
+def _gpus(torch: ModuleType | None) -> list[Finding]:
+    count = _gpu_count(torch)
+    seen_by_driver = _driver_gpus()
+    if torch is None or count == 0:
+        if seen_by_driver and torch is not None and not torch.version.cuda:
+            remedy = f"torch's CPU build cannot use them: {REINSTALL}, on a node where nvidia-smi works"
+            return [Finding("GPUs", f"{seen_by_driver}, unused", remedy)]
+        if seen_by_driver:
+            remedy = (
+                "torch does not see them: check CUDA_VISIBLE_DEVICES and that the driver fits torch's CUDA"
+            )
+            return [Finding("GPUs", f"{seen_by_driver}, unused", remedy)]
+        return [Finding("GPUs", "none: ranks compute on the CPU"), Finding("NCCL", "not needed without GPUs")]
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    findings = [Finding("GPUs", f"{count} on this node: {', '.join(names)}")]
+    library = ".".join(map(str, torch.cuda.nccl.version()))
+    bindings = _version("nccl4py")
+    if bindings:
+        return [*findings, Finding("NCCL", f"{library} in torch, nccl4py {bindings}")]
+    remedy = "ranks talk through host memory; for NCCL: pip install nccl4py"
+    return [*findings, Finding("NCCL", f"{library} in torch, nccl4py not installed", remedy)]
+
+
+def _gpu_count(torch: ModuleType | None) -> int:
+    if torch is None or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.device_count())
+
+
+def _driver_gpus() -> int:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def _mpi() -> tuple[ModuleType | None, Finding]:
+    """The started MPI, or None and why not."""
+    try:
+        mpi = import_module("hpctrain.comm.library").MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        return None, Finding("MPI", f"mpi4py cannot be loaded: {error}", REINSTALL, fatal=True)
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    library = mpi.Get_library_version().splitlines()[0].strip().rstrip("\0").split(", package")[0]
+    standard = ".".join(map(str, mpi.Get_version()))
+    return mpi, Finding("MPI", f"{library}; MPI {standard}; mpi4py {_version('mpi4py')}")
+
+
+def _thread_level(mpi: ModuleType) -> Finding:
+    names = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    level = mpi.Query_thread()
+    remedy = "this MPI was built without support for threads; use another build of it"
+    return Finding("thread level", names[level], "" if level >= mpi.THREAD_SERIALIZED else remedy)
+
+
+def _launcher(size: int | None) -> Finding:
+    """`size` is the world's, None without MPI."""
+    name = launcher_name(os.environ)
+    started = started_size(os.environ)
+    if size is None or size == started:
+        return Finding("launcher", f"{name}, {started} processes" if started > 1 else name)
+    remedy = (
+        "the launcher and mpi4py belong to different MPIs: use the mpirun of the MPI above, or srun with the "
+        "--mpi that it was built for (srun --mpi=list)"
+    )
+    found = f"{name} started {started} processes, but MPI sees {size}"
+    return Finding("launcher", found, remedy, fatal=True)
+
+
+def _place(rank: int, local_rank: int, torch: ModuleType | None) -> Place:
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return Place(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
+
+
+def _layout(places: list[Place]) -> Finding:
+    nodes = len({place.hostname for place in places})
+    ranks = f"{len(places)} rank{'s' * (len(places) != 1)}"
+    return Finding("ranks and nodes", f"{ranks} on {nodes} node{'s' * (nodes != 1)}")
+
+
+def _binding(places: list[Place]) -> list[Finding]:
+    """Nodes with more ranks than cores, or than GPUs."""
+    findings = []
+    for hostname in sorted({place.hostname for place in places}):
+        here = [place for place in places if place.hostname == hostname]
+        cores = len({core for place in here for core in place.cores})
+        if 0 < cores < len(here):
+            remedy = f"start at most {cores} ranks there; they take turns now"
+            if cores == 1:
+                remedy = (
+                    "all ranks are bound to one core: give mpirun --bind-to none, or srun --cpus-per-task"
+                )
+            findings.append(Finding("cores", f"{len(here)} ranks on {cores} cores of {hostname}", remedy))
+        gpus = max(place.gpus for place in here)
+        if 0 < gpus < len(here):
+            remedy = "ranks that share a GPU talk through host memory: start one rank a GPU"
+            findings.append(Finding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
+    return findings
+
+
+def _hdf5_package() -> tuple[ModuleType | None, Finding]:
+    try:
+        import h5py
+    except (ImportError, OSError) as error:
+        return None, Finding("HDF5", f"h5py cannot be loaded: {error}", REINSTALL, fatal=True)
+    library = f"{h5py.version.hdf5_version}, h5py {h5py.__version__}"
+    if not h5py.get_config().mpi:
+        return None, Finding("HDF5", f"{library}, not parallel", f"h5py lacks MPI: {REINSTALL}", fatal=True)
+    return h5py, Finding("HDF5", f"{library}, parallel")
+
+
+def _hdf5(world: MPI.Intracomm, nodes: int) -> list[Finding]:
+    """Whether h5py is there, on the same MPI, and a file can be written by all ranks. Collective."""
+    h5py, finding = _hdf5_package()
+    libraries = _loaded_mpis()
+    if len(libraries) > 1:
+        found = f"mpi4py and h5py use different MPIs: {', '.join(libraries)}"
+        finding, h5py = Finding("HDF5", found, REINSTALL, fatal=True), None
+    if not all(world.allgather(h5py is not None)):
+        return [finding]
+    assert h5py is not None
+    # On one node any folder does; on several it must be shared, as the one that runs are started in.
+    parent = tempfile.gettempdir() if nodes == 1 else str(Path.cwd())
+    try:
+        folder = tempfile.mkdtemp(prefix="hpctrain-doctor-", dir=parent) if world.rank == 0 else None
+    except OSError as error:
+        folder = f"?{error}"
+    folder = str(world.bcast(folder))
+    remedy = f"ranks cannot write one file in {parent}: start runs in a folder that all nodes share"
+    if folder.startswith("?"):
+        return [finding, Finding("parallel file", folder[1:], remedy, fatal=True)]
+    try:
+        wrong = _write_together(h5py, world, Path(folder) / "try.h5")
+    except (OSError, RuntimeError, ValueError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    problems = [problem for problem in world.allgather(wrong) if problem]
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    if problems:
+        return [finding, Finding("parallel file", f"{parent}: {problems[0]}", remedy, fatal=True)]
+    return [finding, Finding("parallel file", f"written and read back by all ranks in {parent}")]
+
+
+def _write_together(h5py: ModuleType, world: MPI.Intracomm, path: Path) -> str:
+    """Each rank writes its number into one file and reads its neighbour's; what went wrong, or ""."""
+    with h5py.File(path, "w", driver="mpio", comm=world) as file:
+        file.create_dataset("ranks", (world.size,), dtype="i8")[world.rank] = world.rank + 1
+    with h5py.File(path, "r", driver="mpio", comm=world) as file:
+        neighbour = (world.rank + 1) % world.size
+        read = int(file["ranks"][neighbour])
+    return "" if read == neighbour + 1 else f"rank {world.rank} read {read} where {neighbour + 1} was written"
+
+
+def _loaded_mpis() -> list[str]:
+    """The different MPI libraries in this process's memory, on Linux."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {os.path.realpath(line[line.index("/") :]) for line in lines if "/" in line and ".so" in line}
+    return sorted(path for path in paths if MPI_LIBRARY.search(path))
+
+
+def _slurm() -> Finding:
+    if "SLURM_JOB_ID" in os.environ:
+        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "?")
+        return Finding("Slurm", f"job {os.environ['SLURM_JOB_ID']} on {nodes} nodes")
+    return Finding("Slurm", "installed, outside of a job" if shutil.which("srun") else "none")

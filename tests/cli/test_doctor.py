@@ -1,0 +1,82 @@
+"""hpctrain doctor: sees what is there, survives what is not."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli.doctor import spans
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def broken(folder: Path, package: str) -> dict[str, str]:
+    """An environment in which `import package` fails."""
+    place = folder / "broken" / package
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text('raise ImportError("it is broken")\n')
+    root = Path(__file__).resolve().parents[2]
+    return {"PYTHONPATH": f"{place.parent}:{root}"}
+
+
+def test_alone(launch: Launch) -> None:
+    done = launch(0, "-m", "hpctrain", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for topic in (
+        "MPI",
+        "thread level",
+        "launcher",
+        "HDF5",
+        "parallel file",
+        "torch",
+        "GPUs",
+        "NCCL",
+        "Slurm",
+    ):
+        assert topic in done.stdout
+    assert "1 rank on 1 node" in done.stdout
+    assert "A run can start here." in done.stdout
+
+
+def test_ranks_are_mapped_and_printed_once(launch: Launch) -> None:
+    done = launch(2, "-m", "hpctrain", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks on 1 node") == 1
+    assert "written and read back by all ranks" in done.stdout
+    assert done.stdout.count("A run can start here.") == 1
+
+
+@pytest.mark.parametrize("package", ["mpi4py", "h5py", "torch", "rich"])
+def test_a_broken_package_is_a_finding(launch: Launch, tmp_path: Path, package: str) -> None:
+    done = launch(0, "-m", "hpctrain", "doctor", **broken(tmp_path, package))
+    assert "Traceback" not in done.stderr
+    if package == "rich":  # only the tables need it
+        assert done.returncode == 0
+    else:
+        assert done.returncode == 1
+        assert "it is broken" in done.stdout
+        assert "make install" in done.stdout
+        assert "A run could not start here." in done.stdout
+
+
+def test_a_broken_package_on_two_ranks_is_told_once(launch: Launch, tmp_path: Path) -> None:
+    done = launch(2, "-m", "hpctrain", "doctor", **broken(tmp_path, "h5py"))
+    assert done.returncode == 1
+    assert done.stdout.count("A run could not start here.") == 1
+
+
+def test_processes_of_a_foreign_launcher_are_noticed(launch: Launch) -> None:
+    """What srun without the right --mpi does: several processes, each a world of one."""
+    done = launch(
+        0, "-m", "hpctrain", "doctor", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_ID="0", SLURM_PROCID="0"
+    )
+    assert done.returncode == 1
+    assert "srun (Slurm) started 4 processes, but MPI sees 1" in done.stdout
+
+
+def test_spans() -> None:
+    assert spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+    assert spans(()) == "unknown"

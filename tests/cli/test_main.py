@@ -1,0 +1,57 @@
+"""The command line loads only the verb it is asked for, and answers mistakes once."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from importlib import import_module
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.main import VERBS, command
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+HEAVY = ("torch", "mpi4py", "numpy", "h5py", "pydantic", "matplotlib", "rich")
+
+
+def test_help_loads_nothing_heavy(launch: Launch) -> None:
+    script = (
+        "import sys\nfrom hpctrain.cli.main import main\nsys.argv = ['hpctrain', '--help']\n"
+        "try:\n    main()\nfinally:\n"
+        f"    print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = launch(0, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "heavy: []" in done.stdout
+    for verb in VERBS:
+        assert verb in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_of_the_table_is_there(verb: str) -> None:
+    module, _, name = VERBS[verb][0].partition(":")
+    assert isinstance(getattr(import_module(module), name), click.Command)
+    result = CliRunner().invoke(command, [verb, "--help"], prog_name="hpctrain")
+    assert result.exit_code == 0, result.output
+    assert f"Usage: hpctrain {verb}" in result.output
+
+
+def test_an_unknown_verb_gets_the_nearest_known(launch: Launch) -> None:
+    done = launch(0, "-m", "hpctrain", "doktor")
+    assert done.returncode == 2
+    assert 'no verb "doktor": did you mean "doctor"?' in done.stderr
+
+
+def test_a_mistake_on_several_ranks_is_told_once(launch: Launch) -> None:
+    done = launch(2, "-m", "hpctrain", "doctor", "--no-such-option")
+    assert done.returncode == 2
+    assert done.stderr.count("--no-such-option") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_version(launch: Launch) -> None:
+    done = launch(0, "-m", "hpctrain", "--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("hpctrain 0.")
