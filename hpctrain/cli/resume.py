@@ -1,0 +1,23 @@
+"""`hpctrain resume`: go on with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="resume")
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=200."
+)
+def command(target: Path, overrides: tuple[str, ...]) -> None:
+    """Go on from a checkpoint, or from the newest good one of a run folder.
+
+    The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.run import resume
+
+    run_verb(lambda world: resume(world, target, overrides))

@@ -1,0 +1,25 @@
+"""`hpctrain run`: train a deck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="run")
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+)
+@click.option("--fresh", is_flag=True, help="Replace an earlier run in the same run folder.")
+@click.option(
+    "--verify-layout", is_flag=True, help="First compare a tiny step of this layout with one rank's."
+)
+def command(deck: Path, overrides: tuple[str, ...], fresh: bool, verify_layout: bool) -> None:
+    """Train the model of DECK, alone or under mpirun or srun."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.run import run_deck
+
+    changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
+    run_verb(lambda world: run_deck(world, deck, changes, fresh))

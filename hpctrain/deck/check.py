@@ -1,0 +1,258 @@
+"""Checks of keys against each other, and of the deck against the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with `key`, as the rest of a sentence that begins with the key and its value.
+
+    `others` are the other keys whose values the check looked at.
+    """
+
+    key: str
+    sentence: str
+    others: tuple[str, ...] = ()
+
+
+def check_deck(deck: Deck) -> list[Problem]:
+    """Everything that can be wrong with a deck whatever the number of ranks."""
+    return [*_model(deck), *_tensor(deck), *_context(deck), *_batch(deck), *_schedule(deck), *_devices(deck)]
+
+
+def check_world(deck: Deck, ranks: int) -> None:
+    """Raise `HpctrainError` with everything in the deck that does not fit this number of ranks."""
+    problems = world_problems(deck, ranks)
+    if problems:
+        raise HpctrainError([deck.problem(problem.key, problem.sentence) for problem in problems])
+
+
+def data_ranks(deck: Deck, ranks: int) -> int:
+    """Size of the data axis: the ranks that tensor and context leave. Raises as `check_world` does."""
+    check_world(deck, ranks)
+    return ranks // (deck.layout.tensor * deck.layout.context)
+
+
+def world_problems(deck: Deck, ranks: int) -> list[Problem]:
+    """Everything in the deck that does not fit this number of ranks."""
+    layout, batch = deck.layout, deck.batch
+    model_ranks = layout.tensor * layout.context
+    if ranks % model_ranks:
+        key = "layout.context" if layout.context > 1 and layout.tensor == 1 else "layout.tensor"
+        fitting = _or(nearest(ranks, range(model_ranks, ranks + 2 * model_ranks, model_ranks)))
+        return [
+            Problem(
+                key,
+                f"layout.tensor x layout.context = {layout.tensor} x {layout.context} must divide "
+                f"the number of ranks, {ranks} ({fitting} ranks would fit)",
+                ("layout.tensor", "layout.context"),
+            )
+        ]
+    data = ranks // model_ranks
+    if layout.data is not None and layout.data != data:
+        return [
+            Problem(
+                "layout.data",
+                f"{_many(ranks, 'rank')} with layout.tensor x layout.context = {layout.tensor} x "
+                f"{layout.context} make {_many(data, 'data rank')} (leave the key out, or start "
+                f"{_many(layout.data * model_ranks, 'rank')})",
+                ("layout.tensor", "layout.context"),
+            )
+        ]
+    return list(_global_batch(batch.micro_size, data, {
+        "batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from
+    }))
+
+
+def _global_batch(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[Problem]:
+    unit = micro_size * data
+    for key, size in sizes.items():
+        if size % unit:
+            fitting = _or(nearest(size, range(unit, size + 2 * unit, unit)))
+            yield Problem(
+                key,
+                f"must be a multiple of batch.micro_size x data ranks = {micro_size} x {data} = {unit} "
+                f"({fitting} would do)",
+                ("batch.micro_size", "layout.data"),
+            )
+
+
+def _model(deck: Deck) -> Iterator[Problem]:
+    model = deck.model
+    if model.hidden % model.heads:
+        yield Problem(
+            "model.heads",
+            _must_divide("model.hidden", model.hidden, nearest(model.heads, divisors(model.hidden))),
+            ("model.hidden",),
+        )
+    elif model.family == "llama" and model.hidden // model.heads % 2:
+        even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
+        would = f" ({_or(nearest(model.heads, even))} heads would)" if even else ""
+        yield Problem(
+            "model.heads",
+            f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "
+            f"{model.hidden} / {model.heads} = {model.hidden // model.heads}{would}",
+            ("model.hidden", "model.family"),
+        )
+    if model.heads % model.key_value_heads:
+        yield Problem(
+            "model.key_value_heads",
+            _must_divide("model.heads", model.heads, nearest(model.key_value_heads, divisors(model.heads))),
+            ("model.heads",),
+        )
+    if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
+        yield Problem(
+            "model.rope_base",
+            'has no effect on model.family = "gpt2", whose positions are learned (leave it out, or take "llama")',
+            ("model.family",),
+        )
+
+
+def _tensor(deck: Deck) -> Iterator[Problem]:
+    model, layout = deck.model, deck.layout
+    tensor = layout.tensor
+    length = deck.batch.sequence // layout.context
+    split_sequence = layout.sequence_parallel and deck.batch.sequence % layout.context == 0
+
+    def shares(ranks: int) -> bool:
+        return model.key_value_heads % ranks == 0 or ranks % model.key_value_heads == 0
+
+    fitting = [
+        ranks
+        for ranks in divisors(model.heads)
+        if model.mlp % ranks == 0 and shares(ranks) and not (split_sequence and length % ranks)
+    ]
+    would = nearest(tensor, fitting)
+    for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
+        if size % tensor:
+            yield Problem("layout.tensor", _must_divide(key, size, would), (key, "model.key_value_heads"))
+    if model.heads % tensor == 0 and not shares(tensor):
+        yield Problem(
+            "layout.tensor",
+            f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it "
+            f"({_or(would)} would)",
+            ("model.heads", "model.key_value_heads", "model.mlp"),
+        )
+    if layout.sequence_parallel and tensor == 1:
+        yield Problem(
+            "layout.sequence_parallel",
+            "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1",
+            ("layout.tensor",),
+        )
+    elif split_sequence and length % tensor:
+        unit = layout.context * tensor
+        yield Problem(
+            "batch.sequence",
+            f"must be a multiple of layout.context x layout.tensor = {layout.context} x {tensor} = {unit} "
+            f"under layout.sequence_parallel ({_multiples(deck.batch.sequence, unit)} would)",
+            ("layout.tensor", "layout.context", "layout.sequence_parallel"),
+        )
+
+
+def _context(deck: Deck) -> Iterator[Problem]:
+    model, layout, sequence = deck.model, deck.layout, deck.batch.sequence
+    context, tensor = layout.context, layout.tensor
+    if context == 1:
+        return
+    ring = layout.context_form == "ring"
+    unit = 2 * context if ring else context
+    if sequence % unit:
+        pieces = f"2 x layout.context = {unit}, an early and a late piece for each context rank"
+        yield Problem(
+            "batch.sequence",
+            f"must be a multiple of {pieces if ring else f'layout.context = {unit}'} "
+            f"({_multiples(sequence, unit)} would)",
+            ("layout.context", "layout.context_form"),
+        )
+    if ring or model.heads % tensor:
+        return
+    heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
+
+    def allowed(ranks: int) -> bool:
+        return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+    if not allowed(context):
+        would = _or(nearest(context, [ranks for ranks in divisors(heads) if allowed(ranks)]))
+        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
+        yield Problem(
+            "layout.context",
+            f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all" '
+            f'({would} would; the form "ring" does not ask for it)',
+            ("layout.context_form", "layout.tensor", "model.heads", "model.key_value_heads"),
+        )
+
+
+def _batch(deck: Deck) -> Iterator[Problem]:
+    batch = deck.batch
+    sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
+    yield from _global_batch(batch.micro_size, deck.layout.data or 1, sizes)
+    if batch.ramp_from > batch.global_size:
+        yield Problem(
+            "batch.ramp_from",
+            f"must be at most batch.global_size = {batch.global_size}, to which it grows",
+            ("batch.global_size",),
+        )
+    if batch.ramp_from and not batch.ramp_steps:
+        yield Problem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
+    if batch.ramp_steps and not batch.ramp_from:
+        yield Problem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
+    if batch.ramp_steps > deck.run.steps:
+        yield Problem("batch.ramp_steps", f"must be at most run.steps = {deck.run.steps}", ("run.steps",))
+
+
+def _schedule(deck: Deck) -> Iterator[Problem]:
+    rate, steps = deck.learning_rate, deck.run.steps
+    limits = {"run.steps": steps}
+    if rate.decay != "constant":
+        limits["learning_rate.decay_steps"] = rate.decay_steps
+    key = min(limits, key=limits.__getitem__)
+    if rate.warmup > limits[key]:
+        yield Problem(
+            "learning_rate.warmup",
+            f"must be at most {key} = {limits[key]}",
+            (key, "learning_rate.decay"),
+        )
+
+
+def _devices(deck: Deck) -> Iterator[Problem]:
+    if deck.communication.transport == "nccl" and deck.run.device == "cpu":
+        yield Problem(
+            "communication.transport",
+            'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)',
+            ("run.device",),
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, smallest first."""
+    small = [ranks for ranks in range(1, int(number**0.5) + 1) if number % ranks == 0]
+    return sorted({*small, *(number // ranks for ranks in small)})
+
+
+def nearest(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
+    """The few candidates that are nearest to a number, smallest first."""
+    return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
+
+
+def _multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return _or([size for size in (below, below + unit) if size])
+
+
+def _must_divide(key: str, size: int, would: Sequence[int]) -> str:
+    return f"must divide {key} = {size} ({_or(would)} would)"
+
+
+def _or(numbers: Sequence[int]) -> str:
+    *first, last = (str(number) for number in numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

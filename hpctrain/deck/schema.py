@@ -1,0 +1,251 @@
+"""Every key of the deck: its type, bounds, default, unit and one line of help.
+
+The models are frozen. Keys whose default depends on other keys have none here: `defaults.fill`
+writes their values before validation, and `derived` says in words what they will be.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from hpctrain.deck.presets import PresetName
+from hpctrain.deck.sources import Sources
+from hpctrain.units import parse_bytes, parse_seconds
+
+
+def _from_text(parse: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+Bytes = Annotated[int, _from_text(parse_bytes)]
+"""A size; written as a number of bytes or as "25 MB", printed as a number."""
+Seconds = Annotated[float, _from_text(parse_seconds)]
+"""A time; written as a number of seconds or as "10 min", printed as a number."""
+
+
+def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
+    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt)."""
+    return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
+
+
+class Section(BaseModel):
+    """One table of the deck."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """The run as a whole."""
+
+    title: str = key(
+        "Name of the run, for its folder and plots.", derived="the deck's file name", min_length=1
+    )
+    dir: str = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
+    steps: int = key("Optimizer steps of the whole run.", unit="steps", ge=1)
+    seed: int = key("Seed of initial parameters, sample order and dropout.", 1234, ge=0, lt=2**63)
+    log_every: int = key("A line in the log every so many steps.", 10, unit="steps", ge=1)
+    evaluate_every: int = key(
+        "Loss on the held-out part every so many steps; 0: only at the end.", 0, unit="steps", ge=0
+    )
+    evaluate_sequences: int = key(
+        "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
+    )
+    threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "Where to compute; auto: on GPUs where every rank has one.", "auto"
+    )
+
+
+class Model(Section):
+    """The transformer. Give a preset, or family, layers, hidden and heads; keys beside a preset change it."""
+
+    preset: PresetName | None = key(
+        "A published shape, whose values fill the keys not given.", None, derived="none"
+    )
+    family: Literal["gpt2", "llama"] = key(
+        "gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU, no biases.",
+        derived="from the preset",
+    )
+    layers: int = key("Transformer layers.", derived="from the preset", ge=1)
+    hidden: int = key("Width of the residual stream.", derived="from the preset", ge=1)
+    heads: int = key("Attention heads; must divide hidden.", derived="from the preset", ge=1)
+    key_value_heads: int = key(
+        "Heads of keys and values, each shared by heads/key_value_heads query heads.", derived="heads", ge=1
+    )
+    mlp: int = key(
+        "Inner width of the feed-forward part.",
+        derived="4 hidden (gpt2), 8/3 hidden up to a multiple of 256 (llama)",
+        ge=1,
+    )
+    vocabulary: int | None = key(
+        "Size of the vocabulary, at least that of the token file.",
+        None,
+        unit="tokens",
+        derived="the token file's, up to a multiple of 64",
+        ge=2,
+    )
+    tied: bool = key("Whether output and input embedding are one.", derived="true (gpt2), false (llama)")
+    dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
+    rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
+    norm_epsilon: float = key("Added to the variance in norms.", 1e-5, gt=0)
+    initial_std: float = key(
+        "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).", 0.02, gt=0
+    )
+
+
+class Data(Section):
+    """What to train on."""
+
+    tokens: str = key(
+        "Token file made by `hpctrain prepare`; relative to the folder where the run is started.",
+        min_length=1,
+    )
+    validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
+
+
+class Layout(Section):
+    """How the ranks share the work: ranks = data x context x tensor."""
+
+    data: int | None = key(
+        "Copies that train on different sequences.", None, unit="ranks", derived="fills the rest", ge=1
+    )
+    tensor: int = key("Ranks that split each layer's weights.", 1, unit="ranks", ge=1)
+    context: int = key("Ranks that split each sequence.", 1, unit="ranks", ge=1)
+    sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
+    context_form: Literal["ring", "all_to_all"] = key(
+        "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",
+        "ring",
+    )
+
+
+class Batch(Section):
+    """How much a step takes in."""
+
+    global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
+    micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
+    sequence: int = key("Length of a sequence.", unit="tokens", derived="from the preset", ge=1)
+    ramp_from: int = key(
+        "Batch of the first step, growing to global_size; 0: no ramp.", 0, unit="sequences", ge=0
+    )
+    ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
+
+
+class Optimizer(Section):
+    """How parameters follow gradients."""
+
+    name: Literal["adamw"] = key("Which optimizer.", "adamw")
+    beta1: float = key("Decay of the gradient's mean.", 0.9, ge=0, lt=1)
+    beta2: float = key("Decay of the gradient's square.", 0.95, ge=0, lt=1)
+    epsilon: float = key("Added to the root of the square.", 1e-8, gt=0)
+    weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0)
+    clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
+
+
+class LearningRate(Section):
+    """The rate of every step: linear warm-up to the peak, then decay to the floor."""
+
+    peak: float = key("Highest learning rate.", 3e-4, gt=0)
+    warmup: int = key("Steps of linear warm-up.", unit="steps", derived="100, at most run.steps/10", ge=0)
+    decay: Literal["cosine", "linear", "constant"] = key("Form of the decay after the warm-up.", "cosine")
+    decay_steps: int = key(
+        "Step at which the decay reaches the floor and stays there.", unit="steps", derived="run.steps", ge=1
+    )
+    floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
+    reference_batch: int = key(
+        "Batch that the peak is meant for: it is multiplied by global_size/reference_batch; 0: it is not.",
+        0,
+        unit="sequences",
+        ge=0,
+    )
+
+
+class Precision(Section):
+    """Number formats. Master weights, gradient sums and moments are always fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = key(
+        "Format of weights and activations in forward and backward.", "fp32"
+    )
+    initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
+    loss_scale_window: int = key(
+        "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
+    )
+
+
+class Communication(Section):
+    """How ranks talk."""
+
+    transport: Literal["auto", "mpi", "nccl"] = key(
+        "mpi: through host memory; nccl: between GPUs; auto: by device.", "auto"
+    )
+    bucket_bytes: Bytes = key(
+        "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
+    )
+
+
+class Checkpoint(Section):
+    """What is saved, and when."""
+
+    every: int = key("A checkpoint every so many steps; 0: only at the end.", 0, unit="steps", ge=0)
+    keep: int = key("Newest good checkpoints that are kept.", 2, ge=1)
+
+
+class Stability(Section):
+    """Checks that the ranks agree."""
+
+    check_parameters: bool = key(
+        "Whether to compare the initial parameters of all copies before training.", True
+    )
+    z_loss: float = key(
+        "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0
+    )
+    verify_layout: bool = key(
+        "Whether to compare one tiny step of this layout with one rank's, before training.", False
+    )
+
+
+class Machine(Section):
+    """What the machine can do."""
+
+    peak_flops: float | None = key(
+        "Floating-point rate of one rank that counts as 100% MFU.",
+        None,
+        unit="FLOP/s",
+        derived="measured",
+        gt=0,
+    )
+
+
+class Deck(Section):
+    """A whole deck: the only description of a run. Read with `hpctrain.deck.read`."""
+
+    run: Run
+    model: Model
+    data: Data
+    layout: Layout
+    batch: Batch
+    optimizer: Optimizer
+    learning_rate: LearningRate
+    precision: Precision
+    communication: Communication
+    checkpoint: Checkpoint
+    stability: Stability
+    machine: Machine
+
+    _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    @property
+    def sources(self) -> Sources:
+        """Where each key was given."""
+        return self._sources
+
+    def value(self, name: str) -> object:
+        """The value of a key by its full name, such as "batch.micro_size"."""
+        section, _, own = name.partition(".")
+        return getattr(getattr(self, section), own)
+
+    def problem(self, name: str, sentence: str) -> str:
+        """A problem with a key as the user should read it:
+        `deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
+        return self.sources.sentence(name, self.value(name), sentence)

@@ -1,0 +1,79 @@
+"""Where each key of a deck was given, so that a message can name the file and the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one key was given: a line of a file, or a `--set` argument (then `override` is its text).
+
+    `value` is what was written there. `note` says how a key that was not written got its value.
+    """
+
+    file: str
+    line: int | None = None
+    override: str | None = None
+    value: object = None
+    note: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """`deck.toml:14`, or `deck.toml` where no line is known, or `--set a.b=value`."""
+        if self.override is not None:
+            return f"--set {self.override}"
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The places of a deck's keys ("batch.micro_size"), and the name of the deck itself.
+
+    All Sources are equal: decks with the same values are the same deck, wherever they were written.
+    """
+
+    name: str = "deck"
+    places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sources)
+
+    def __hash__(self) -> int:
+        return hash(Sources)
+
+    def __reduce__(self) -> tuple[type[Sources], tuple[str]]:
+        """Copies and pickles keep the name only: places matter where the deck was read."""
+        return Sources, (self.name,)
+
+    def place(self, key: str) -> Place:
+        """The place of a key; of one that was not given, the deck as a whole."""
+        return self.places.get(key, Place(self.name, note="default"))
+
+    def sentence(self, key: str, value: object, problem: str) -> str:
+        """`deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
+        place = self.place(key)
+        if place.override is not None and not place.note:
+            return f"{place.prefix}: {problem}"
+        written = value if place.note or place.value is None else place.value
+        note = f" ({place.note})" if place.note else ""
+        return f"{place.prefix}: {key} = {toml_value(written)}{note}: {problem}"
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML writes it, on one line."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        case list() | tuple():
+            return "[" + ", ".join(toml_value(item) for item in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{name} = {toml_value(item)}" for name, item in value.items()) + "}"
+        case _:
+            return str(value)

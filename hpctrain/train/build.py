@@ -1,0 +1,154 @@
+"""From a deck to the objects of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.check import check_world, data_ranks
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.initialize import initialize
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer, parameter_list
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.loss_scale import LossScale
+from hpctrain.optim.schedule import LearningRate
+from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.sharding.bucket import Bucket, make_buckets
+from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass
+class Engine:
+    """Everything that computes: model, gradients, optimizer, on one mesh."""
+
+    world: World
+    mesh: Mesh
+    shape: ModelShape
+    groups: LayerGroups
+    model: Transformer
+    buckets: list[Bucket]
+    synchronizer: GradientSynchronizer
+    optimizer: AdamW
+    loss_scale: LossScale
+    learning_rate: LearningRate
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The sequences of a run: to train on, and held out (None where nothing is)."""
+
+    file: TokenFile
+    train: Batches
+    validation: Batches | None
+
+
+def make_mesh(deck: Deck, world: World) -> Mesh:
+    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
+    check_world(deck, world.size)
+    sizes = {
+        "data": data_ranks(deck, world.size),
+        "context": deck.layout.context,
+        "tensor": deck.layout.tensor,
+    }
+    return Mesh(world, sizes, transport=deck.communication.transport)
+
+
+def open_corpus(deck: Deck, world: World) -> Corpus:
+    """Open the token file on every rank and settle its split; errors are agreed over all ranks."""
+    with world.agreement():
+        file = TokenFile(deck.data.tokens)
+        if deck.model.vocabulary is not None and file.vocabulary > deck.model.vocabulary:
+            raise HpctrainError(
+                deck.problem(
+                    "model.vocabulary",
+                    f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}: "
+                    "give at least that, or leave the key out",
+                )
+            )
+        sequence, held_out = deck.batch.sequence, deck.data.validation
+        train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
+        validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
+    return Corpus(file, train, validation if held_out else None)
+
+
+def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
+    """The deck with its vocabulary: the one given, or the token file's rounded up to a multiple of 64."""
+    if deck.model.vocabulary is not None:
+        return deck
+    vocabulary = -(-file.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+
+
+def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Engine:
+    """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed."""
+    settled = vocabulary if vocabulary is not None else deck.model.vocabulary
+    assert settled is not None
+    groups = LayerGroups(
+        tensor=mesh.group("tensor"),
+        context=mesh.group("context"),
+        sequence_parallel=deck.layout.sequence_parallel,
+        context_form=deck.layout.context_form,
+    )
+    shape = ModelShape.of(deck, settled)
+    dtype = DTYPES[deck.precision.compute]
+    model = Transformer(shape, groups)
+    sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
+    replicas = mesh.group("data", "context")
+    buckets = make_buckets(model.leaves(), replicas, dtype, world.device, deck.communication.bucket_bytes)
+    optimizer = AdamW(
+        buckets,
+        betas=(deck.optimizer.beta1, deck.optimizer.beta2),
+        epsilon=deck.optimizer.epsilon,
+        weight_decay=deck.optimizer.weight_decay,
+    )
+    _initialize(model, optimizer, deck.run.seed)
+    if deck.stability.check_parameters:
+        check_replicas(buckets, groups.tensor, world.everyone)
+    rate = deck.learning_rate
+    scaled = deck.precision.compute == "fp16"
+    return Engine(
+        world=world,
+        mesh=mesh,
+        shape=shape,
+        groups=groups,
+        model=model,
+        buckets=buckets,
+        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing),
+        optimizer=optimizer,
+        loss_scale=LossScale(
+            deck.precision.initial_loss_scale if scaled else 1.0,
+            deck.precision.loss_scale_window if scaled else 0,
+        ),
+        learning_rate=LearningRate(
+            peak=rate.peak,
+            warmup=rate.warmup,
+            decay=rate.decay,
+            decay_steps=rate.decay_steps,
+            floor=rate.floor,
+            reference_batch=rate.reference_batch,
+        ),
+        positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
+    )
+
+
+def _initialize(model: Transformer, optimizer: AdamW, seed: int) -> None:
+    """Fill the fp32 master weights from the seed, then the parameters from them."""
+    masters = {
+        segment.parameter: segment.view(moments.master)
+        for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
+        for segment in bucket.segments
+    }
+    initialize(((parameter, masters[parameter]) for parameter in parameter_list(model)), model.shape, seed)
+    optimizer.publish()

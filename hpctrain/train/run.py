@@ -1,0 +1,289 @@
+"""The run: from a deck to a trained model, its checkpoints and its figures."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain import __version__
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good
+from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.train.batch_size import batch_at
+from hpctrain.train.build import (
+    DTYPES,
+    Corpus,
+    Engine,
+    build_engine,
+    make_mesh,
+    open_corpus,
+    settle_vocabulary,
+)
+from hpctrain.train.log import close_log, open_log
+from hpctrain.train.machine import measure_gemm_flops
+from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
+from hpctrain.train.progress import Progress
+from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.verify import verify_layout
+from hpctrain.units import format_bytes, format_count
+
+
+class Run:
+    """One run of a deck on the ranks of the world, from `state` on."""
+
+    def __init__(self, world: World, deck: Deck, checkpoint: Path | None = None) -> None:
+        torch.set_num_threads(deck.run.threads)
+        world.use_device(deck.run.device)
+        self.world = world
+        self.corpus: Corpus = open_corpus(deck, world)
+        self.deck = settle_vocabulary(deck, self.corpus.file)
+        self.mesh = make_mesh(self.deck, world)
+        self.layout_check = verify_layout(self.deck, world, self.mesh) if deck.stability.verify_layout else ""
+        self.engine: Engine = build_engine(self.deck, world, self.mesh)
+        self.folder = Path(self.deck.run.dir)
+        self.state = TrainState()
+        if checkpoint is not None:
+            self.restore(checkpoint)
+        self.step = Step(
+            self.engine,
+            self.corpus.train,
+            self.deck.batch.micro_size,
+            self.deck.optimizer.clip,
+            self.deck.run.seed,
+        )
+        self.saved: Path | None = checkpoint
+        self.log = logging.getLogger("hpctrain")
+
+    def train(self) -> int:
+        """Train up to `run.steps`; the exit code."""
+        deck, world = self.deck, self.world
+        resumed = self.saved is not None
+        with world.agreement():
+            if world.rank == 0:
+                (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                (self.folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
+        with world.agreement():
+            self.log = open_log(self.folder, world.rank)
+            metrics = (
+                MetricsWriter(self.folder / "metrics.jsonl", self.state.step if resumed else None)
+                if world.rank == 0
+                else None
+            )
+        peak = deck.machine.peak_flops or self._measured_peak()
+        self._introduce(peak)
+        progress = (
+            Progress(deck.run.steps, self.state.step, log_every=deck.run.log_every, logger=self.log)
+            if world.rank == 0
+            else None
+        )
+        world.ledger.reset()
+        try:
+            while self.state.step < deck.run.steps:
+                self._train_step(peak, metrics, progress)
+            self._finish(progress)
+        finally:
+            if progress is not None:
+                progress.close()
+            if metrics is not None:
+                metrics.close()
+            close_log(self.log)
+        return EXIT_DONE
+
+    def _train_step(self, peak: float, metrics: MetricsWriter | None, progress: Progress | None) -> None:
+        deck, state, world = self.deck, self.state, self.world
+        started = time.perf_counter()
+        result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
+        seconds = time.perf_counter() - started
+        last = state.step == deck.run.steps
+        every = deck.run.evaluate_every
+        validation = None
+        if self.corpus.validation is not None and (last or (every and state.step % every == 0)):
+            if progress is not None:
+                progress.working("evaluating")
+            validation = self.step.evaluate(self.corpus.validation, deck.run.evaluate_sequences)
+        if result.skipped:
+            self.log.warning(
+                "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
+                state.step,
+                result.loss,
+                result.grad_norm,
+                state.skipped,
+            )
+        with world.agreement():
+            if metrics is not None and progress is not None:
+                row = self._row(result, seconds, peak, validation)
+                metrics.write(row)
+                progress.step(row)
+                if validation is not None:
+                    progress.evaluation(state.step, validation)
+        if last or (deck.checkpoint.every and state.step % deck.checkpoint.every == 0):
+            self.save(progress)
+
+    def _row(self, result: StepResult, seconds: float, peak: float, validation: float | None) -> StepMetrics:
+        rate = result.tokens / seconds
+        return StepMetrics(
+            step=self.state.step,
+            tokens=self.state.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.learning_rate,
+            seconds=seconds,
+            tokens_per_s=rate,
+            batch=result.batch,
+            skipped=result.skipped,
+            loss_scale=self.engine.loss_scale.value if self.engine.loss_scale.window else None,
+            mfu=rate * self.engine.shape.flops_per_token / (peak * self.world.size),
+            peak_rss_bytes=peak_rss_bytes(),
+            validation_loss=validation,
+        )
+
+    def save(self, progress: Progress | None) -> None:
+        """Write a checkpoint of the present state and forget those beyond `checkpoint.keep`."""
+        if progress is not None:
+            progress.working("writing a checkpoint")
+        folder = self.folder / "checkpoints"
+        path = checkpoint_path(folder, self.state.step)
+        started = time.perf_counter()
+        self.world.ledger.phase = "checkpoint"
+        save(path, self.world.everyone, self._entries(), self._state())
+        keep(folder, self.deck.checkpoint.keep, self.world.everyone)
+        self.world.ledger.phase = "step"
+        self.saved = path
+        self.log.info("checkpoint %s written in %.2f s", path, time.perf_counter() - started)
+
+    def restore(self, path: Path) -> None:
+        """Read parameters, moments and state of a checkpoint that any number of ranks wrote."""
+        state = read_state(path, self.world.everyone)
+        load(path, self.world.everyone, self._entries())
+        self.engine.optimizer.publish()
+        self.state = TrainState(**{key: int(state[key]) for key in asdict(self.state)})
+        self.engine.optimizer.updates = int(state["updates"])
+        if self.engine.loss_scale.window:
+            self.engine.loss_scale.value = float(state["loss_scale"])
+            self.engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+
+    def _entries(self) -> list[Any]:
+        return list(training_entries(self.engine.buckets, self.engine.optimizer.moments, self.mesh))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **asdict(self.state),
+            "updates": self.engine.optimizer.updates,
+            "loss_scale": self.engine.loss_scale.value,
+            "loss_scale_good_steps": self.engine.loss_scale.good_steps,
+            "deck": deck_text(self.deck),
+            "tokenizer": self.corpus.file.tokenizer_json,
+            "ranks": self.world.size,
+            "code_version": __version__,
+        }
+
+    def _measured_peak(self) -> float:
+        """The mean over all ranks of the rate of a matrix product, FLOP/s."""
+        rate = measure_gemm_flops(DTYPES[self.deck.precision.compute], self.world.device)
+        everyone = self.world.everyone
+        total = everyone.all_reduce(torch.tensor(rate, dtype=torch.float64))
+        return float(total.item()) / everyone.size
+
+    def _introduce(self, peak: float) -> None:
+        shape, world, deck = self.engine.shape, self.world, self.deck
+        axes = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in ("data", "context", "tensor"))
+        lines = [
+            f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
+            f"{deck.precision.compute}, {world.size} ranks ({axes}) on {world.nodes} "
+            f"node{'s' if world.nodes > 1 else ''}",
+            f"{deck.data.tokens}: {format_count(self.corpus.file.tokens)} tokens; a step takes "
+            f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
+            f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
+        ]
+        if self.layout_check:
+            lines.append(self.layout_check)
+        if self.saved is not None:
+            lines.append(f"goes on from {self.saved} at step {self.state.step}")
+        for line in lines:
+            self.log.info("%s", line)
+            if world.rank == 0:
+                print(line, flush=True)
+
+    def _finish(self, progress: Progress | None) -> None:
+        if self.world.rank != 0:
+            return
+        self.world.ledger.write(self.folder / "ledger.json")
+        lines = [
+            f"metrics     {self.folder / 'metrics.jsonl'} (`hpctrain plot {self.folder}` draws them)",
+            f"checkpoint  {self.saved} ({format_bytes(self.saved.stat().st_size)})" if self.saved else "",
+            f"skipped     {self.state.skipped} steps" if self.state.skipped else "",
+        ]
+        for line in filter(None, lines):
+            self.log.info("%s", line)
+            if progress is not None:
+                progress.message(line)
+
+
+def refuse_other_run(deck: Deck) -> None:
+    """Raise if the run's folder holds another run."""
+    folder = Path(deck.run.dir)
+    if any((folder / name).exists() for name in ("deck.toml", "metrics.jsonl", "checkpoints")):
+        raise HpctrainError(
+            deck.problem(
+                "run.dir",
+                f"holds another run already; go on with it by `hpctrain resume {folder}`, replace it with "
+                "`--fresh`, or choose another run.dir or run.title",
+            )
+        )
+
+
+def remove_run(folder: Path) -> None:
+    """Delete an earlier run's folder; refuse a folder that is not a run's."""
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / "deck.toml").exists():
+            raise HpctrainError(f"--fresh: {folder} holds no run (no deck.toml), so it is not removed")
+        shutil.rmtree(folder)
+
+
+def run_deck(world: World, path: Path, overrides: Sequence[str], fresh: bool = False) -> int:
+    """`hpctrain run`: train a deck from its beginning; the exit code."""
+    with world.agreement():
+        deck = read_deck(path, overrides)
+        if world.rank == 0:
+            if fresh:
+                remove_run(Path(deck.run.dir))
+            else:
+                refuse_other_run(deck)
+    return Run(world, deck).train()
+
+
+def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
+    """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder."""
+    path = find_checkpoint(world, target)
+    state = read_state(path, world.everyone)
+    with world.agreement():
+        deck = parse_deck(str(state["deck"]), [f"run.dir={path.parent.parent}", *overrides])
+    return Run(world, deck, checkpoint=path).train()
+
+
+def find_checkpoint(world: World, target: Path) -> Path:
+    """The checkpoint meant by a file, or by a run's folder: the newest good one."""
+    with world.agreement():
+        if not target.exists():
+            raise InputOutputError(f"{target}: no such run folder or checkpoint")
+    if not target.is_dir():
+        return target
+    path, warnings = newest_good(target / "checkpoints", world.everyone)
+    if world.rank == 0:
+        for warning in warnings:
+            logging.getLogger("hpctrain").warning("%s", warning)
+    if path is None:
+        raise InputOutputError(f"{target / 'checkpoints'}: holds no good checkpoint to go on from")
+    return path

@@ -1,0 +1,136 @@
+"""The step: from a step's number to updated parameters and one row of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import Batches, MicroBatch
+from hpctrain.model.transformer import Inputs
+from hpctrain.optim.clip import clip_coefficient, local_square_norm
+from hpctrain.parallel.context import context_piece
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.pipeline.action import accumulation
+from hpctrain.pipeline.execute import Executor, PreparedBatch
+from hpctrain.train.build import Engine
+
+
+@dataclass
+class TrainState:
+    """What a run has done so far; with parameters and moments, all that a resumed run needs.
+
+    `samples` and `tokens` count those of all ranks, `skipped` the steps without an update.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, the same on all ranks: loss in nats per token, norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    batch: int
+    tokens: int
+    skipped: bool
+
+
+class Step:
+    """One optimizer step on the engine's mesh."""
+
+    def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
+        self.engine, self.batches = engine, batches
+        self.micro_size, self.clip, self.seed = micro_size, clip, seed
+        self.executor = Executor(engine.model, engine.world.ledger)
+
+    def __call__(self, state: TrainState, batch: int) -> StepResult:
+        """Train on samples `state.samples .. + batch` and advance `state`."""
+        engine = self.engine
+        mesh = engine.mesh
+        micro_batches = list(
+            self.batches.step(
+                state.samples, batch, mesh.coordinate("data"), mesh.size("data"), self.micro_size
+            )
+        )
+        tokens = self.count_tokens(micro_batches)
+        scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
+        prepared = [
+            self.prepare(micro, scale, self.dropout_source(state, index))
+            for index, micro in enumerate(micro_batches)
+        ]
+        engine.synchronizer.start(len(prepared))
+        loss_sum = self.executor.run(accumulation(len(prepared)), prepared)
+        engine.synchronizer.finish()
+        loss, norm = self.agree(loss_sum, tokens)
+        engine.world.ledger.phase = "step"
+        finite = isfinite(loss) and isfinite(norm)
+        rate = engine.learning_rate.at(state.step, batch)
+        if finite:
+            engine.optimizer.step(rate, engine.loss_scale.value / clip_coefficient(norm, self.clip))
+        engine.loss_scale.update(finite)
+        engine.world.ledger.phase = "other"
+        state.step += 1
+        state.samples += batch
+        state.tokens += tokens
+        state.skipped += not finite
+        return StepResult(loss, norm, rate, batch, tokens, not finite)
+
+    def evaluate(self, batches: Batches, sequences: int) -> float:
+        """Loss in nats per token of the first `sequences` sequences, the same on all ranks."""
+        mesh = self.engine.mesh
+        micro_batches = list(
+            batches.evaluation(sequences, mesh.coordinate("data"), mesh.size("data"), self.micro_size)
+        )
+        tokens = self.count_tokens(micro_batches)
+        one = torch.ones((), device=self.engine.world.device)
+        prepared = [self.prepare(micro, one, None) for micro in micro_batches]
+        total = mesh.group("data", "context").all_reduce(self.executor.evaluate(prepared))
+        return float(total.item()) / max(1, tokens)
+
+    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Tokens to be predicted by all data ranks together."""
+        count = sum(int((micro.targets >= 0).sum()) for micro in micro_batches)
+        data = self.engine.mesh.group("data")
+        return int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
+
+    def prepare(self, micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
+        """This rank's piece of a micro-batch, on the device."""
+        device, positions = self.engine.world.device, self.engine.positions
+        tokens = context_piece(micro.tokens.to(device, non_blocking=True), positions)
+        targets = context_piece(micro.targets.to(device, non_blocking=True), positions)
+        return PreparedBatch(
+            Inputs(tokens, positions, dropout),
+            LossTerms(targets, scale, self.engine.shape.z_loss),
+        )
+
+    def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
+        """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
+        if not self.engine.shape.dropout:
+            return None
+        mesh = self.engine.mesh
+        place = micro_batch * mesh.size("data") + mesh.coordinate("data")
+        first = state.samples + place * self.micro_size
+        samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
+        return DropoutSource(self.seed, state.step, samples, self.engine.positions)
+
+    def agree(self, loss_sum: Tensor, tokens: int) -> tuple[float, float]:
+        """Loss per token and unscaled gradient norm of the whole step, by one small all-reduce."""
+        engine, mesh = self.engine, self.engine.mesh
+        square = local_square_norm(engine.buckets, mesh.coordinate("tensor"))
+        figures = torch.zeros(2, dtype=torch.float64, device=square.device)
+        if mesh.coordinate("tensor") == 0:
+            figures[0] = loss_sum
+        if mesh.coordinate("data") == 0 and mesh.coordinate("context") == 0:
+            figures[1] = square
+        loss, total = engine.world.everyone.all_reduce(figures).tolist()
+        return loss / max(1, tokens), sqrt(total) / engine.loss_scale.value if total >= 0 else total

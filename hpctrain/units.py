@@ -1,0 +1,112 @@
+"""Sizes, times and counts as people write them: "25 MB", "10 min", "124M"."""
+
+from __future__ import annotations
+
+import re
+
+from hpctrain.errors import HpctrainError
+
+_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+_PAIR = re.compile(_NUMBER + r"\s*([A-Za-zµ]*)")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?")
+
+_BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+_BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)}
+_BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)}
+
+_SECONDS = {
+    **dict.fromkeys(("us", "µs"), 1e-6),
+    "ms": 1e-3,
+    **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+
+
+class UnitError(HpctrainError, ValueError):
+    """A size or time that cannot be read (a `ValueError` too, as validation libraries expect)."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "4096", "25 MB" (25 x 10^6) or "1.5 GiB" (1.5 x 2^30); case does not matter.
+
+    Raises `UnitError` for anything else, negative sizes included.
+    """
+    match = _PAIR.fullmatch(text.strip())
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in _BYTES:
+        raise UnitError(f'"{text}" is not a size: write it as 25000000, "25 MB" or "24 MiB"')
+    return round(float(match[1]) * _BYTES[unit]) if _fractional(match[1]) else int(match[1]) * _BYTES[unit]
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as "90", "10 min", "1 h 30 min", "500 ms", or of a batch system's
+    clock form: "12:30" (minutes and seconds), "1:30:00", "2-00:00:00" (days first).
+
+    Raises `UnitError` for anything else, negative times included.
+    """
+    clock = _CLOCK.fullmatch(text.strip())
+    if clock is not None:
+        days, first, second, third = (int(part or 0) for part in clock.groups())
+        short = clock[4] is None and clock[1] is None
+        hours, minutes, seconds = (0, first, second) if short else (first, second, third)
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    pairs = _PAIR.findall(text)
+    known = all(unit.lower() in _SECONDS for _, unit in pairs)
+    bare = len(pairs) > 1 and any(unit == "" for _, unit in pairs)
+    if not pairs or not known or bare or _PAIR.sub("", text).strip():
+        raise UnitError(f'"{text}" is not a time: write it as 90, "90 s", "10 min", "1 h 30 min" or "1:30:00"')
+    return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in pairs))
+
+
+def format_bytes(size: float, *, binary: bool = False) -> str:
+    """Three digits and a unit: "25 MB", "1.24 GB"; in steps of 1024 if `binary`: "256 MiB"."""
+    step, names = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")) if binary else (
+        1000,
+        ("B", "kB", "MB", "GB", "TB", "PB"),
+    )
+    number, name = _scaled(size, step, names)
+    return f"{number} {name}"
+
+
+def format_count(count: float) -> str:
+    """Three digits and K, M, B or T: "124M" parameters, "1.3K" tokens a second, "12" steps."""
+    number, name = _scaled(count, 1000, ("", "K", "M", "B", "T", "Q"))
+    return f"{number}{name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Readable time: "12.3 us", "1.24 s", "2 min 05 s", "1 h 02 min", "2 d 03 h"."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds < 1:
+        number, name = _scaled(seconds * 1e6, 1000, ("us", "ms", "s"))
+        return f"{number} {name}"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{_three_digits(seconds)} s"
+    for large, small, large_name, small_name in ((60, 1, "min", "s"), (3600, 60, "h", "min")):
+        if whole < large * (60 if small == 1 else 24):
+            return f"{whole // large} {large_name} {whole % large // small:02d} {small_name}"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def _fractional(number: str) -> bool:
+    return not number.replace("_", "").isdigit()
+
+
+def _three_digits(number: float) -> str:
+    """Three significant digits without a trailing ".00": 1.24, 12.4, 124, 25."""
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    text = f"{number:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _scaled(number: float, step: int, names: tuple[str, ...]) -> tuple[str, str]:
+    """The number in the largest unit that leaves at least 1 before the point, after rounding."""
+    index = 0
+    while index + 1 < len(names) and abs(number) >= step * (1 - 0.0005):
+        number /= step
+        index += 1
+    return _three_digits(number), names[index]
