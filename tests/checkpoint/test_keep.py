@@ -1,0 +1,129 @@
+"""The newest good checkpoint, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.keep import checkpoint_path, checkpoint_step, checkpoints, keep, newest_good
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from tests.checkpoint.conftest import entry
+
+KILLED = """
+import os, signal, sys
+import torch
+from hpctrain.checkpoint import write
+from hpctrain.checkpoint.keep import checkpoint_path, newest_good
+from hpctrain.checkpoint.layout import Entry
+from hpctrain.comm.world import World
+from hpctrain.parallel.shard import Shard
+
+world = World.start("cpu")
+folder, place, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
+held = [Entry("/model/a", Shard.whole("a", (600000,)), torch.ones(600000), 0, world.rank, world.size)]
+write.save(checkpoint_path(folder, 1), world.everyone, held, {"step": 1})
+original = getattr(write, place)
+
+def dying(*arguments):
+    if place != "_synchronize":
+        original(*arguments)
+    if world.rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+
+setattr(write, place, dying)
+write.save(checkpoint_path(folder, 2), world.everyone, held, {"step": 2})
+"""
+
+
+def test_names(tmp_path: Path) -> None:
+    assert checkpoint_path(tmp_path, 100) == tmp_path / "step-00000100.h5"
+    assert checkpoint_step(checkpoint_path(tmp_path, 123_456_789)) == 123_456_789
+    assert checkpoint_step("notes.h5") is None
+    assert checkpoints(tmp_path / "none") == []
+    for name in (
+        "step-00000002.h5",
+        "step-00000010.h5",
+        ".step-00000011.h5.tmp",
+        "step-3.h5",
+        "step-100000000.h5",
+    ):
+        (tmp_path / name).touch()
+    assert [checkpoint_step(path) for path in checkpoints(tmp_path)] == [100_000_000, 10, 2]
+
+
+@pytest.mark.mpi
+def test_damaged_ones_are_passed_over(
+    world: World, mpi_tmp_path: Path, flip: Callable[[Path, int], None]
+) -> None:
+    group = world.everyone
+    held = [entry("a", torch.arange(5000.0), copy=group.rank, copies=group.size)]
+    assert newest_good(mpi_tmp_path / "none", group) == (None, [])
+    for step in (1, 2, 3, 4):
+        save(checkpoint_path(mpi_tmp_path, step), group, held, {"step": step})
+    if group.rank == 0:
+        flip(checkpoint_path(mpi_tmp_path, 3), checkpoint_path(mpi_tmp_path, 3).stat().st_size - 9000)
+        checkpoint_path(mpi_tmp_path, 4).write_bytes(b"")
+    group.barrier()
+    found, warnings = newest_good(mpi_tmp_path, group)
+    assert found == checkpoint_path(mpi_tmp_path, 2)
+    assert len(warnings) == 2
+    assert "step-00000004.h5: truncated" in warnings[0]
+    assert "step-00000003.h5: /model/a is damaged" in warnings[1]
+    assert newest_good(mpi_tmp_path, group, thorough=False)[0] == checkpoint_path(mpi_tmp_path, 3)
+
+
+@pytest.mark.mpi
+def test_the_newest_good_ones_are_kept(world: World, mpi_tmp_path: Path) -> None:
+    group = world.everyone
+    held = [entry("a", torch.arange(50.0), copy=group.rank, copies=group.size)]
+    for step in range(1, 6):
+        save(checkpoint_path(mpi_tmp_path, step), group, held, {"step": step})
+    if group.rank == 0:
+        checkpoint_path(mpi_tmp_path, 4).write_bytes(b"damaged")
+        (mpi_tmp_path / "notes.h5").touch()
+    group.barrier()
+
+    def steps() -> list[int | None]:
+        group.barrier()
+        found = [checkpoint_step(path) for path in checkpoints(mpi_tmp_path)]
+        group.barrier()
+        return found
+
+    keep(mpi_tmp_path, 9, group)
+    assert steps() == [5, 4, 3, 2, 1]
+    keep(mpi_tmp_path, 2, group)
+    assert steps() == [5, 4, 3]
+    keep(mpi_tmp_path, 1, group)
+    assert steps() == [5]
+    group.barrier()
+    if group.rank == 0:
+        checkpoint_path(mpi_tmp_path, 5).write_bytes(b"damaged")
+    group.barrier()
+    keep(mpi_tmp_path, 1, group)
+    assert steps() == [5]
+
+
+@pytest.mark.parametrize(("place", "who"), [("_write_tensors", 1), ("_complete", 0), ("_synchronize", 1)])
+def test_killed_while_writing(
+    place: str, who: int, world: World, tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
+) -> None:
+    """SIGKILL of one rank: the job ends, the older file is the newest good one, a new save clears up."""
+    script, folder = tmp_path / "killed.py", tmp_path / "run"
+    script.write_text(KILLED)
+    done = launch(2, script, folder, place, str(who), timeout=60)
+    assert done.returncode not in (0, 2, 3), done.stderr
+    group = world.alone().everyone
+    assert [path.name for path in sorted(folder.iterdir())] == [".step-00000002.h5.tmp", "step-00000001.h5"]
+    found, warnings = newest_good(folder, group)
+    assert found == checkpoint_path(folder, 1)
+    assert not warnings
+    assert read_state(found)["step"] == 1
+    save(checkpoint_path(folder, 3), group, [], {})
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001.h5", "step-00000003.h5"]

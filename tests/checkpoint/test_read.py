@@ -1,0 +1,262 @@
+"""Loading: any layout from any layout, and nothing that is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from hpctrain.checkpoint.checksum import PIECE
+from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, InputOutputError
+from tests.checkpoint.conftest import LAYOUTS, Tensors, columns, entry, rows, whole
+
+Flip = Callable[[Path, int], None]
+
+
+def emptied(entries: Sequence[Entry]) -> list[Entry]:
+    return [replace(held, values=torch.full_like(held.values, 77)) for held in entries]
+
+
+def check(found: Sequence[Entry], tensors: Tensors, expected: Sequence[Entry]) -> None:
+    """The values, bit for bit, and zero where the expected entry has padding (there it has ones)."""
+    for one, other in zip(found, expected, strict=True):
+        bare = replace(other.shard, start=other.shard.start)
+        name = other.dataset.removeprefix("/model/")
+        piece = bare.take(tensors[name]).reshape(-1)[other.offset : other.offset + other.values.numel()]
+        assert torch.equal(one.values, piece), other.dataset
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("written", ["flat", "columns", "stages"])
+def test_any_layout_reads_what_another_wrote(
+    written: str, world: World, mpi_tmp_path: Path, tensors: Tensors
+) -> None:
+    group = world.everyone
+    path = mpi_tmp_path / "a.h5"
+    save(path, group, LAYOUTS[written](tensors, group.rank, group.size), {"step": 3})
+    for layout in LAYOUTS.values():
+        expected = layout(tensors, group.rank, group.size)
+        found = emptied(expected)
+        assert load(path, group, found, buffer_bytes=10_000)["step"] == 3
+        check(found, tensors, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_fewer_ranks_read_what_more_wrote(world: World, mpi_tmp_path: Path, tensors: Tensors) -> None:
+    path = mpi_tmp_path / "a.h5"
+    save(path, world.everyone, columns(tensors, world.rank, world.size), {})
+    # Each rank alone, then pairs of ranks, each pair by itself, reading the same file.
+    alone = world.alone().everyone
+    ranks = tuple(r for r in range(world.size) if r // 2 == world.rank // 2)
+    for group in (alone, world.split(("data",), ranks, "mpi")):
+        for layout in (whole, rows):
+            expected = layout(tensors, group.rank, group.size)
+            found = emptied(expected)
+            load(path, group, found)
+            check(found, tensors, expected)
+
+
+@pytest.mark.mpi
+def test_reads_only_what_is_asked_for(world: World, mpi_tmp_path: Path, tensors: Tensors, flip: Flip) -> None:
+    """Damage where nobody reads is not noticed; where half a piece is read, it is, in either half."""
+    group = world.everyone
+    path = mpi_tmp_path / "a.h5"
+    held = [
+        replace(one, dataset=one.dataset.replace("model", "optimizer/m"))
+        for one in whole(tensors, group.rank, group.size)
+    ]
+    save(path, group, [*held, *whole(tensors, group.rank, group.size)], {})
+    if group.rank == 0:
+        with h5py.File(path, "r") as file:
+            place = file["/optimizer/m/matrix"].id.get_offset()
+            half = file["/model/half"].id.get_offset()
+        flip(path, place + 3)
+    group.barrier()
+    load(path, group, emptied(whole(tensors, group.rank, group.size)))
+    with pytest.raises(InputOutputError, match="/optimizer/m/matrix is damaged"):
+        load(path, group, emptied(held))
+    group.barrier()
+    if group.rank == 0:
+        flip(path, half + 1)
+    group.barrier()
+    part = [one.part(4, 9) for one in whole(tensors, 0, 1) if one.dataset == "/model/half"]
+    with pytest.raises(InputOutputError, match="/model/half is damaged"):
+        load(path, group, emptied(part), strict=False)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_every_piece_that_a_range_touches_is_verified(
+    damaged: int, world: World, tmp_path: Path, flip: Flip
+) -> None:
+    group = world.alone().everyone
+    path = tmp_path / "a.h5"
+    held = entry("a", torch.ones(2 * PIECE + 1000, dtype=torch.uint8))
+    save(path, group, [held], {})
+    part = held.part(PIECE - 10, 2 * PIECE + 10)
+    load(path, group, [part])
+    with h5py.File(path, "r") as file:
+        place = file["/model/a"].id.get_offset()
+    flip(path, place + damaged * PIECE + 500)
+    with pytest.raises(InputOutputError, match=f"a is damaged: elements {damaged * PIECE} to"):
+        load(path, group, [part])
+
+
+@pytest.mark.mpi
+def test_undeclared_replicas_and_parts_are_verified_too(
+    world: World, mpi_tmp_path: Path, tensors: Tensors
+) -> None:
+    group = world.everyone
+    path = mpi_tmp_path / "a.h5"
+    save(path, group, whole(tensors, group.rank, group.size), {})
+    expected = [one.part(one.values.numel() // 3, one.values.numel()) for one in whole(tensors, 0, 1)]
+    found = emptied(expected)
+    load(path, group, found)
+    check(found, tensors, expected)
+
+
+@pytest.mark.mpi
+def test_another_model_is_refused(world: World, mpi_tmp_path: Path, tensors: Tensors) -> None:
+    group = world.everyone
+    path = mpi_tmp_path / "a.h5"
+    save(path, group, whole(tensors, group.rank, group.size), {})
+    other = dict(tensors) | {"matrix": torch.zeros(37, 20), "half": torch.zeros(11), "new": torch.zeros(2)}
+    with pytest.raises(HpctrainError) as error:
+        load(path, group, whole(other, group.rank, group.size))
+    assert error.value.exit_code == 2
+    assert error.value.problems == (
+        f"{path}: /model/matrix: has shape [37, 19], expected [37, 20]",
+        f"{path}: /model/half: holds float16, expected float32",
+        f"{path}: /model/new: not in this checkpoint, expected with shape [2]",
+    )
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "matrix"}
+    with pytest.raises(HpctrainError, match="/model/matrix: in this checkpoint, but not in this model"):
+        load(path, group, whole(fewer, group.rank, group.size))
+    load(path, group, whole(fewer, group.rank, group.size), strict=False)
+
+
+@pytest.fixture
+def small(world: World, tmp_path: Path) -> Path:
+    path = tmp_path / "small.h5"
+    held = [entry("a", torch.arange(1.0, 40.0)), entry("b.c", torch.ones(3, 4).bfloat16())]
+    save(path, world.alone().everyone, held, {"step": 12, "deck": "[run]\nseed = 3\n"})
+    return path
+
+
+def test_one_flipped_byte_anywhere(world: World, small: Path, flip: Flip) -> None:
+    """Noticed in all that is stored; elsewhere at worst harmless. Never another error or other values."""
+    group = world.alone().everyone
+    good = small.read_bytes()
+    state = read_state(small)
+    with h5py.File(small, "r") as file:
+        regions = {
+            name: range(
+                file[name].id.get_offset(), file[name].id.get_offset() + file[name].id.get_storage_size()
+            )
+            for name in ("/model/a", "/model/b.c", "/state", "/deck", "/checksums")
+        }
+    noticed = 0
+    offsets = sorted({*range(0, len(good), 7), *(offset for region in regions.values() for offset in region)})
+    for offset in offsets:
+        flip(small, offset)
+        name = next((name for name, region in regions.items() if offset in region), "")
+        found = [entry("a", torch.zeros(39)), entry("b.c", torch.zeros(3, 4).bfloat16())]
+        told = ""
+        try:
+            loaded = load(small, group, found)
+        except HpctrainError as error:
+            told = str(error)
+        if told:
+            noticed += 1
+            assert str(small) in told, offset
+            assert name in told, offset
+        else:
+            assert not name, (offset, name)
+            assert torch.equal(found[0].values, torch.arange(1.0, 40.0)), offset
+            assert loaded == state, offset
+        flip(small, offset)
+    assert small.read_bytes() == good
+    assert noticed > len(offsets) // 2
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.9, -1])
+def test_truncated(kept: float, world: World, small: Path) -> None:
+    content = small.read_bytes()
+    small.write_bytes(content[: int(len(content) * kept) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(InputOutputError, match=r"small.h5: .*truncated"):
+        read_state(small)
+
+
+def test_truncated_while_it_is_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = world.alone().everyone
+    path = tmp_path / "a.h5"
+    held = [entry("a", torch.ones(100_000))]
+    save(path, group, held, {})
+    from hpctrain.checkpoint import read
+
+    original = read.examine
+
+    def shortening(path: Path, group: object) -> object:
+        structure = original(path, group)
+        path.write_bytes(path.read_bytes()[:200_000])
+        return structure
+
+    monkeypatch.setattr(read, "examine", shortening)
+    with pytest.raises(InputOutputError, match=r"a\.h5: truncated: it ends at byte 200000"):
+        load(path, group, held)
+
+
+@pytest.mark.mpi
+def test_not_ours(world: World, mpi_tmp_path: Path) -> None:
+    group = world.everyone
+    text, other, newer, unfinished, linked = (mpi_tmp_path / f"{name}.h5" for name in "tonul")
+    if group.rank == 0:
+        text.write_text("step = 100, and some more text")
+        with h5py.File(other, "w") as file:
+            file["model"] = [1, 2]
+        save(newer, world.alone().everyone, [entry("a", torch.ones(3))], {})
+        shutil.copy(newer, unfinished)
+        shutil.copy(newer, linked)
+        with h5py.File(newer, "r+") as file:
+            file.attrs.modify("version", 2)
+        with h5py.File(unfinished, "r+") as file:
+            file.attrs.modify("complete", 0)
+        with h5py.File(linked, "r+") as file:
+            del file["/model/a"]
+            file["/model/a"] = h5py.ExternalLink(str(other), "/model")
+    group.barrier()
+    for path, kind, words in (
+        (mpi_tmp_path / "none.h5", InputOutputError, "no such checkpoint"),
+        (mpi_tmp_path, HpctrainError, "a folder, not a checkpoint file"),
+        (text, HpctrainError, "not an HDF5 file"),
+        (other, HpctrainError, "an HDF5 file, but not a checkpoint of hpctrain"),
+        (newer, HpctrainError, "checkpoint format 2, newer than the newest this hpctrain reads, 1"),
+        (unfinished, InputOutputError, "its writing was never completed"),
+        (linked, InputOutputError, "damaged"),
+    ):
+        for call in (
+            lambda p: read_state(p, group),
+            lambda p: load(p, group, []),
+            lambda p: verify(p, group),
+        ):
+            with pytest.raises(HpctrainError, match=words) as error:
+                call(path)
+            assert type(error.value) is kind
+            assert str(path) in str(error.value)
+
+
+def test_state_comes_back(world: World, tmp_path: Path) -> None:
+    state = {"step": 5, "samples": 10**12, "nested": {"losses": [1.5, None, "é\n"]}, "deck": "é = 1\n\n"}
+    save(tmp_path / "a.h5", world.alone().everyone, [], state)
+    found = read_state(tmp_path / "a.h5")
+    assert found.pop("versions")["hpctrain"]
+    assert found == state
