@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,6 +64,21 @@ class SequenceSource:
         return window[:-1], window[1:]
 
 
+class Sequences(Protocol):
+    """What Batches reads: `count` sequences of `length` tokens, each with its targets (see MicroBatch)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+
+    @property
+    def count(self) -> int:
+        """Sequences there are."""
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one sequence, each int64 [length]."""
+
+
 class Batches:
     """The micro-batches of every step.
 
@@ -71,7 +87,7 @@ class Batches:
     all micro-batches, rows of zeros with masked targets do, so that all ranks have equally many.
     """
 
-    def __init__(self, source: SequenceSource, seed: int) -> None:
+    def __init__(self, source: Sequences, seed: int) -> None:
         self.source = source
         self.order = SampleOrder(source.count, seed) if source.count else None
 

@@ -46,7 +46,7 @@ class Executor:
                 loss = losses.pop(action.micro_batch)
                 loss.backward()
                 total = loss.detach().double() if total is None else total + loss.detach()
-        self.ledger.phase = "step"
+        self.ledger.phase = "synchronize"
         assert total is not None
         return total
 

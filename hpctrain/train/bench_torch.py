@@ -1,0 +1,207 @@
+"""The same model trained by torch's own tensor parallelism over gloo, to be measured against.
+
+Only here and in the benchmark of the collectives is torch.distributed used: it is what we compare with.
+The parallel plan is that of torch's tensor-parallel tutorial for Llama, with and without sequence
+parallelism; the embedding is split by rows, the head by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.attention import Rotary
+from hpctrain.model.shape import ModelShape
+from hpctrain.train.build import DTYPES
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One of torch's ways: tensor parallelism, with or without sequence parallelism."""
+
+    sequence_parallel: bool
+
+
+RIVALS = MappingProxyType({"torch-tensor": Rival(False), "torch-sequence": Rival(True)})
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        inner = shape.head_size * shape.key_value_heads
+        self.head_size = shape.head_size
+        self.query = nn.Linear(shape.hidden, shape.hidden, bias=shape.biases)
+        self.key = nn.Linear(shape.hidden, inner, bias=shape.biases)
+        self.value = nn.Linear(shape.hidden, inner, bias=shape.biases)
+        self.output = nn.Linear(shape.hidden, shape.hidden, bias=shape.biases)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_size)) for layer in (self.query, self.key, self.value)
+        )
+        if rotary is not None:
+            query, key = (rotary.turn(part.transpose(0, 1)).transpose(0, 1) for part in (query, key))
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.mlp, bias=False) if shape.family == "llama" else None
+        self.up = nn.Linear(shape.hidden, shape.mlp, bias=shape.biases)
+        self.down = nn.Linear(shape.mlp, shape.hidden, bias=shape.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.gate is None:
+            inner = functional.gelu(inner, approximate="tanh")
+        else:
+            inner = functional.silu(self.gate(x)) * inner
+        output: Tensor = self.down(inner)
+        return output
+
+
+def _norm(shape: ModelShape) -> nn.Module:
+    kind = nn.LayerNorm if shape.family == "gpt2" else nn.RMSNorm
+    return kind(shape.hidden, eps=shape.norm_epsilon)
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = _norm(shape), _Attention(shape)
+        self.feed_forward_norm, self.feed_forward = _norm(shape), _FeedForward(shape)
+
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        output: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return output
+
+
+class _Model(nn.Module):
+    """The deck's model in plain torch, batch first; positions of gpt2 are learned."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.positions = nn.Embedding(shape.sequence, shape.hidden) if shape.family == "gpt2" else None
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.final_norm = _norm(shape)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1])
+        x = self.embedding(tokens)
+        rotary = None
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        else:
+            rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotary)
+        output: Tensor = self.head(self.final_norm(x))
+        return output
+
+
+def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
+    """One optimizer step of the deck's global batch, tensor parallel over all ranks of the world."""
+    assert deck.model.vocabulary is not None
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    if deck.layout.tensor != world.size:
+        raise HpctrainError("--against: needs a deck whose layout.tensor is the number of ranks")
+    torch.manual_seed(deck.run.seed)
+    model = _Model(shape).to(DTYPES[deck.precision.compute])
+    _parallelize(model, rival, _gloo_mesh(world))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    micro = deck.batch.micro_size
+    count = deck.batch.global_size // micro
+    tokens = torch.randint(shape.vocabulary, (count, micro, shape.sequence + 1))
+
+    def step() -> None:
+        for batch in tokens:
+            logits = model(batch[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            (loss / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _gloo_mesh(world: World) -> DeviceMesh:
+    if not dist.is_initialized():
+        store = None
+        if world.rank == 0:
+            store = dist.TCPStore(world.hostname, 0, is_master=True, wait_for_workers=False)
+        port = world.everyone.broadcast_object(store.port if store is not None else None)
+        host = world.everyone.broadcast_object(world.hostname)
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    return init_device_mesh("cpu", (world.size,))
+
+
+def _parallelize(model: _Model, rival: Rival, mesh: DeviceMesh) -> None:
+    local = rival.sequence_parallel
+    between = Shard(1) if local else Replicate()
+    outer = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    if local:
+        outer["final_norm"] = SequenceParallel()
+    if model.positions is not None and local:
+        # Learned positions are added to the split sequence, as a split sequence themselves.
+        outer["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    parallelize_module(model, mesh, outer)
+    inner = {
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+        ),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.output": RowwiseParallel(output_layouts=between),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(between,), desired_input_layouts=(Replicate(),)
+        ),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=between),
+    }
+    if local:
+        inner |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
+    if model.shape.family == "gpt2":
+        del inner["feed_forward.gate"]
+    for block in model.blocks:
+        parallelize_module(block, mesh, inner)

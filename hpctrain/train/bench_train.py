@@ -1,0 +1,205 @@
+"""`hpctrain bench train`: tokens/s, MFU and time by phase, variants side by side in one run.
+
+All variants are built first and then take turns, so that the machine's drift meets them alike; what
+counts is the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.model.shape import ModelShape
+from hpctrain.train.bench_torch import RIVALS, torch_step
+from hpctrain.train.build import DTYPES, build_engine, make_mesh
+from hpctrain.train.machine import measure_gemm_flops
+from hpctrain.train.step import Step, TrainState
+from hpctrain.train.verify import on_one_rank
+from hpctrain.units import format_count
+
+DEFAULT_VOCABULARY = 320
+PHASES = ("forward", "backward", "synchronize", "step", "other")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Something to time: `step` does one step on all ranks, `tokens` is this rank's part of its tokens.
+
+    `phases` gives the seconds spent in each phase since it was last asked.
+    """
+
+    name: str
+    step: Callable[[], None]
+    tokens: float
+    phases: Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase."""
+
+    name: str
+    tokens_per_s: list[float]
+    mfu: float
+    phase_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to measure beside the deck's own layout, and how long.
+
+    `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
+    over data ranks only. `against`: torch's own ways, by the names of `bench_torch.RIVALS`.
+    """
+
+    steps: int
+    rounds: int
+    no_sync: bool = False
+    data_parallel: bool = False
+    against: tuple[str, ...] = ()
+
+
+def bench_train(
+    world: World, path: Path, overrides: Sequence[str], wish: Comparison, output: Path | None
+) -> int:
+    """Time a deck's training step on random tokens; the exit code."""
+    with world.agreement():
+        deck = _with_vocabulary(read_deck(path, overrides))
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    mesh = make_mesh(deck, world)
+    variants = [_training(_layout_name(mesh), deck, world, mesh)]
+    if wish.data_parallel:
+        copies = Mesh(world, {"data": world.size})
+        variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
+    if wish.no_sync:
+        variants.append(_independent(deck, world))
+    for name in wish.against:
+        step = torch_step(RIVALS[name], deck, world)
+        tokens = deck.batch.global_size * deck.batch.sequence / world.size
+        variants.append(Variant(name, step, tokens, dict))
+    peak = _mean(world, measure_gemm_flops(DTYPES[deck.precision.compute], world.device))
+    flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
+    figures = [
+        Figures(name, rates, median(rates) * flops / (peak * world.size), phases)
+        for name, rates, phases in _measure(world, variants, wish)
+    ]
+    if world.rank == 0:
+        _show(deck, world, figures, peak)
+        if output is not None:
+            output.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _with_vocabulary(deck: Deck) -> Deck:
+    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
+    return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+
+
+def _layout_name(mesh: Mesh) -> str:
+    used = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
+    return " x ".join(used) or "one rank"
+
+
+def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
+    """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
+    assert deck.model.vocabulary is not None
+    engine = build_engine(deck, world, mesh)
+    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed)
+    batches = Batches(source, deck.run.seed)
+    step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+    state, batch = TrainState(), deck.batch.global_size // share
+
+    def one() -> None:
+        step(state, batch)
+
+    def phases() -> dict[str, float]:
+        seconds = dict(world.ledger.phase_seconds)
+        world.ledger.reset()
+        return seconds
+
+    return Variant(name, one, batch * deck.batch.sequence / world.size, phases)
+
+
+def _independent(deck: Deck, world: World) -> Variant:
+    """Every rank trains alone on its share of the batch: what there is to reach without communication."""
+    alone = world.alone()
+    return _training("no-sync", on_one_rank(deck), alone, Mesh(alone, {}), share=world.size)
+
+
+def _measure(
+    world: World, variants: Sequence[Variant], wish: Comparison
+) -> list[tuple[str, list[float], dict[str, float]]]:
+    """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""
+    rates: list[list[float]] = [[] for _ in variants]
+    phases: list[dict[str, float]] = [{} for _ in variants]
+    for turn in range(wish.rounds + 1):
+        for index, variant in enumerate(variants):
+            variant.phases()
+            world.everyone.barrier()
+            started = time.perf_counter()
+            for _ in range(wish.steps if turn else 1):
+                variant.step()
+            rate = variant.tokens * wish.steps / (time.perf_counter() - started)
+            spent = variant.phases()
+            # Ranks that wait for each other take as long as the slowest; independent ones add up.
+            total = _mean(world, rate) * world.size
+            if turn:
+                rates[index].append(total)
+                for phase, seconds in spent.items():
+                    phases[index][phase] = phases[index].get(phase, 0.0) + seconds
+    count = wish.steps * wish.rounds
+    return [
+        (variant.name, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
+        for variant, rate, phase_sums in zip(variants, rates, phases, strict=True)
+    ]
+
+
+def _mean(world: World, value: float) -> float:
+    total = world.everyone.all_reduce(torch.tensor(value, dtype=torch.float64))
+    return float(total.item()) / world.size
+
+
+def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> None:
+    shape = ModelShape.of(deck, deck.model.vocabulary or 0)
+    console = Console()
+    console.print(
+        f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
+        f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
+    )
+    table = Table("variant", box=None)
+    for title in ("tokens/s", "lowest", "highest", "mfu", f"of {figures[0].name}"):
+        table.add_column(title, justify="right")
+    for row in figures:
+        ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
+        table.add_row(
+            row.name,
+            format_count(median(row.tokens_per_s)),
+            format_count(min(row.tokens_per_s)),
+            format_count(max(row.tokens_per_s)),
+            f"{row.mfu:.1%}",
+            "" if row is figures[0] else f"{figures[0].name} reaches {median(ratios):.1%} of it",
+        )
+    console.print(table)
+    phases = Table("ms a step", box=None)
+    for phase in PHASES:
+        phases.add_column(phase, justify="right")
+    for row in figures:
+        if row.phase_ms:
+            phases.add_row(row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES))
+    console.print(phases)
