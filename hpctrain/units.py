@@ -56,15 +56,21 @@ def parse_seconds(text: str) -> float:
     known = all(unit.lower() in _SECONDS for _, unit in pairs)
     bare = len(pairs) > 1 and any(unit == "" for _, unit in pairs)
     if not pairs or not known or bare or _PAIR.sub("", text).strip():
-        raise UnitError(f'"{text}" is not a time: write it as 90, "90 s", "10 min", "1 h 30 min" or "1:30:00"')
+        raise UnitError(
+            f'"{text}" is not a time: write it as 90, "90 s", "10 min", "1 h 30 min" or "1:30:00"'
+        )
     return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in pairs))
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:
     """Three digits and a unit: "25 MB", "1.24 GB"; in steps of 1024 if `binary`: "256 MiB"."""
-    step, names = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")) if binary else (
-        1000,
-        ("B", "kB", "MB", "GB", "TB", "PB"),
+    step, names = (
+        (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+        if binary
+        else (
+            1000,
+            ("B", "kB", "MB", "GB", "TB", "PB"),
+        )
     )
     number, name = _scaled(size, step, names)
     return f"{number} {name}"

@@ -45,12 +45,11 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
     model_ranks = layout.tensor * layout.context
     if ranks % model_ranks:
         key = "layout.context" if layout.context > 1 and layout.tensor == 1 else "layout.tensor"
-        fitting = _or(nearest(ranks, range(model_ranks, ranks + 2 * model_ranks, model_ranks)))
         return [
             Problem(
                 key,
                 f"layout.tensor x layout.context = {layout.tensor} x {layout.context} must divide "
-                f"the number of ranks, {ranks} ({fitting} ranks would fit)",
+                f"the number of ranks, {ranks} ({_multiples(ranks, model_ranks)} ranks would fit)",
                 ("layout.tensor", "layout.context"),
             )
         ]
@@ -65,20 +64,23 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
                 ("layout.tensor", "layout.context"),
             )
         ]
-    return list(_global_batch(batch.micro_size, data, {
-        "batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from
-    }))
+    return list(
+        _global_batch(
+            batch.micro_size,
+            data,
+            {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from},
+        )
+    )
 
 
 def _global_batch(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[Problem]:
     unit = micro_size * data
     for key, size in sizes.items():
         if size % unit:
-            fitting = _or(nearest(size, range(unit, size + 2 * unit, unit)))
             yield Problem(
                 key,
                 f"must be a multiple of batch.micro_size x data ranks = {micro_size} x {data} = {unit} "
-                f"({fitting} would do)",
+                f"({_multiples(size, unit)} would)",
                 ("batch.micro_size", "layout.data"),
             )
 
@@ -109,7 +111,7 @@ def _model(deck: Deck) -> Iterator[Problem]:
     if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
         yield Problem(
             "model.rope_base",
-            'has no effect on model.family = "gpt2", whose positions are learned (leave it out, or take "llama")',
+            'has no effect on model.family = "gpt2", whose positions are learned (leave it out)',
             ("model.family",),
         )
 

@@ -28,7 +28,9 @@ def fill(tables: Tables, deck_name: str) -> set[str]:
     if preset is not None:
         # A key that follows another one follows the deck's value of it, not the preset's.
         follows = {"key_value_heads": "heads", "mlp": "hidden", "tied": "family"}
-        values = {name: value for name, value in preset.model_keys().items() if follows.get(name) not in model}
+        values = {
+            name: value for name, value in preset.model_keys().items() if follows.get(name) not in model
+        }
         from_preset = {f"model.{name}" for name in values if name not in model}
         tables["model"] = model = {**values, **model}
         if "sequence" not in batch:

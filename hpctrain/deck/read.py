@@ -1,295 +1,211 @@
-"""Reading a deck: TOML with includes and overrides, every problem at once, and its text again."""
+"""From TOML text, included files and `--set` arguments to a validated Deck, and back to text.
+
+Every problem that can be found is found before anything is raised, each with the file and line, or
+the `--set` argument, that it comes from.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
-from hpctrain.deck.check import check_deck
-from hpctrain.deck.defaults import Tables, fill
-from hpctrain.deck.locate import first_repeated, key_lines
-from hpctrain.deck.presets import PRESETS
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.check import check_deck, data_ranks, world_problems
+from hpctrain.deck.defaults import Tables, fill, find_preset
+from hpctrain.deck.gather import Written
+from hpctrain.deck.schema import Deck, extra, fields, sections
 from hpctrain.deck.sources import Place, Sources, toml_value
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-SECTIONS: dict[str, type[BaseModel]] = {
-    name: field.annotation
-    for name, field in Deck.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-}
-KEYS = [f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
+_SHAPE = ("family", "layers", "hidden", "heads")
 
 
-def read_deck(path: str | Path, overrides: Sequence[str] = ()) -> Deck:
-    """The deck in a file, with `key=value` overrides on top.
+def read_deck(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Deck:
+    """Read and validate a deck, with `--set` arguments such as "batch.micro_size=4" on top of it.
 
-    HpctrainError with every problem that was found; InputOutputError if a file cannot be read.
+    With `ranks`, the deck is checked against that number of ranks too. Raises `HpctrainError` with
+    every problem, or `InputOutputError` where all that is wrong is that files cannot be read.
     """
-    reader = _Reader(Path(path).name)
-    reader.file(Path(path), ())
-    return reader.deck(overrides)
+    written = Written(str(path))
+    written.read_file(Path(path), str(path), ())
+    return _deck(written, overrides, ranks)
 
 
-def parse_deck(text: str, overrides: Sequence[str] = (), name: str = "deck.toml") -> Deck:
-    """The deck in a text, which cannot include files; errors as `read_deck`."""
-    reader = _Reader(name)
-    reader.text(text, name, None, ())
-    return reader.deck(overrides)
+def parse_deck(
+    text: str, overrides: Sequence[str] = (), name: str = "deck.toml", ranks: int | None = None
+) -> Deck:
+    """As `read_deck`, from text; `name` stands for the file's name in messages and for included files."""
+    written = Written(name)
+    written.read_text(text, Path(name), name, ())
+    return _deck(written, overrides, ranks)
 
 
-def deck_text(deck: Deck) -> str:
-    """The resolved deck as TOML: every key with its value; what has none is a comment."""
-    lines = []
-    for section, model in SECTIONS.items():
-        lines.append(f"[{section}]")
-        values = getattr(deck, section)
-        for key in model.model_fields:
-            value = getattr(values, key)
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}")
-        lines.append("")
-    return "\n".join(lines)
+def deck_text(deck: Deck, ranks: int | None = None) -> str:
+    """The resolved deck as TOML: every section and key. Parses back to an equal deck.
+
+    Keys without a value are comments that say what stands in for it; with `ranks` (which must fit the
+    deck), layout.data is told as it will be on that many.
+    """
+    lines: list[str] = []
+    for section in sections():
+        lines += ["", f"[{section}]"]
+        for name, field in fields(section).items():
+            value = deck.value(f"{section}.{name}")
+            instead = extra(field, "derived")
+            if ranks is not None and (section, name) == ("layout", "data"):
+                instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
+            lines.append(f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}")
+    return "\n".join(lines[1:]) + "\n"
 
 
-class _Reader:
-    """Collects tables, the places of their keys, and problems."""
+def _deck(written: Written, overrides: Sequence[str], ranks: int | None) -> Deck:
+    """The deck of what was written, or every problem raised as one error."""
+    whole = not written.problems
+    for argument in overrides:
+        written.override(argument)
+    deck = _Validation(written, whole).deck(ranks)
+    written.raise_problems()
+    assert deck is not None
+    return deck
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.tables: Tables = {section: {} for section in SECTIONS}
-        self.places: dict[str, Place] = {}
-        self.problems: list[str] = []
 
-    def file(self, path: Path, including: tuple[Path, ...]) -> None:
-        """Add a file's keys; those of files that include it come on top."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise InputOutputError(f"{path}: no such deck") from None
-        except OSError as error:
-            raise InputOutputError(f"{path}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError:
-            raise HpctrainError(f"{path}: is no text in UTF-8, so it cannot be a deck") from None
-        self.text(text, str(path), path, including)
+class _Validation:
+    """Turns what was written into a Deck and adds the problems it finds.
 
-    def text(self, text: str, name: str, path: Path | None, including: tuple[Path, ...]) -> None:
-        """Add the keys of a text, below which those of the files that it includes lie."""
-        tables = _parse(text, name)
-        lines = key_lines(text)
-        for included in self._includes(
-            tables.pop("include", []), f"{name}:{lines.get(('include',), 1)}", path
-        ):
-            resolved = included.resolve()
-            chain = (*including, *((path.resolve(),) if path else ()))
-            if resolved in chain:
-                self.problems.append(
-                    f"{name}:{lines.get(('include',), 1)}: include = {included}: includes itself"
-                )
-                continue
-            if not included.exists():
-                self.problems.append(
-                    f"{name}:{lines.get(('include',), 1)}: include = {included}: no such file"
-                )
-                continue
-            self.file(included, chain)
-        for section, content in tables.items():
-            where = f"{name}:{lines.get((section,), 1)}"
-            if section not in SECTIONS:
-                self.problems.append(f"{where}: {_unknown_section(section, content)}")
-            elif not isinstance(content, dict):
-                self.problems.append(f"{where}: {section} is a section; write [{section}] and its keys below")
-            else:
-                for key, value in content.items():
-                    place = Place(name, lines.get((section, key)), value=value)
-                    self._set(section, key, value, place)
+    `whole` says whether all files could be read: if not, nothing is said of missing keys.
+    """
 
-    def _includes(self, value: object, where: str, path: Path | None) -> list[Path]:
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.problems.append(
-                f'{where}: include: must be a file\'s name or a list of them, as include = "base.toml"'
-            )
-            return []
-        if names and path is None:
-            self.problems.append(f"{where}: include: only a deck that is a file can include others")
-            return []
-        return [path.parent / name for name in names] if path is not None else []
+    def __init__(self, written: Written, whole: bool) -> None:
+        self.written = written
+        self.places = written.places
+        self.whole = whole
 
-    def override(self, text: str) -> None:
-        """Add one `section.key=value`; the value is TOML, or else plain text."""
-        name, equals, written = text.partition("=")
-        name, written = name.strip(), written.strip()
-        if not equals or not name:
-            self.problems.append(f"--set {text}: must be section.key=value, as run.steps=100")
-            return
-        try:
-            value = tomllib.loads(f"value = {written}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = written
-        section, _, key = name.partition(".")
-        if section not in SECTIONS or not key:
-            self.problems.append(f"--set {text}: {_unknown_key(name)}")
-            return
-        self._set(section, key, value, Place(self.name, override=text, value=value))
-
-    def _set(self, section: str, key: str, value: object, place: Place) -> None:
-        name = f"{section}.{key}"
-        if key not in SECTIONS[section].model_fields:
-            self.problems.append(f"{place.prefix}: {_unknown_key(name)}")
-            return
-        self.tables[section][key] = value
-        self.places[name] = place
-
-    def deck(self, overrides: Sequence[str]) -> Deck:
-        """Apply the overrides, fill defaults, validate; HpctrainError with all problems."""
-        for text in overrides:
-            self.override(text)
-        preset = self.tables["model"].get("preset")
-        filled = set(fill(self.tables, self.name))
-        for name in filled:
-            self.places[name] = Place(self.name, note=f"from the preset {preset}")
-        sources = Sources(self.name, dict(self.places))
-        try:
-            deck = Deck.model_validate(self.tables)
-        except ValidationError as error:
-            unknown_preset = preset is not None and preset not in PRESETS
-            self.problems += [
-                _sentence(details, sources)
-                for details in error.errors()
-                if not (
-                    unknown_preset
-                    and details["type"] == "missing"
-                    and details["loc"][0] in {"model", "batch"}
-                )
-            ]
-            raise HpctrainError(self.problems) from None
-        deck._sources = sources
-        self.problems += check_deck(deck)
-        if self.problems:
-            raise HpctrainError(self.problems)
+    def deck(self, ranks: int | None) -> Deck | None:
+        """The deck, where it is valid; else perhaps one with stand-ins, and at least one problem."""
+        tables, bad = self._known_tables()
+        keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
+        self._idle_preset(keys)
+        deck, wrong = self._validate(tables)
+        self._report(tables, wrong, bad)
+        if deck is None:
+            bad |= set(wrong)
+            deck = self._stand_in(tables, bad)
+            # What follows from a bad key is not to be trusted either.
+            bad |= {
+                f"{section}.{key}"
+                for section in sections()
+                for key, field in fields(section).items()
+                if extra(field, "derived") and f"{section}.{key}" not in keys
+            }
+        if deck is not None and self.whole:
+            found = check_deck(deck)
+            found += [] if ranks is None else [new for new in world_problems(deck, ranks) if new not in found]
+            for problem in found:
+                if not bad & {problem.key, *problem.others}:
+                    told = deck.problem(problem.key, problem.sentence)
+                    self.written.add(deck.sources.place(problem.key), told)
         return deck
 
+    def _known_tables(self) -> tuple[Tables, set[str]]:
+        """The sections and keys that the schema has; and the keys of sections that are none."""
+        tables: Tables = {section: {} for section in sections()}
+        bad: set[str] = set()
+        for section, table in self.written.values.items():
+            place = self.places.get(section, Place(self.written.name))
+            if not isinstance(table, dict):
+                if section in tables:
+                    bad |= {f"{section}.{key}" for key in fields(section)}
+                    told = f"must be a section: [{section}] on a line of its own, with its keys below"
+                else:
+                    told = unknown_key("", section)
+                self.written.add(place, f"{place.prefix}: {section} = {toml_value(table)}: {told}")
+            elif section not in tables:
+                first = next(
+                    (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
+                    place,
+                )
+                shown = place if section in self.places else first
+                named = "" if shown.override else f" [{section}]:"
+                self.written.add(shown, f"{shown.prefix}:{named} {unknown_section(section, list(table))}")
+            else:
+                for key, value in table.items():
+                    if key in fields(section):
+                        tables[section][key] = value
+                    else:
+                        self._add_key(f"{section}.{key}", value, unknown_key(section, key))
+        return tables, bad
 
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        tables: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        repeated = first_repeated(text)
-        if repeated is not None:
-            path, first, second = repeated
-            raise HpctrainError(
-                f"{name}:{second}: {'.'.join(path)} is given twice, first in line {first}"
-            ) from None
-        message = str(error)
-        _, _, rest = message.partition("(at line ")
-        line = rest.split(",")[0]
-        what, _, _ = message.partition(" (at ")
-        where = f"{name}:{line}" if line.isdigit() else name
-        raise HpctrainError(f"{where}: is no TOML: {what[0].lower()}{what[1:]}") from None
-    return tables
+    def _validate(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
+        """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
+        whole = deepcopy(tables)
+        from_preset = fill(whole, self.written.name)
+        places = dict(self.places)
+        chosen = places.get("model.preset")
+        for key in from_preset:
+            assert chosen is not None
+            places[key] = replace(chosen, value=None, note="from the preset")
+        try:
+            return Deck.model_validate(
+                whole, context=Sources(self.written.name, MappingProxyType(places))
+            ), {}
+        except ValidationError as error:
+            return None, {".".join(map(str, fault["loc"][:2])): fault["type"] for fault in error.errors()}
 
+    def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
+        """Say what is wrong with each key, but not what only follows from another problem."""
+        shape = [f"model.{name}" for name in _SHAPE]
+        unknown_preset = "preset" in tables["model"] and find_preset(tables) is None
+        no_model = not any(name in tables["model"] for name in ("preset", *_SHAPE))
+        if no_model and self.whole and "model.family" in wrong and "model.family" not in silent:
+            told = "name a published shape, or give model.family, layers, hidden and heads"
+            self._missing("model", "model.preset", told)
+        for full, kind in wrong.items():
+            section, _, name = full.partition(".")
+            field = fields(section)[name]
+            if kind != "missing":
+                value = tables[section][name]
+                self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
+            elif full in silent or not self.whole or (unknown_preset and extra(field, "derived")):
+                continue
+            elif not extra(field, "derived"):
+                self._missing(section, full, f"{wanted(field)}; {field.description}")
+            elif (full in shape or full == "batch.sequence") and not no_model:
+                self._missing(section, full, f"{wanted(field)}, or give model.preset")
 
-def _unknown_section(section: str, content: object) -> str:
-    close = get_close_matches(section, SECTIONS, 1, 0.5)
-    if not isinstance(content, dict):
-        return f"{section}: keys stand in sections; {_suggestion(section)}"
-    meant = f"did you mean [{close[0]}]?" if close else f"the sections are {', '.join(SECTIONS)}"
-    return f"[{section}]: no such section; {meant}"
+    def _idle_preset(self, keys: set[str]) -> None:
+        """Refuse a preset given by `--set` on a deck that gives all it would fill, as resolved decks do."""
+        place = self.places.get("model.preset")
+        filled = {
+            f"model.{name}"
+            for name in ("key_value_heads", "mlp", "vocabulary", "tied", "norm_epsilon", *_SHAPE)
+        }
+        if place is not None and place.override is not None and filled <= keys:
+            layers = self.places["model.layers"].prefix
+            told = f"has no effect: every key that a preset fills is given ({layers}: model.layers, ...)"
+            self.written.add(place, f"{place.prefix}: {told}")
 
+    def _stand_in(self, tables: Tables, bad: set[str]) -> Deck | None:
+        """A deck with stand-ins for the bad keys, on which the checks of the other keys can run."""
+        tables = {
+            section: {key: value for key, value in table.items() if f"{section}.{key}" not in bad}
+            for section, table in tables.items()
+        }
+        deck, wrong = self._validate(tables)
+        for full in wrong:
+            section, _, name = full.partition(".")
+            kind = plain_type(fields(section)[name])
+            tables[section][name] = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
+        return deck or self._validate(tables)[0]
 
-def _unknown_key(name: str) -> str:
-    section, _, key = name.partition(".")
-    return f"{name}: no such key; {_suggestion(key or section, section)}"
+    def _add_key(self, key: str, value: object, told: str) -> None:
+        sources = Sources(self.written.name, self.places)
+        self.written.add(sources.place(key), sources.sentence(key, value, told))
 
-
-def _suggestion(key: str, section: str = "") -> str:
-    """The nearest key: of the same section, of the same name elsewhere, or of a similar one elsewhere."""
-    own = [name.partition(".")[2] for name in KEYS if name.startswith(f"{section}.")]
-    close = get_close_matches(key, own, 1, 0.6)
-    if close:
-        return f"did you mean {section}.{close[0]}?"
-    everywhere = {name.partition(".")[2]: name for name in KEYS}
-    close = get_close_matches(key, everywhere, 1, 0.6)
-    if close:
-        return f"did you mean {everywhere[close[0]]}?"
-    return "`hpctrain deck --reference` lists all keys"
-
-
-def _sentence(details: ErrorDetails, sources: Sources) -> str:
-    section, *keys = (str(part) for part in details["loc"])
-    name = ".".join([section, *keys[:1]])
-    if details["type"] == "missing":
-        return f"{sources.name}: {name} is missing; {_description(name)}"
-    return sources.sentence(name, details["input"], _wanted(details))
-
-
-def _description(name: str) -> str:
-    section, _, key = name.partition(".")
-    field = SECTIONS[section].model_fields[key]
-    text = (field.description or "").rstrip(".")
-    return f"it is the {text[0].lower()}{text[1:]}"
-
-
-def _wanted(details: ErrorDetails) -> str:
-    """What would be right, in words."""
-    context = details.get("ctx", {})
-    given = f"not {_kind(details['input'])}"
-    bounds = {
-        "greater_than_equal": ("at least", "ge"),
-        "greater_than": ("above", "gt"),
-        "less_than_equal": ("at most", "le"),
-        "less_than": ("below", "lt"),
-    }
-    match details["type"]:
-        case "int_type" | "int_from_float" | "int_parsing":
-            return f"must be a whole number, {given}"
-        case "float_type" | "float_parsing":
-            return f"must be a number, {given}"
-        case "bool_type" | "bool_parsing":
-            return f"must be true or false, {given}"
-        case "string_type":
-            return f"must be a text in quotes, {given}"
-        case "string_too_short":
-            return "must not be empty"
-        case "literal_error":
-            expected = str(context["expected"]).replace("'", '"')
-            names = [part.strip().strip('"') for part in expected.replace(" or ", ", ").split(",")]
-            close = get_close_matches(str(details["input"]), names, 1, 0.6)
-            return f"must be {expected}" + (f'; did you mean "{close[0]}"?' if close else "")
-        case "finite_number":
-            return "must be a finite number"
-        case kind if kind in bounds:
-            word, key = bounds[kind]
-            return f"must be {word} {context[key]}"
-        case _:
-            text = details["msg"].removeprefix("Value error, ")
-            return f"{text[0].lower()}{text[1:]}"
-
-
-def _kind(value: object) -> str:
-    match value:
-        case bool():
-            return "true or false"
-        case int():
-            return "a whole number"
-        case float():
-            return "a fraction"
-        case str():
-            return "a text"
-        case list():
-            return "a list"
-        case dict():
-            return "a table"
-        case _:
-            return type(value).__name__
+    def _missing(self, section: str, key: str, told: str) -> None:
+        place = self.places.get(section, Place(self.written.name))
+        self.written.add(place, f"{place.prefix}: {key} is missing: {told}")

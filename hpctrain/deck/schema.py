@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
@@ -18,6 +19,9 @@ from hpctrain.units import parse_bytes, parse_seconds
 def _from_text(parse: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
+
+_LARGEST = 10_000_000
+"""Of a model's sizes: beyond any model, and small enough to search for divisors."""
 
 Bytes = Annotated[int, _from_text(parse_bytes)]
 """A size; written as a number of bytes or as "25 MB", printed as a number."""
@@ -66,18 +70,26 @@ class Model(Section):
     )
     family: Literal["gpt2", "llama"] = key(
         "gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU, no biases.",
-        derived="from the preset",
+        derived="the preset's, else required",
     )
-    layers: int = key("Transformer layers.", derived="from the preset", ge=1)
-    hidden: int = key("Width of the residual stream.", derived="from the preset", ge=1)
-    heads: int = key("Attention heads; must divide hidden.", derived="from the preset", ge=1)
+    layers: int = key("Transformer layers.", derived="the preset's, else required", ge=1, le=_LARGEST)
+    hidden: int = key(
+        "Width of the residual stream.", derived="the preset's, else required", ge=1, le=_LARGEST
+    )
+    heads: int = key(
+        "Attention heads; must divide hidden.", derived="the preset's, else required", ge=1, le=_LARGEST
+    )
     key_value_heads: int = key(
-        "Heads of keys and values, each shared by heads/key_value_heads query heads.", derived="heads", ge=1
+        "Heads of keys and values, each shared by heads/key_value_heads query heads.",
+        derived="heads",
+        ge=1,
+        le=_LARGEST,
     )
     mlp: int = key(
         "Inner width of the feed-forward part.",
         derived="4 hidden (gpt2), 8/3 hidden up to a multiple of 256 (llama)",
         ge=1,
+        le=_LARGEST,
     )
     vocabulary: int | None = key(
         "Size of the vocabulary, at least that of the token file.",
@@ -125,7 +137,7 @@ class Batch(Section):
 
     global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
     micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
-    sequence: int = key("Length of a sequence.", unit="tokens", derived="from the preset", ge=1)
+    sequence: int = key("Length of a sequence.", unit="tokens", derived="the preset's, else required", ge=1)
     ramp_from: int = key(
         "Batch of the first step, growing to global_size; 0: no ramp.", 0, unit="sequences", ge=0
     )
@@ -235,6 +247,11 @@ class Deck(Section):
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
 
+    def model_post_init(self, context: Any) -> None:
+        """Take the `Sources` that were given as the context of the validation."""
+        if isinstance(context, Sources):
+            self._sources = context
+
     @property
     def sources(self) -> Sources:
         """Where each key was given."""
@@ -249,3 +266,24 @@ class Deck(Section):
         """A problem with a key as the user should read it:
         `deck.toml:14: layout.tensor = 3: must divide model.heads = 8 (1, 2, 4 or 8 would)`."""
         return self.sources.sentence(name, self.value(name), sentence)
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a deck by name, in the order of the schema."""
+    annotations = {name: info.annotation for name, info in Deck.model_fields.items()}
+    return {
+        name: annotation
+        for name, annotation in annotations.items()
+        if isinstance(annotation, type) and issubclass(annotation, Section)
+    }
+
+
+def fields(section: str) -> dict[str, FieldInfo]:
+    """The keys of a section by name, in the order of the schema."""
+    return sections()[section].model_fields
+
+
+def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
+    """The unit of a key, or in words the default that it gets from other keys; "" if it has none."""
+    stored = field.json_schema_extra
+    return str(stored[name]) if isinstance(stored, dict) else ""

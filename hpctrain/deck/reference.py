@@ -1,0 +1,95 @@
+"""The reference of all keys of the deck, as text, generated from the schema."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_origin
+
+from pydantic.fields import FieldInfo
+
+from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.deck.sources import toml_value
+from hpctrain.deck.words import plain_type, wanted
+from hpctrain.units import format_bytes
+
+_WIDTH = 100
+_COLUMNS = (18, 30, 32, 9)
+"""Widths of key, type, default and unit; with margin and gaps they fill the width."""
+
+_HEAD = """
+A deck is a TOML file of the sections and keys below; keys without a default ("required") must be
+given. Sizes may be written as "25 MB" or "24 MiB", times as "10 min". At the top of a deck,
+include = "base.toml" (or a list) takes the keys of other files, relative to this one; its own keys
+win. On the command line, --set section.key=value wins over all files, and --set section.key= puts
+a key back to its default.
+"""
+
+
+def reference_text() -> str:
+    """Every section and key with type, default, unit and help; at most 100 columns wide."""
+    lines = _HEAD.strip().splitlines()
+    for section, model in sections().items():
+        lines += ["", *_wrapped(f"[{section}]  {model.__doc__}", indent=2), ""]
+        lines += _row(("key", "type", "default", "unit"))
+        for name, field in fields(section).items():
+            lines += _row((name, _type(name, field), _default(field), extra(field, "unit")))
+            lines += ["      " + line for line in textwrap.wrap(field.description or "", _WIDTH - 6)]
+    return "\n".join([*lines, "", *_presets()]) + "\n"
+
+
+def _type(name: str, field: FieldInfo) -> str:
+    if name == "preset":
+        return "name of a preset, see below"
+    words = wanted(field)
+    return words if get_origin(plain_type(field)) is Literal else words.removeprefix("a ")
+
+
+def _default(field: FieldInfo) -> str:
+    derived = extra(field, "derived")
+    if derived:
+        return derived
+    if field.is_required():
+        return "required"
+    size = f" ({format_bytes(field.default)})" if extra(field, "unit") == "bytes" else ""
+    return toml_value(field.default) + size
+
+
+def _presets() -> Iterator[str]:
+    yield from _wrapped(
+        "Presets  The keys of [model], and batch.sequence, that model.preset fills.", indent=2
+    )
+    yield ""
+    columns = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
+    rows = [
+        [name, *(str(getattr(preset, key)) for key in (*columns, "sequence"))]
+        for name, preset in PRESETS.items()
+    ]
+    yield from _table([["preset", *columns, "sequence"], *rows])
+    yield ""
+    for source in dict.fromkeys(preset.source for preset in PRESETS.values()):
+        names = [name for name, preset in PRESETS.items() if preset.source == source]
+        yield from _wrapped(f"{', '.join(names)}: {source}.", indent=4)
+
+
+def _row(cells: Sequence[str]) -> Iterator[str]:
+    """One row of the keys' table; long cells go on in the next line."""
+    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(cells, _COLUMNS, strict=True)]
+    for index in range(max(map(len, wrapped))):
+        parts = [cell[index] if index < len(cell) else "" for cell in wrapped]
+        padded = [part.ljust(width) for part, width in zip(parts, _COLUMNS, strict=True)]
+        yield ("  " + "  ".join(padded)).rstrip()
+
+
+def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Rows with every column as wide as its widest cell; the first column to the left, others right."""
+    rows = list(rows)
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield " ".join(["  " + first.ljust(widths[0]), *cells])
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent)

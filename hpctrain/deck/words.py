@@ -1,0 +1,127 @@
+"""What a key may hold, what it holds instead, and which name was meant: in words."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.deck.sources import toml_value
+
+
+def wanted(field: FieldInfo) -> str:
+    """What the key may hold: "a whole number of at least 1", '"gpt2" or "llama"', "text in quotes"."""
+    kind = plain_type(field)
+    if get_origin(kind) is Literal:
+        return either([toml_value(choice) for choice in get_args(kind)])
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text in quotes, not empty"
+    if extra(field, "unit") == "bytes":
+        return 'a size above 0, such as 25000000 or "25 MB"'
+    return ("a whole number" if kind is int else "a number") + _bounds(field)
+
+
+def plain_type(field: FieldInfo) -> Any:
+    """The type of a key, without None."""
+    if get_origin(field.annotation) in {Union, UnionType}:
+        return next(kind for kind in get_args(field.annotation) if kind is not type(None))
+    return field.annotation
+
+
+def given(value: object, field: FieldInfo) -> str:
+    """What was given in place of `wanted`, as the end of a sentence; "" where the value shows it."""
+    kind = plain_type(field)
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        near = get_close_matches(str(value).lower(), choices, n=1)
+        return f" (did you mean {toml_value(near[0])}?)" if near else ""
+    match value:
+        case bool():
+            return f", not {toml_value(value)}"
+        case str() if kind is not str and extra(field, "unit") != "bytes":
+            return f", not text{_without_quotes(value)}"
+        case int() if kind is str:
+            return ", not a number"
+        case float() if kind is str:
+            return ", not a number"
+        case float() if kind is int:
+            return f" (write {int(value)})" if value.is_integer() else ", not a fraction"
+        case list():
+            return ", not a list"
+        case dict():
+            return ", not a section"
+        case str() | int() | float():
+            return ""
+        case _:
+            return ", not a date or time"
+
+
+def unknown_key(section: str, name: str) -> str:
+    """What to say of a key that no section (or not this one) has; `section` "" is the top of the deck."""
+    homes = [other for other in sections() if name in fields(other)]
+    own = get_close_matches(name, fields(section), n=1) if section in sections() else []
+    if homes:
+        meant = [f"{home}.{name}" for home in homes]
+    elif own:
+        meant = [f"{section}.{own[0]}"]
+    else:
+        meant = _near_anywhere(section, name)
+    if meant:
+        return f"unknown key (did you mean {either(meant)}?)"
+    if section in sections():
+        return f"unknown key; [{section}] has {', '.join(fields(section))}"
+    return f"unknown key; keys stand in the sections {', '.join(sections())}"
+
+
+def unknown_section(section: str, names: list[str]) -> str:
+    """What to say of a section that a deck does not have; `names` are the keys that it was given."""
+    near = get_close_matches(section, sections(), n=1)
+    if near:
+        return f"unknown section (did you mean [{near[0]}]?)"
+    homes = [f"{home}.{name}" for name in names for home in sections() if name in fields(home)]
+    if homes:
+        return f"unknown section (did you mean {', '.join(homes)}?)"
+    return f"unknown section; the sections are {', '.join(sections())}"
+
+
+def either(words: list[str]) -> str:
+    """The words as "a, b or c"."""
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _near_anywhere(section: str, name: str) -> list[str]:
+    full = {f"{home}.{known}": known for home in sections() for known in fields(home)}
+    matches = get_close_matches(f"{section}.{name}" if section else name, full, n=1, cutoff=0.8)
+    if matches:
+        return matches
+    known = get_close_matches(name, full.values(), n=1, cutoff=0.75)
+    return [path for path, own in full.items() if own in known]
+
+
+def _without_quotes(value: str) -> str:
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return f" (write {value}, without quotes)"
+
+
+def _bounds(field: FieldInfo) -> str:
+    limits = {
+        name: getattr(mark, name)
+        for mark in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(mark, name)
+    }
+    low = f"{limits['ge']}" if "ge" in limits else ""
+    high = f"{limits['le']}" if "le" in limits else f"below {limits['lt']}" if "lt" in limits else ""
+    if low and high:
+        return f" from {low} to {high}"
+    if low:
+        return f" of at least {low}"
+    return f" above {limits['gt']}" if "gt" in limits else ""
