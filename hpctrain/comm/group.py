@@ -3,8 +3,11 @@
 Tensors are cut and joined along dim 0; `sizes` are rows of dim 0 per rank (uneven, zero allowed; equal
 where not given), the same list on all ranks of the group. A tensor that is changed in place, and every
 `output`, must be contiguous; other inputs are copied if they are not. A group of one rank does nothing:
-what it returns without an `output` is its input itself. All ranks call the same operations in the same
-order; of several started ones, each rank may wait in its own order.
+what it returns without an `output` is its input itself.
+
+All ranks call a group's operations in the same order. Started ones go on while this rank tests or waits
+for any of them, in whatever order, but not while it computes or sits in a blocking call: what one rank
+waits for before a blocking call, the others must wait for before it too.
 """
 
 from __future__ import annotations
@@ -47,8 +50,14 @@ class Work(Generic[Result]):
         """Complete the operation; its result, what the blocking call returns."""
         if self._pending is not None:
             began = perf_counter()
-            self._pending.wait()
-            self._done(began)
+            if self._held is None or len(self._held) == 1:
+                self._pending.wait()
+                self._done()
+            else:  # others may wait for what this rank does next in its other operations
+                while not self._go_on():
+                    for work in list(self._held):
+                        work._go_on()
+            self._count(began)
         return self._result
 
     def test(self) -> bool:
@@ -56,17 +65,21 @@ class Work(Generic[Result]):
         if self._pending is None:
             return True
         began = perf_counter()
-        complete = self._pending.test()
-        if complete:
-            self._done(began)
-        elif self._entry is not None:
-            self._entry.seconds += perf_counter() - began
+        complete = self._go_on()
+        self._count(began)
         return complete
 
-    def _done(self, began: float) -> None:
+    def _go_on(self) -> bool:
+        if self._pending is not None and self._pending.test():
+            self._done()
+        return self._pending is None
+
+    def _done(self) -> None:
         self._pending = None
         if self._held is not None:
             self._held.discard(self)
+
+    def _count(self, began: float) -> None:
         if self._entry is not None:
             self._entry.seconds += perf_counter() - began
 
@@ -76,6 +89,7 @@ class Group:
 
     `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
     travel over `host`, those of a GPU over `accelerator`. `device` is where `empty` makes tensors.
+    `held` are the operations of all groups that are under way on this rank.
     """
 
     def __init__(
@@ -87,6 +101,7 @@ class Group:
         accelerator: Transport,
         device: torch.device,
         ledger: Ledger,
+        held: set[Work[Any]],
     ) -> None:
         self.axes = axes
         self.name = " x ".join(axes)
@@ -98,7 +113,7 @@ class Group:
         self.accelerator = accelerator
         self.device = device
         self.ledger = ledger
-        self._held: set[Work[Any]] = set()
+        self._held = held
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.size})"

@@ -1,9 +1,9 @@
 """The transport over host memory: MPI through mpi4py.
 
 Tensors reach MPI as addresses, without a copy. Half types travel as 16-bit integers, bool and fp8 as
-bytes. Plain MPI reduces where every order gives the same bits: integers, bool, and the sum of two
-ranks in fp32 and fp64; everything else goes through `reduction`, started reductions of floats always,
-since MPI's own non-blocking ones are slower. Blocking calls are MPI's blocking calls.
+bytes. Plain MPI reduces where every order gives the same bits: integers, bool, and small sums of two
+ranks in fp32 and fp64; everything else goes through `reduction`, and so do the sums of short integers,
+which Open MPI lets saturate. Blocking calls are MPI's blocking calls.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ TYPES: Mapping[torch.dtype, MPI.Datatype] = {
 }
 NUMBERS: Mapping[Operation, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 TRUTHS: Mapping[Operation, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI.BAND}
+
+SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 # Up to these bytes MPI's own sum of two ranks is quicker than ours, which has the same bits.
 BLOCKING_SUM_BYTES = 2 * 1024 * 1024
@@ -113,6 +115,8 @@ class MpiTransport(Transport):
         """MPI's own operation, where its result does not depend on the order; sums up to `quick` bytes."""
         dtype = tensor.dtype
         if not dtype.is_floating_point:
+            if operation == "sum" and dtype in SHORT:
+                return None
             return TRUTHS[operation] if dtype == torch.bool else NUMBERS[operation]
         if self.size == 2 and operation == "sum" and tensor.itemsize >= 4 and tensor.nbytes <= quick:
             return MPI.SUM

@@ -6,8 +6,11 @@ waiting for it makes the then current stream wait for the side stream.
 
 NCCL itself reduces integers, bool, and the sums of fp32 and fp64: those sums are in the order of NCCL's
 algorithm, the same in every run of one layout and size. Half types and the maxima of floats (NCCL's
-lose NaN) go through `reduction`. NCCL knows no tags: messages of a pair match in their order, and two
-ranks that send to each other at once must post the matching calls in one order.
+lose NaN) go through `reduction`.
+
+NCCL knows no tags: messages of a pair match in their order. A message occupies its stream until the other
+side takes part, so a started receive is held back and launched together with the next send, or else
+with whatever comes next: ranks that send to each other start their receives first.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ INTEGERS = frozenset(
 class StreamEvent:
     """An operation under way on a side stream."""
 
-    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, event: Any, tensors: Sequence[Tensor | None]) -> None:
         self._event = event
         self._tensors = tensors
 
@@ -47,6 +50,27 @@ class StreamEvent:
     def test(self) -> bool:
         """Whether it is complete."""
         return bool(self._event.query())
+
+
+class HeldReceive:
+    """A started receive, launched at the latest when it is tested or waited for."""
+
+    def __init__(self, transport: NcclTransport, tensor: Tensor, source: int) -> None:
+        self.transport = transport
+        self.tensor = tensor
+        self.source = source
+        self.launched: Pending | None = None
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        self.transport.launch_receives()
+        assert self.launched is not None
+        self.launched.wait()
+
+    def test(self) -> bool:
+        """Whether it is complete."""
+        self.transport.launch_receives()
+        return self.launched is not None and self.launched.test()
 
 
 class NcclTransport(Transport):
@@ -60,7 +84,8 @@ class NcclTransport(Transport):
         self._mpi = communicator
         self._communicator: Any = None
         self._core: Any = None
-        self._side: torch.cuda.Stream | None = None
+        self._side: Any = None
+        self._receives: list[HeldReceive] = []
 
     def _nccl(self) -> Any:
         """The NCCL communicator. At first use collective: rank 0's unique id goes to the others by MPI."""
@@ -76,12 +101,18 @@ class NcclTransport(Transport):
         self, action: Callable[[], None], tensors: Sequence[Tensor | None], blocking: bool
     ) -> Pending | None:
         """Enqueue on the current stream, or on the side stream."""
+        self.launch_receives()
         self._nccl()
         if blocking:
+            if self._side is not None:  # one communicator's operations follow each other
+                torch.cuda.current_stream().wait_stream(self._side)
             action()
             return None
+        return self._start(action, tensors)
+
+    def _start(self, action: Callable[[], None], tensors: Sequence[Tensor | None]) -> StreamEvent:
         if self._side is None:
-            self._side = torch.cuda.Stream()
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             action()
@@ -89,6 +120,26 @@ class NcclTransport(Transport):
             if tensor is not None:
                 tensor.record_stream(self._side)
         return StreamEvent(self._side.record_event(), tensors)
+
+    def launch_receives(self, sent: Tensor | None = None, destination: int = -1) -> Pending | None:
+        """Start the receives that are held back, in one NCCL group, with one send if it is given."""
+        held, self._receives = self._receives, []
+        if not held and sent is None:
+            return None
+        communicator = self._nccl()
+
+        def action() -> None:
+            with self._core.group():
+                for receive in held:
+                    if receive.tensor.numel():
+                        communicator.recv(_bytes(receive.tensor), receive.source, stream=_stream())
+                if sent is not None and sent.numel():
+                    communicator.send(_bytes(sent), destination, stream=_stream())
+
+        launched = self._start(action, [sent, *(receive.tensor for receive in held)])
+        for receive in held:
+            receive.launched = launched
+        return launched
 
     # Reductions
 
@@ -206,8 +257,11 @@ class NcclTransport(Transport):
 
         return self._run(action, [tensor, output], blocking)
 
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:  # noqa: ARG002
-        """See Transport."""
+    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
+        """See Transport. The tag counts for nothing."""
+        del tag
+        if not blocking:
+            return self.launch_receives(tensor, destination)
 
         def action() -> None:
             if tensor.numel():
@@ -215,8 +269,13 @@ class NcclTransport(Transport):
 
         return self._run(action, [tensor], blocking)
 
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:  # noqa: ARG002
-        """See Transport."""
+    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
+        """See Transport. The tag counts for nothing."""
+        del tag
+        if not blocking:
+            receive = HeldReceive(self, tensor, source)
+            self._receives.append(receive)
+            return receive
 
         def action() -> None:
             if tensor.numel():

@@ -30,6 +30,8 @@ FUNCTIONS: Mapping[Operation, Callable[..., Tensor]] = {
     "min": torch.minimum,
 }
 
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 Span = tuple[int, int]  # where elements begin, and how many
 Steps = Generator[Pending | None, None, None]
 
@@ -111,6 +113,9 @@ def _fold_block(parts: Sequence[Tensor], output: Tensor, operation: Operation, o
             total += part.float()
         output.copy_(total)
         return
+    if output.dtype in SIGNED:  # torch adds no unsigned numbers; sums of signed ones have the same bits
+        assert operation == "sum", f"no {operation} of {output.dtype} in place or beyond the message limit"
+        parts, output = [part.view(SIGNED[part.dtype]) for part in parts], output.view(SIGNED[output.dtype])
     function = FUNCTIONS[operation]
     total = parts[0]
     between = output if own < 2 else parts[0]  # memory that no later part needs

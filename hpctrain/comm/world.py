@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
@@ -53,6 +53,7 @@ class World:
         self.ledger = Ledger()
         self.device = torch.device("cpu")
         self._scratch = Scratch()
+        self._held: set[Work[Any]] = set()
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
         self._agreed: HpctrainError | None = None
@@ -120,7 +121,7 @@ class World:
             accelerator = NcclTransport(communicator, self._scratch)
         else:
             accelerator = StagedTransport(host)
-        return Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger)
+        return Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._held)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
