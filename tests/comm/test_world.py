@@ -1,0 +1,113 @@
+"""The World's place, its device, and agreement on errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import pytest
+import torch
+
+from hpctrain.comm.outcome import combine
+from hpctrain.comm.place import check_launcher, choose_device
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError, InputOutputError
+
+
+def fail(here: bool, error: Exception) -> None:
+    if here:
+        raise error
+
+
+@pytest.mark.mpi
+def test_place(world: World) -> None:
+    size = world.communicator.size
+    assert (world.rank, world.size) == (world.communicator.rank, size)
+    assert world.everyone.ranks == tuple(range(size))
+    assert world.everyone.axes == ("world",)
+    names = world.everyone.all_gather_object((world.hostname, world.node, world.local_rank, world.local_size))
+    assert names[world.rank][0] == socket.gethostname()
+    assert world.nodes == len({node for _, node, _, _ in names})
+    assert names[0][1:3] == (0, 0)
+    for _, node, local_rank, local_size in names:
+        neighbours = [other for other in names if other[1] == node]
+        assert local_size == len(neighbours)
+        assert sorted(other[2] for other in neighbours) == list(range(local_size))
+        assert 0 <= local_rank < local_size
+
+
+@pytest.mark.mpi
+def test_agreement_without_an_error(world: World) -> None:
+    with world.agreement():
+        value = world.rank
+    assert value == world.rank
+
+
+@pytest.mark.mpi
+def test_agreement_gives_all_ranks_the_lowest_failing_ranks_error(world: World) -> None:
+    with pytest.raises(HpctrainError) as caught, world.agreement():
+        fail(world.rank == world.size - 1, HpctrainError(["first", "second"]))
+    assert caught.value.problems == ("first", "second")
+    assert caught.value.exit_code == 2
+    assert world.is_agreed(caught.value)
+    assert not world.is_agreed(HpctrainError("first"))
+
+    with pytest.raises(HpctrainError) as caught, world.agreement():
+        raise (InputOutputError if world.rank == 0 else HpctrainError)(["same", f"rank {min(world.rank, 1)}"])
+    assert caught.value.exit_code == 3
+    assert isinstance(caught.value, InputOutputError)
+    assert caught.value.problems == ("same", "rank 0", "rank 1")[: 2 + (world.size > 1)]
+
+
+@pytest.mark.mpi
+def test_agreement_makes_sentences_of_system_errors(world: World) -> None:
+    with pytest.raises(InputOutputError) as caught, world.agreement():
+        fail(world.rank == 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there/step.h5"))
+    assert caught.value.problems == ("there/step.h5: No space left on device",)
+    assert caught.value.exit_code == 3
+
+
+def test_other_errors_pass_through_agreement(world: World) -> None:
+    if world.size == 1:
+        with pytest.raises(ZeroDivisionError), world.agreement():
+            raise ZeroDivisionError
+
+
+def test_too_many_problems_are_cut() -> None:
+    error = combine([(2, [f"problem {number}" for number in range(80)])])
+    assert len(error.problems) == 51
+    assert error.problems[-1] == "and 30 more problems"
+
+
+@pytest.mark.parametrize(
+    ("environment", "size", "good"),
+    [
+        ({}, 1, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, False),
+        ({"PMI_SIZE": "2"}, 1, False),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 1, False),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8, True),
+        # mpirun inside a Slurm job: its daemons are the step's tasks, one a node.
+        ({"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8, True),
+    ],
+)
+def test_silent_singletons_are_refused(environment: dict[str, str], size: int, good: bool) -> None:
+    if good:
+        check_launcher(environment, size)
+    else:
+        count = next(iter(environment.values()))
+        with pytest.raises(HpctrainError, match=f"started {count} processes"):
+            check_launcher(environment, size)
+
+
+def test_devices() -> None:
+    assert choose_device("auto", 3, 0) == torch.device("cpu")
+    assert choose_device("auto", 5, 4) == torch.device("cuda", 1)
+    assert choose_device("cuda", 2, 4) == torch.device("cuda", 2)
+    assert choose_device("cpu", 2, 4) == torch.device("cpu")
+    assert choose_device("cuda:3", 0, 4) == torch.device("cuda", 3)
+    for name, count in (("cuda", 0), ("cuda:4", 4), ("cuda:x", 4), ("gpu", 4), ("cuda:", 0)):
+        with pytest.raises(HpctrainError, match=f'run.device = "{name}"'):
+            choose_device(name, 0, count)
