@@ -53,9 +53,10 @@ install:
 test: install
 	@echo "== serial tests"
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -m "not mpi" $(ARGS)
-	@$(LAUNCHER); for ranks in $(RANKS); do \
+	@$(LAUNCHER); color=no; if [ -t 1 ]; then color=yes; fi; \
+	for ranks in $(RANKS); do \
 	  echo "== MPI tests, $$ranks ranks"; \
-	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --with-mpi -m mpi $(ARGS); \
+	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --color=$$color --with-mpi -m mpi $(ARGS); \
 	done
 
 $(QUICK)-data/tokens.h5: | install

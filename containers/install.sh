@@ -310,7 +310,11 @@ build() {
         mv "$work/$name-$version-"*.whl "$wheels/"
         rm -r "$work"
     fi
-    pip install -qq --force-reinstall --no-deps "$wheels/$name-$version-"*.whl
+    # Installing it anew under processes that use it would hurt them, so only where it is another one.
+    if [ "$(cat "$VENV/hpctrain.$name" 2>/dev/null)" != "$built_with $version" ]; then
+        pip install -qq --force-reinstall --no-deps "$wheels/$name-$version-"*.whl
+        echo "$built_with $version" >"$VENV/hpctrain.$name"
+    fi
 }
 
 build mpi4py MPICC="$mpicc" CC="$mpicc"

@@ -66,10 +66,10 @@ def test_a_failing_rank_ends_the_others_that_wait_for_it(
     assert seconds < 30
 
 
-@pytest.mark.parametrize("status", [3, 0])
-def test_a_dying_rank_ends_the_others(run_ranks: Callable[..., tuple[int, str, float]], status: int) -> None:
+@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_dying_rank_ends_the_others(run_ranks: Callable[..., tuple[int, str, float]], death: str) -> None:
     code, output, seconds = run_ranks(
-        f"def test_die():\n    if ranks.rank == 1: os._exit({status})\n    ranks.Barrier()\n"
+        f"def test_die():\n    if ranks.rank == 1: {death}\n    ranks.Barrier()\n"
     )
     assert code != 0
     assert "passed" not in output

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from hpctrain.comm.launcher import LAUNCHER_SIZES
 from hpctrain.comm.library import MPI
 from hpctrain.errors import HpctrainError
-
-# An outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def check_launcher(environment: Mapping[str, str], size: int) -> None:

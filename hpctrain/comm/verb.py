@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from hpctrain.comm.launcher import started_rank
 from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
-from hpctrain.comm.place import LAUNCHER_RANKS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -41,8 +41,7 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 
 def leave_unstarted(error: HpctrainError) -> NoReturn:
     """Leave with an error that came before there was a World: one rank prints it."""
-    places = [os.environ[name] for name in LAUNCHER_RANKS if name in os.environ]
-    if not places or places[0] == "0":
+    if started_rank(os.environ) == 0:
         print_problems(error.problems)
     if MPI.Is_initialized():
         MPI.Finalize()
