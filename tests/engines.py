@@ -1,13 +1,110 @@
-"""Engines for tests: small models on any layout, their data and their gradients as global tensors."""
+"""Engines for tests: decks of small models on any layout, on random tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.train.build import Engine, build_engine, make_mesh
+from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.verify import on_one_rank
+
+DECK = """
+[run]
+steps = 20
+[model]
+family = "gpt2"
+layers = 2
+hidden = 32
+heads = 8
+vocabulary = 61
+initial_std = 0.1
+[data]
+tokens = "none"
+[batch]
+global_size = 16
+micro_size = 2
+sequence = 32
+[learning_rate]
+peak = 1e-2
+warmup = 2
+[communication]
+bucket_bytes = 20000
+"""
+
+LLAMA = ("model.family=llama", "model.key_value_heads=2", "model.mlp=48")
+
+
+def small_deck(*overrides: str) -> Deck:
+    """The deck above with changes."""
+    return parse_deck(DECK, overrides)
 
 
 def alone(world: World) -> LayerGroups:
     """The groups of a layout of one rank."""
     mesh = Mesh(world.alone(), {})
     return LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+
+
+@dataclass
+class Trainer:
+    """A deck's engine and step on random tokens, of which a share that varies by sequence is masked."""
+
+    deck: Deck
+    engine: Engine
+    step: Step
+    state: TrainState
+
+    def train(self, steps: int) -> list[StepResult]:
+        """Further steps at the deck's batch."""
+        return [self.step(self.state, self.deck.batch.global_size) for _ in range(steps)]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's piece of every gradient, by name."""
+        return {
+            segment.parameter.shard.name: segment.view(bucket.gradients)
+            for bucket in self.engine.buckets
+            for segment in bucket.segments
+        }
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's piece of every parameter, by name."""
+        return {
+            segment.parameter.shard.name: segment.view(bucket.values)
+            for bucket in self.engine.buckets
+            for segment in bucket.segments
+        }
+
+
+def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
+    """A trainer of the deck on all ranks of the world."""
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
+    step = Step(engine, Batches(source, 1), deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
+    return Trainer(deck, engine, step, TrainState())
+
+
+def reference(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
+    """The same deck on one rank; every rank that calls this computes it by itself."""
+    return trainer(world.alone(), on_one_rank(deck), masked)
+
+
+def shared_losses(world: World, values: Sequence[float]) -> list[float]:
+    """Rank 0's values on all ranks."""
+    shared: list[float] = world.everyone.broadcast_object(list(values))
+    return shared
+
+
+def one_thread() -> None:
+    """Sums must not depend on the machine's cores."""
+    torch.set_num_threads(1)

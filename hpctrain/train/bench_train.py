@@ -176,14 +176,14 @@ def _mean(world: World, value: float) -> float:
 
 def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> None:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
         f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
         f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
     )
     table = Table("variant", box=None)
-    for title in ("tokens/s", "lowest", "highest", "mfu", f"of {figures[0].name}"):
+    for title in ("tokens/s", "lowest", "highest", "mfu", "ratio"):
         table.add_column(title, justify="right")
     for row in figures:
         ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
@@ -193,9 +193,10 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
             format_count(min(row.tokens_per_s)),
             format_count(max(row.tokens_per_s)),
             f"{row.mfu:.1%}",
-            "" if row is figures[0] else f"{figures[0].name} reaches {median(ratios):.1%} of it",
+            f"{median(ratios):.1%}",
         )
     console.print(table)
+    console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
     phases = Table("ms a step", box=None)
     for phase in PHASES:
         phases.add_column(phase, justify="right")

@@ -28,6 +28,9 @@ TOLERANCE = 1e-5
 
 _HEAD_SIZE, _LAYERS, _MICRO_BATCHES, _MICRO_SIZE = 8, 2, 2, 2
 
+_SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
+"""Axes over which a sum may be missing or doubled, the likeliest first."""
+
 
 class LayoutError(HpctrainError):
     """The layout does not compute what one rank computes."""
@@ -88,10 +91,10 @@ def tiny_engine(deck: Deck, world: World, mesh: Mesh) -> tuple[Engine, Step]:
 
 
 def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
-    """Differences of initial parameters, loss, norm and gradients of a miniature deck's first step.
+    """Differences of initial parameters, loss, gradients and norm of a miniature deck's first step.
 
-    Collective; the same list on all ranks, in the order of the computation: parameters, the loss, the
-    norm, then gradients from the last layer to the first.
+    Collective; the same list on all ranks, in the order of the computation: parameters, the loss,
+    gradients from the last layer to the first, their norm.
     """
     batch = _MICRO_BATCHES * _MICRO_SIZE * mesh.size("data")
     reference: dict[str, Tensor] = {}
@@ -135,15 +138,16 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
 
 
 def _on_one_rank(deck: Deck, world: World, batch: int) -> dict[str, Tensor]:
-    """The reference, by name: parameters, loss, norm, gradients."""
+    """The reference, by name: parameters, loss, gradients, their norm."""
     alone = world.alone()
     engine, step = tiny_engine(on_one_rank(deck), alone, Mesh(alone, {}))
     found = {f"parameter {name}": piece.clone() for name, _, piece in _pieces(engine, gradients=False)}
     result: StepResult = step(TrainState(), batch)
     found["loss"] = torch.tensor(result.loss, dtype=torch.float64)
-    found["gradient norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
     gradients = {f"gradient of {name}": piece for name, _, piece in _pieces(engine, gradients=True)}
-    return found | dict(reversed(gradients.items()))
+    found |= dict(reversed(gradients.items()))
+    found["gradient norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
+    return found
 
 
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[str, Shard, Tensor]]:
@@ -186,12 +190,13 @@ def _difference(
     if error <= TOLERANCE:
         return Difference(name, error, "")
     what = "" if shard is None else f"split over {', '.join(sorted(shard.split)) or 'no axis'}; "
-    for axis in ("tensor", "context", "data"):
-        size = mesh.size(axis)
-        if size == 1:
+    for axes in _SUMS:
+        group = mesh.group(*axes)
+        if group.size == 1:
             continue
-        if worst(mesh.group(axis).all_reduce(mine.clone())) <= 10 * TOLERANCE:
-            return Difference(name, error, f"{what}a sum over the {axis} axis ({size} ranks) is likely missing")
-        if worst(mine / size) <= 10 * TOLERANCE:
-            return Difference(name, error, f"{what}a sum over the {axis} axis ({size} ranks) is likely doubled")
+        over = f"the {group.name} axis ({group.size} ranks)"
+        if worst(group.all_reduce(mine.clone())) <= 10 * TOLERANCE:
+            return Difference(name, error, f"{what}a sum over {over} is likely missing")
+        if worst(mine / group.size) <= 10 * TOLERANCE:
+            return Difference(name, error, f"{what}a sum over {over} is likely doubled")
     return Difference(name, error, f"{what}no single missing or doubled sum explains it")

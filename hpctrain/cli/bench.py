@@ -1,0 +1,72 @@
+"""`hpctrain bench`: measure, beside others that do the same job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from hpctrain.comm.world import World
+
+
+@click.group(name="bench")
+def command() -> None:
+    """Measure how fast things are."""
+
+
+@command.command()
+@click.option("--min-bytes", default="1 KiB", show_default=True, help="Smallest full tensor.")
+@click.option("--max-bytes", default="256 MiB", show_default=True, help="Largest full tensor.")
+@click.option(
+    "--operations", default="all", show_default=True, help="Comma-separated, e.g. all_reduce,reduce."
+)
+@click.option("--gloo", is_flag=True, help="Also time torch's gloo.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
+    """Time every primitive beside plain mpi4py on numpy arrays, under mpirun or srun."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.report.bench_collectives import bench, print_rows, write_rows
+
+    def verb(world: World) -> None:
+        rows = bench(world, operations, min_bytes, max_bytes, gloo)
+        with world.agreement():
+            if world.rank == 0:
+                print_rows(rows, world.size)
+                if path is not None:
+                    write_rows(rows, world.size, path)
+
+    run_verb(verb, "cpu")
+
+
+@command.command()
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2.")
+@click.option("--steps", default=5, show_default=True, help="Steps of a variant in each round.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds in which all variants take turns.")
+@click.option("--no-sync", is_flag=True, help="Also ranks that never communicate, each on its share.")
+@click.option("--data-parallel", is_flag=True, help="Also the same global batch over data ranks only.")
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(["torch-tensor", "torch-sequence"]),
+    help="Also torch's own tensor (and sequence) parallelism over gloo.",
+)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+def train(
+    deck: Path,
+    overrides: tuple[str, ...],
+    steps: int,
+    rounds: int,
+    no_sync: bool,
+    data_parallel: bool,
+    against: tuple[str, ...],
+    path: Path | None,
+) -> None:
+    """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.bench_train import Comparison, bench_train
+
+    wish = Comparison(steps, rounds, no_sync, data_parallel, against)
+    run_verb(lambda world: bench_train(world, deck, overrides, wish, path))

@@ -1,0 +1,251 @@
+"""Every layout trains the same model: compared with one rank, and with single reductions taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import hpctrain.train.verify as verify
+from hpctrain.comm.group import Group, Work
+from hpctrain.comm.world import World
+from hpctrain.deck.check import check_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.parallel.linear import RowLinear
+from hpctrain.train.build import make_mesh
+from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
+from tests.engines import LLAMA, reference, shared_losses, small_deck, trainer
+
+FAMILIES = {"gpt2": (), "llama": LLAMA}
+AXES = [(tensor, context) for tensor in (1, 2, 4, 8) for context in (1, 2, 4, 8)]
+
+
+def layouts(ranks: int) -> list[tuple[str, ...]]:
+    """All layouts of so many ranks: tensor, context, sequence parallel, context form; data fills the rest."""
+    found = []
+    for tensor, context in AXES:
+        if ranks % (tensor * context):
+            continue
+        for local in (False, True) if tensor > 1 else (False,):
+            found += [
+                (
+                    f"layout.tensor={tensor}",
+                    f"layout.context={context}",
+                    f"layout.sequence_parallel={str(local).lower()}",
+                    f"layout.context_form={form}",
+                )
+                for form in (("ring", "all_to_all") if context > 1 else ("ring",))
+            ]
+    return found
+
+
+def deck_of(*overrides: str) -> Deck | None:
+    """The deck, or None where the layout does not fit its heads."""
+    try:
+        return small_deck(*overrides)
+    except verify.HpctrainError:
+        return None
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropout", ["0.0", "0.1"])
+def test_first_step_of_every_layout_is_that_of_one_rank(world: World, family: str, dropout: str) -> None:
+    tried = 0
+    for layout in layouts(world.size):
+        deck = deck_of(*FAMILIES[family], *layout, f"model.dropout={dropout}")
+        if deck is None:
+            continue
+        differences = compare(miniature(deck), world, make_mesh(deck, world))
+        tried += 1
+        for difference in differences:
+            bound = 0.0 if difference.name.startswith("parameter") else 1e-5
+            assert difference.error <= bound, (layout, difference)
+    assert tried >= 3
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_curves_of_20_steps_agree(world: World, family: str) -> None:
+    deck = small_deck(*FAMILIES[family], "model.dropout=0.1")
+    losses = [step.loss for step in reference(world, deck).train(20)] if world.rank == 0 else []
+    expected = shared_losses(world, losses)
+    chosen = [layout for layout in layouts(world.size) if deck_of(*FAMILIES[family], *layout)]
+    for layout in chosen[:: max(1, len(chosen) // 4)]:
+        measured = trainer(world, small_deck(*FAMILIES[family], "model.dropout=0.1", *layout)).train(20)
+        assert [step.loss for step in measured] == pytest.approx(expected, rel=1e-4), layout
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_half_precision_within_what_the_format_explains(world: World, compute: str) -> None:
+    """Losses differ from fp32's by the format's rounding, of which a handful of sums are made."""
+    epsilon = {"bf16": 2.0**-8, "fp16": 2.0**-11}[compute]
+    exact = reference(world, small_deck()).train(5)
+    for layout in layouts(world.size):
+        deck = deck_of(*layout, f"precision.compute={compute}")
+        if deck is not None:
+            half = trainer(world, deck).train(5)
+            assert [s.loss for s in half] == pytest.approx([s.loss for s in exact], rel=2 * epsilon), layout
+            assert half[0].grad_norm == pytest.approx(exact[0].grad_norm, rel=8 * epsilon), layout
+
+
+# What a missing reduction would look like: each mutation takes one away.
+
+
+@contextmanager
+def skipped(monkeypatch: pytest.MonkeyPatch, operation: str, axes: tuple[str, ...]) -> Iterator[None]:
+    """Groups over `axes` leave out a reduction: each rank keeps its own part."""
+    with monkeypatch.context() as patch:
+        if operation == "all_reduce":
+            blocking, starting = Group.all_reduce, Group.start_all_reduce
+
+            def all_reduce(self: Group, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+                return tensor if self.axes == axes else blocking(self, tensor, *rest)
+
+            def start_all_reduce(self: Group, tensor: torch.Tensor, *rest: Any) -> Work[torch.Tensor]:
+                return Work(tensor) if self.axes == axes else starting(self, tensor, *rest)
+
+            patch.setattr(Group, "all_reduce", all_reduce)
+            patch.setattr(Group, "start_all_reduce", start_all_reduce)
+        else:
+            blocking_scatter, starting_scatter = Group.reduce_scatter, Group.start_reduce_scatter
+
+            def own(self: Group, tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.chunk(self.size)[self.rank].clone()
+
+            def reduce_scatter(self: Group, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+                return own(self, tensor) if self.axes == axes else blocking_scatter(self, tensor, *rest)
+
+            def start_reduce_scatter(self: Group, tensor: torch.Tensor, *rest: Any) -> Work[torch.Tensor]:
+                if self.axes == axes:
+                    return Work(own(self, tensor))
+                return starting_scatter(self, tensor, *rest)
+
+            patch.setattr(Group, "reduce_scatter", reduce_scatter)
+            patch.setattr(Group, "start_reduce_scatter", start_reduce_scatter)
+        yield
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("operation", "axes", "layout"),
+    [
+        ("all_reduce", ("tensor",), ("layout.tensor=2",)),
+        ("reduce_scatter", ("tensor",), ("layout.tensor=2", "layout.sequence_parallel=true")),
+        ("all_reduce", ("tensor",), ("layout.tensor=2", "layout.sequence_parallel=true")),
+        ("all_reduce", ("data", "context"), ("layout.context=2",)),
+        ("all_reduce", ("data", "context"), ()),
+    ],
+    ids=["tensor", "sequence parallel", "norms under sequence parallel", "context", "data"],
+)
+def test_a_missing_reduction_is_noticed(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    axes: tuple[str, ...],
+    layout: tuple[str, ...],
+) -> None:
+    deck = small_deck(*layout)
+    mesh = make_mesh(deck, world)
+    assert "as on one rank" in verify_layout(deck, world, mesh)
+    with skipped(monkeypatch, operation, axes), pytest.raises(LayoutError) as caught:
+        verify_layout(deck, world, mesh)
+    assert "differs from the one-rank run" in str(caught.value)
+    if axes == ("data", "context"):
+        axis = ("context" if world.size == 2 else "data x context") if layout else "data"
+        assert f"a sum over the {axis} axis" in str(caught.value)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_shared_key_value_heads_need_their_sum(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    deck = small_deck(*LLAMA, "layout.tensor=4")
+    mesh = make_mesh(deck, world)
+    verify_layout(deck, world, mesh)
+    monkeypatch.setattr("hpctrain.sharding.synchronize._partial_runs", lambda *_: [])
+    with pytest.raises(LayoutError, match=r"attention\.(key|value)"):
+        verify_layout(deck, world, mesh)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_norms_under_sequence_parallelism_need_their_sum(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck = small_deck("layout.tensor=2", "layout.sequence_parallel=true")
+    mesh = make_mesh(deck, world)
+    monkeypatch.setattr("hpctrain.sharding.synchronize._partial_runs", lambda *_: [])
+    with pytest.raises(
+        LayoutError, match=r"final_norm.*a sum over the tensor axis \(2 ranks\) is likely missing"
+    ):
+        verify_layout(deck, world, mesh)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_doubled_row_bias_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias of a row layer is added once, after the sum; its gradient is not summed over the axis."""
+    deck = small_deck("layout.tensor=2")
+    mesh = make_mesh(deck, world)
+    add = RowLinear._add_bias_gradients
+
+    def each_rank(self: RowLinear, output_gradient: torch.Tensor) -> None:
+        add(self, output_gradient * self.groups.tensor.size)
+
+    monkeypatch.setattr(RowLinear, "_add_bias_gradients", each_rank)
+    expected = r"feed_forward\.down\.bias differs.*a sum over the tensor axis \(2 ranks\) is likely doubled"
+    with pytest.raises(LayoutError, match=expected):
+        verify_layout(deck, world, mesh)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "layout", [("layout.tensor=2",), ("layout.context=2",), ()], ids=["tensor", "context", "data"]
+)
+def test_norm_counts_every_element_once(world: World, layout: tuple[str, ...]) -> None:
+    deck = small_deck(*layout, "layout.sequence_parallel=false")
+    run, single = trainer(world, deck), reference(world, deck)
+    measured, expected = run.train(1)[0], single.train(1)[0]
+    assert measured.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    whole = torch.cat([g.flatten() for g in single.gradients().values()]).double().norm().item()
+    clipped = min(1.0, deck.optimizer.clip / (expected.grad_norm + 1e-6))
+    assert expected.grad_norm * clipped == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_padding_of_the_vocabulary_is_never_predicted(world: World) -> None:
+    deck = small_deck("layout.tensor=2", "model.tied=false")
+    run = trainer(world, deck)
+    run.train(3)
+    logits = run.engine.model.logits(torch.zeros(1, 4, dtype=torch.int64))
+    assert logits.shape == (1, 4, 61)
+    for name in ("embedding.tokens.weight", "head.weight"):
+        rows = run.parameters()[name]
+        assert rows.shape[0] == 31
+        if run.engine.mesh.coordinate("tensor") == 1:
+            assert (rows[30] == 0).all()
+            assert (rows[:30] != 0).any()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_tied_embeddings_stay_tied(world: World) -> None:
+    run = trainer(world, small_deck("layout.tensor=2"))
+    run.train(2)
+    model = run.engine.model
+    assert model.loss_head.weight[0] is model.embedding.table
+    assert "head.weight" not in run.parameters()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_stay_equal_bit_for_bit(world: World) -> None:
+    run = trainer(world, small_deck("model.dropout=0.1"))
+    run.train(5)
+    for bucket in run.engine.buckets:
+        gathered = run.engine.mesh.group("data").all_gather(bucket.values.unsqueeze(0))
+        assert (gathered == gathered[0]).all()
+
+
+def test_the_decks_of_this_file_are_sound() -> None:
+    assert check_deck(small_deck()) == []
