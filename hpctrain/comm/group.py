@@ -191,10 +191,10 @@ class Group:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous()
-        rows = self._shares(tensor) if sizes is None else sizes
-        counts = _elements(tensor, rows)
-        assert sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
-        output = self._output(output, tensor, rows[self.rank])
+        rows = self._share(tensor) if sizes is None else sizes[self.rank]
+        counts = _elements(tensor, sizes)
+        assert counts is None or sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        output = _output(output, tensor, rows)
         pending = self._transport(tensor).reduce_scatter(tensor, output, counts, operation, blocking)
         return self._enter("reduce_scatter", tensor.nbytes, began, pending, output)
 
@@ -235,10 +235,10 @@ class Group:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous()
-        rows = [tensor.shape[0]] * self.size if sizes is None else sizes
-        counts = _elements(tensor, rows)
-        assert counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
-        output = self._output(output, tensor, sum(rows))
+        counts = _elements(tensor, sizes)
+        assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
+        output = _output(output, tensor, rows)
         pending = self._transport(tensor).all_gather(tensor, output, counts, blocking)
         return self._enter("all_gather", output.nbytes, began, pending, output)
 
@@ -269,12 +269,12 @@ class Group:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous()
-        rows = [tensor.shape[0]] * self.size if sizes is None else sizes
-        counts = _elements(tensor, rows)
-        assert counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
-        output = self._output(output, tensor, sum(rows)) if self.rank == root else None
+        counts = _elements(tensor, sizes)
+        assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
+        output = _output(output, tensor, rows) if self.rank == root else None
         pending = self._transport(tensor).gather(tensor, output, counts, root, blocking)
-        return self._enter("gather", sum(counts) * tensor.itemsize, began, pending, output)
+        return self._enter("gather", self._total(tensor, counts), began, pending, output)
 
     def scatter(
         self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
@@ -298,12 +298,12 @@ class Group:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous() if tensor is not None and self.rank == root else None
-        rows = [output.shape[0]] * self.size if sizes is None else sizes
-        counts = _elements(output, rows)
-        assert counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
-        assert tensor is None or (tensor.numel() == sum(counts) and tensor.dtype == output.dtype), self
+        counts = _elements(output, sizes)
+        assert counts is None or counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
+        total = self._total(output, counts)
+        assert tensor is None or (tensor.nbytes == total and tensor.dtype == output.dtype), self
         pending = self._transport(output).scatter(tensor, output, counts, root, blocking)
-        return self._enter("scatter", sum(counts) * output.itemsize, began, pending, output)
+        return self._enter("scatter", total, began, pending, output)
 
     def all_to_all(
         self,
@@ -341,12 +341,10 @@ class Group:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous()
-        sends = self._shares(tensor) if send_sizes is None else send_sizes
-        receives = sends if receive_sizes is None else receive_sizes
-        send_counts = _elements(tensor, sends)
-        receive_counts = send_counts if receives is sends else _elements(tensor, receives)
-        assert sum(send_counts) == tensor.numel(), (self, tuple(tensor.shape), send_sizes)
-        output = self._output(output, tensor, sum(receives))
+        send_counts, receive_counts = _elements(tensor, send_sizes), _elements(tensor, receive_sizes)
+        assert send_counts is None or sum(send_counts) == tensor.numel(), (self, tensor.shape, send_sizes)
+        rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
+        output = _output(output, tensor, rows)
         transport = self._transport(tensor)
         pending = transport.all_to_all(tensor, output, send_counts, receive_counts, blocking)
         return self._enter("all_to_all", tensor.nbytes, began, pending, output)
@@ -415,21 +413,31 @@ class Group:
         entry = self.ledger.enter(self.name, operation, bytes_moved, perf_counter() - began)
         return Work(result, pending, entry, self._held)
 
-    def _shares(self, tensor: Tensor) -> list[int]:
+    def _share(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)
         assert rest == 0, f"{self}: {tensor.shape[0]} rows do not divide; give sizes"
-        return [rows] * self.size
+        return rows
 
-    def _output(self, output: Tensor | None, like: Tensor, rows: int) -> Tensor:
-        shape = (rows, *like.shape[1:])
-        if output is None:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
-        assert output.is_contiguous(), self
-        assert output.shape == shape and output.dtype == like.dtype, (self, tuple(output.shape), shape)
-        return output
+    def _total(self, part: Tensor, counts: Sequence[int] | None) -> int:
+        """Bytes of all ranks' parts."""
+        return part.nbytes * self.size if counts is None else sum(counts) * part.itemsize
 
 
-def _elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
+def _output(output: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    """A tensor of so many rows like those of `like`: the given one, if it has as many elements."""
+    if output is None:
+        return torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+    assert output.is_contiguous(), output.stride()
+    assert output.dtype == like.dtype, (output.dtype, like.dtype)
+    held = like.shape[0]
+    assert not held or output.numel() * held == rows * like.numel(), (output.shape, rows, like.shape)
+    return output
+
+
+def _elements(tensor: Tensor, rows: Sequence[int] | None) -> list[int] | None:
+    """Elements per rank of so many rows; None, equal on all ranks, stays None."""
+    if rows is None:
+        return None
     row = prod(tensor.shape[1:])
     return [count * row for count in rows]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """The sum over all calls of one operation, on one axis, in one phase.
 

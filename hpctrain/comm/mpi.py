@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hpctrain.comm import reduction
 from hpctrain.comm.library import MPI
-from hpctrain.comm.reduction import Scratch, Span
-from hpctrain.comm.transport import Operation, Pending, Transport, drive, equal, starts
+from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.transport import Operation, Pending, Span, Transport, drive, spans_of, starts
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
@@ -43,7 +43,7 @@ SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 # Up to these bytes MPI's own sum of two ranks is quicker than ours, which has the same bits.
 BLOCKING_SUM_BYTES = 2 * 1024 * 1024
 STARTED_SUM_BYTES = 512 * 1024
-SCATTERED_SUM_BYTES = 128 * 1024
+SCATTERED_SUM_BYTES = 64 * 1024
 
 MESSAGE_LIMIT = 2**31 - 1
 USER_TAGS = 2**14  # tags below are the callers', those from here to 2**15 - 1 the transport's own
@@ -80,6 +80,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
+def even(tensor: Tensor, size: int) -> Buffer:
+    """All of a contiguous tensor, as equal pieces: mpi4py wants the elements of one."""
+    return address(tensor.data_ptr(), tensor.nbytes), tensor.numel() // size, TYPES[tensor.dtype]
+
+
 def pieces(
     tensor: Tensor, counts: Sequence[int]
 ) -> tuple[MPI.buffer, tuple[Sequence[int], list[int]], MPI.Datatype]:
@@ -97,6 +102,11 @@ class MpiTransport(Transport):
         self.size = communicator.size
         self.limit = limit
         self._operations = 0
+
+    def _all(self, tensor: Tensor) -> list[Buffer]:
+        """A whole tensor as messages within the limit."""
+        count = tensor.numel()
+        return [whole(tensor)] if count <= self.limit else self._parts(tensor, 0, count)
 
     def _parts(self, tensor: Tensor, offset: int, count: int) -> list[Buffer]:
         """A span of a tensor as messages within the limit."""
@@ -127,7 +137,7 @@ class MpiTransport(Transport):
         plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
-        parts = [whole(tensor)] if tensor.numel() <= self.limit else self._parts(tensor, 0, tensor.numel())
+        parts = self._all(tensor)
         if blocking:
             for part in parts:
                 self.communicator.Allreduce(MPI.IN_PLACE, part, plain)
@@ -136,12 +146,12 @@ class MpiTransport(Transport):
 
     def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
         """See Transport."""
-        plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
+        plain = self._plain(tensor, operation, tensor.nbytes if blocking else STARTED_SUM_BYTES)
         if plain is None:
             steps = reduction.reduce(self, flat(tensor), root, operation, blocking)
             return drive(steps, blocking)
         requests = []
-        for part in self._parts(tensor, 0, tensor.numel()):
+        for part in self._all(tensor):
             source, target = (MPI.IN_PLACE, part) if self.rank == root else (part, None)
             if blocking:
                 self.communicator.Reduce(source, target, plain, root)
@@ -150,25 +160,36 @@ class MpiTransport(Transport):
         return None if blocking else Requests(requests, tensor)
 
     def reduce_scatter(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        counts: Sequence[int] | None,
+        operation: Operation,
+        blocking: bool,
     ) -> Pending | None:
         """See Transport."""
         plain = self._plain(tensor, operation, SCATTERED_SUM_BYTES)
-        if plain is not None and tensor.numel() <= self.limit and not _overlap(output, tensor):
-            source, target = whole(tensor), whole(output)
+        if plain is None or tensor.numel() > self.limit or _overlap(output, tensor):
+            steps = reduction.reduce_scatter(self, flat(tensor), flat(output), counts, operation, blocking)
+            return drive(steps, blocking)
+        comm, target = self.communicator, whole(output)
+        if counts is None:
+            source = even(tensor, self.size)
             if blocking:
-                self.communicator.Reduce_scatter(source, target, counts, plain)
+                comm.Reduce_scatter_block(source, target, plain)
                 return None
-            request = self.communicator.Ireduce_scatter(source, target, counts, plain)
-            return Requests([request], tensor, output)
-        steps = reduction.reduce_scatter(self, flat(tensor), flat(output), counts, operation, blocking)
-        return drive(steps, blocking)
+            return Requests([comm.Ireduce_scatter_block(source, target, plain)], tensor, output)
+        source = whole(tensor)
+        if blocking:
+            comm.Reduce_scatter(source, target, counts, plain)
+            return None
+        return Requests([comm.Ireduce_scatter(source, target, counts, plain)], tensor, output)
 
     # Movement
 
     def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
         """See Transport."""
-        parts = [whole(tensor)] if tensor.numel() <= self.limit else self._parts(tensor, 0, tensor.numel())
+        parts = self._all(tensor)
         if blocking:
             for part in parts:
                 self.communicator.Bcast(part, root)
@@ -176,85 +197,97 @@ class MpiTransport(Transport):
         return Requests([self.communicator.Ibcast(part, root) for part in parts], tensor)
 
     def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], blocking: bool
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
     ) -> Pending | None:
         """See Transport."""
+        comm = self.communicator
         if output.numel() > self.limit:
-            sends = [(0, tensor.numel())] * self.size
-            return self._exchange(tensor, sends, output, _spans(counts), self.next_tag(), blocking)
+            sends, receives = [(0, tensor.numel())] * self.size, spans_of(counts, output, self.size)
+            return self._exchange(tensor, sends, output, receives, blocking)
         source = MPI.IN_PLACE if _overlap(tensor, output) else whole(tensor)
-        if equal(counts):
-            # With an explicit count mpi4py wants the elements of one rank.
-            target = (address(output.data_ptr(), output.nbytes), counts[0], TYPES[output.dtype])
+        if counts is None:
+            target = even(output, self.size)
             if blocking:
-                self.communicator.Allgather(source, target)
+                comm.Allgather(source, target)
                 return None
-            return Requests([self.communicator.Iallgather(source, target)], tensor, output)
+            return Requests([comm.Iallgather(source, target)], tensor, output)
         varied = pieces(output, counts)
         if blocking:
-            self.communicator.Allgatherv(source, varied)
+            comm.Allgatherv(source, varied)
             return None
-        return Requests([self.communicator.Iallgatherv(source, varied)], tensor, output)
+        return Requests([comm.Iallgatherv(source, varied)], tensor, output)
 
     def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
-        if sum(counts) > self.limit:
+        comm = self.communicator
+        if self._beyond(tensor, counts):
             sends = _only(root, (0, tensor.numel()), self.size)
-            receives = _spans(counts) if output is not None else _none(self.size)
-            target = tensor if output is None else output
-            return self._exchange(tensor, sends, target, receives, self.next_tag(), blocking)
+            receives = _none(self.size) if output is None else spans_of(counts, output, self.size)
+            return self._exchange(tensor, sends, tensor if output is None else output, receives, blocking)
         source = MPI.IN_PLACE if output is not None and _overlap(tensor, output) else whole(tensor)
-        target_pieces = None if output is None else pieces(output, counts)
+        if counts is None:
+            target = None if output is None else even(output, self.size)
+            if blocking:
+                comm.Gather(source, target, root)
+                return None
+            return Requests([comm.Igather(source, target, root)], tensor, output)
+        varied = None if output is None else pieces(output, counts)
         if blocking:
-            self.communicator.Gatherv(source, target_pieces, root)
+            comm.Gatherv(source, varied, root)
             return None
-        return Requests([self.communicator.Igatherv(source, target_pieces, root)], tensor, output)
+        return Requests([comm.Igatherv(source, varied, root)], tensor, output)
 
     def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
-        if sum(counts) > self.limit:
+        comm = self.communicator
+        if self._beyond(output, counts):
             receives = _only(root, (0, output.numel()), self.size)
-            sends = _spans(counts) if tensor is not None else _none(self.size)
-            source = output if tensor is None else tensor
-            return self._exchange(source, sends, output, receives, self.next_tag(), blocking)
+            sends = _none(self.size) if tensor is None else spans_of(counts, tensor, self.size)
+            return self._exchange(output if tensor is None else tensor, sends, output, receives, blocking)
         target = MPI.IN_PLACE if tensor is not None and _overlap(output, tensor) else whole(output)
-        source_pieces = None if tensor is None else pieces(tensor, counts)
+        if counts is None:
+            source = None if tensor is None else even(tensor, self.size)
+            if blocking:
+                comm.Scatter(source, target, root)
+                return None
+            return Requests([comm.Iscatter(source, target, root)], tensor, output)
+        varied = None if tensor is None else pieces(tensor, counts)
         if blocking:
-            self.communicator.Scatterv(source_pieces, target, root)
+            comm.Scatterv(varied, target, root)
             return None
-        return Requests([self.communicator.Iscatterv(source_pieces, target, root)], tensor, output)
+        return Requests([comm.Iscatterv(varied, target, root)], tensor, output)
 
     def all_to_all(
         self,
         tensor: Tensor,
         output: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        send_counts: Sequence[int] | None,
+        receive_counts: Sequence[int] | None,
         blocking: bool,
     ) -> Pending | None:
         """See Transport."""
-        # Even pieces are even on every rank, and so every rank comes here. The totals of uneven ones
-        # differ, and with them whether a rank could use MPI's own: they always go in pairs.
-        if send_counts is receive_counts and equal(send_counts) and tensor.numel() <= self.limit:
-            # With an explicit count mpi4py wants the elements of one rank.
-            count, kind = send_counts[0], TYPES[tensor.dtype]
-            source = (address(tensor.data_ptr(), tensor.nbytes), count, kind)
-            target = (address(output.data_ptr(), output.nbytes), count, kind)
+        # The totals of uneven pieces differ from rank to rank, and with them whether a rank could use
+        # MPI's own: they always go in pairs.
+        if send_counts is None and tensor.numel() <= self.limit:
+            source, target = even(tensor, self.size), even(output, self.size)
             if blocking:
                 self.communicator.Alltoall(source, target)
                 return None
             return Requests([self.communicator.Ialltoall(source, target)], tensor, output)
-        tag = self.next_tag()
-        return self._exchange(tensor, _spans(send_counts), output, _spans(receive_counts), tag, blocking)
+        sends, receives = (
+            spans_of(send_counts, tensor, self.size),
+            spans_of(receive_counts, output, self.size),
+        )
+        return self._exchange(tensor, sends, output, receives, blocking)
 
     def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
         """See Transport."""
         assert 0 <= tag < USER_TAGS, tag
-        parts = self._parts(tensor, 0, tensor.numel())
+        parts = self._all(tensor)
         if blocking:
             for part in parts:
                 self.communicator.Send(part, destination, tag)
@@ -264,7 +297,7 @@ class MpiTransport(Transport):
     def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
         """See Transport."""
         assert 0 <= tag < USER_TAGS, tag
-        parts = self._parts(tensor, 0, tensor.numel())
+        parts = self._all(tensor)
         if blocking:
             for part in parts:
                 self.communicator.Recv(part, source, tag)
@@ -287,7 +320,7 @@ class MpiTransport(Transport):
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
         """See Mover."""
-        return self.all_gather(tensor, output, [tensor.numel()] * self.size, blocking)
+        return self.all_gather(tensor, output, None, blocking)
 
     def exchange(
         self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
@@ -313,19 +346,17 @@ class MpiTransport(Transport):
         return Requests(requests, source, target)
 
     def _exchange(
-        self,
-        source: Tensor,
-        sends: Sequence[Span],
-        target: Tensor,
-        receives: Sequence[Span],
-        tag: int,
-        blocking: bool,
+        self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], blocking: bool
     ) -> Pending | None:
-        requests = self.exchange(source, sends, target, receives, tag)
+        requests = self.exchange(source, sends, target, receives, self.next_tag())
         if not blocking:
             return requests
         requests.wait()
         return None
+
+    def _beyond(self, part: Tensor, counts: Sequence[int] | None) -> bool:
+        """Whether all ranks' parts together are beyond the limit of one message."""
+        return (part.numel() * self.size if counts is None else sum(counts)) > self.limit
 
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
         """See Mover."""
@@ -334,10 +365,6 @@ class MpiTransport(Transport):
             self.communicator.Allgatherv(MPI.IN_PLACE, pieces(tensor, counts))
             return None
         return self.exchange(tensor, [spans[self.rank]] * self.size, tensor, spans, tag)
-
-
-def _spans(counts: Sequence[int]) -> list[Span]:
-    return list(zip(starts(counts), counts, strict=True))
 
 
 def _none(size: int) -> list[Span]:
@@ -352,4 +379,5 @@ def _only(rank: int, span: Span, size: int) -> list[Span]:
 
 def _overlap(piece: Tensor, tensor: Tensor) -> bool:
     """Whether `piece` begins inside the memory of `tensor`, as a rank's own place does."""
-    return 0 <= piece.data_ptr() - tensor.data_ptr() < tensor.nbytes
+    begin = tensor.data_ptr()
+    return begin <= piece.data_ptr() < begin + tensor.nbytes

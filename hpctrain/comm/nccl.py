@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import reduction
-from hpctrain.comm.reduction import Scratch, Span
-from hpctrain.comm.transport import Operation, Pending, Transport, equal, starts
+from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.transport import Operation, Pending, Span, Transport, spans_of
 
 if TYPE_CHECKING:
     from hpctrain.comm.library import MPI
@@ -177,11 +177,16 @@ class NcclTransport(Transport):
         return self._run(action, [tensor], blocking)
 
     def reduce_scatter(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        counts: Sequence[int] | None,
+        operation: Operation,
+        blocking: bool,
     ) -> Pending | None:
         """See Transport."""
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
-        plain = self._plain(tensor.dtype, operation) if equal(counts) else None
+        plain = self._plain(tensor.dtype, operation) if counts is None else None
 
         def action() -> None:
             if plain is None:
@@ -205,39 +210,39 @@ class NcclTransport(Transport):
         return self._run(action, [tensor], blocking)
 
     def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], blocking: bool
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
     ) -> Pending | None:
         """See Transport."""
 
         def action() -> None:
-            if not equal(counts):
+            if counts is not None:
                 spans = [(0, tensor.numel())] * self.size
-                self.exchange(tensor, spans, output, _spans(counts), 0)
+                self.exchange(tensor, spans, output, spans_of(counts, output, self.size), 0)
             elif output.numel():
                 self._nccl().allgather(_bytes(tensor), _bytes(output), stream=_stream())
 
         return self._run(action, [tensor, output], blocking)
 
     def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
 
         def action() -> None:
             sends = [(0, tensor.numel() if peer == root else 0) for peer in range(self.size)]
-            receives = [(0, 0)] * self.size if output is None else _spans(counts)
+            receives = [(0, 0)] * self.size if output is None else spans_of(counts, output, self.size)
             self.exchange(tensor, sends, tensor if output is None else output, receives, 0)
 
         return self._run(action, [tensor, output], blocking)
 
     def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
 
         def action() -> None:
             receives = [(0, output.numel() if peer == root else 0) for peer in range(self.size)]
-            sends = [(0, 0)] * self.size if tensor is None else _spans(counts)
+            sends = [(0, 0)] * self.size if tensor is None else spans_of(counts, tensor, self.size)
             self.exchange(output if tensor is None else tensor, sends, output, receives, 0)
 
         return self._run(action, [tensor, output], blocking)
@@ -246,14 +251,15 @@ class NcclTransport(Transport):
         self,
         tensor: Tensor,
         output: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        send_counts: Sequence[int] | None,
+        receive_counts: Sequence[int] | None,
         blocking: bool,
     ) -> Pending | None:
         """See Transport."""
 
         def action() -> None:
-            self.exchange(tensor, _spans(send_counts), output, _spans(receive_counts), 0)
+            sends = spans_of(send_counts, tensor, self.size)
+            self.exchange(tensor, sends, output, spans_of(receive_counts, output, self.size), 0)
 
         return self._run(action, [tensor, output], blocking)
 
@@ -330,7 +336,7 @@ class NcclTransport(Transport):
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
         """See Mover."""
         begin, count = spans[self.rank]
-        if equal([count for _, count in spans]):
+        if all(each[1] == count for each in spans):
             return self.collect(tensor[begin : begin + count], tensor, blocking)
         return self.exchange(tensor, [(begin, count)] * self.size, tensor, spans, tag)
 
@@ -342,10 +348,6 @@ def _stream() -> int:
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as bytes: movement needs no type, and NCCL lacks some of torch's."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _spans(counts: Sequence[int]) -> list[Span]:
-    return list(zip(starts(counts), counts, strict=True))
 
 
 def _finish(steps: reduction.Steps) -> None:

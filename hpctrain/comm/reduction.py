@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.comm.transport import Operation, Pending, starts
+from hpctrain.comm.transport import Operation, Pending, Span, spans_of
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
 ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight
@@ -32,7 +32,6 @@ FUNCTIONS: Mapping[Operation, Callable[..., Tensor]] = {
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-Span = tuple[int, int]  # where elements begin, and how many
 Steps = Generator[Pending | None, None, None]
 
 
@@ -140,8 +139,7 @@ def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: boo
         yield mover.collect(tensor, parts, blocking)
         fold(parts.unbind(), tensor, operation, mover.rank)
         return
-    counts = _split(elements, size)
-    spans = list(zip(starts(counts), counts, strict=True))
+    spans = spans_of(_split(elements, size), tensor, size)
     begin, count = spans[mover.rank]
     tag = mover.next_tag()
     yield from _scatter_sums(mover, tensor, tensor[begin : begin + count], spans, operation, tag)
@@ -152,13 +150,13 @@ def reduce_scatter(
     mover: Mover,
     tensor: Tensor,
     output: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | None,
     operation: Operation,
     blocking: bool,
 ) -> Steps:
     """Reduce `tensor` into `output`, this rank's `counts[rank]` elements of it (which it may alias)."""
     elements, size = tensor.numel(), mover.size
-    spans = list(zip(starts(counts), counts, strict=True))
+    spans = spans_of(counts, tensor, size)
     if elements * tensor.itemsize * size <= SMALL_BYTES:
         begin, count = spans[mover.rank]
         parts = tensor.new_empty((size, elements))
@@ -182,8 +180,7 @@ def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocki
     none = [(0, 0)] * size
     for first in range(0, elements, stride):
         block = tensor[first : first + stride]
-        counts = _split(block.numel(), size)
-        spans = list(zip(starts(counts), counts, strict=True))
+        spans = spans_of(_split(block.numel(), size), block, size)
         begin, count = spans[rank]
         if rank == root:
             yield from _scatter_sums(mover, block, block[begin : begin + count], spans, operation, tag)

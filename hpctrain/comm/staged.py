@@ -89,7 +89,7 @@ class StagedTransport(Transport):
         return self._run(lambda: self.inner.broadcast(host, root, blocking), results, blocking)
 
     def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], blocking: bool
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
     ) -> Pending | None:
         """See Transport."""
         source, target = self._down(tensor), self._host(output)
@@ -98,7 +98,12 @@ class StagedTransport(Transport):
         )
 
     def reduce_scatter(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        counts: Sequence[int] | None,
+        operation: Operation,
+        blocking: bool,
     ) -> Pending | None:
         """See Transport."""
         source, target = self._down(tensor), self._host(output)
@@ -109,7 +114,7 @@ class StagedTransport(Transport):
         )
 
     def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
         source = self._down(tensor)
@@ -118,7 +123,7 @@ class StagedTransport(Transport):
         return self._run(lambda: self.inner.gather(source, target, counts, root, blocking), results, blocking)
 
     def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """See Transport."""
         source = None if tensor is None else self._down(tensor)
@@ -131,8 +136,8 @@ class StagedTransport(Transport):
         self,
         tensor: Tensor,
         output: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        send_counts: Sequence[int] | None,
+        receive_counts: Sequence[int] | None,
         blocking: bool,
     ) -> Pending | None:
         """See Transport."""

@@ -1,7 +1,8 @@
 """What a Group runs on: the primitives over contiguous tensors and counts of elements.
 
 A Transport moves flat memory: shapes, defaults and the ledger are the Group's part. Every tensor
-handed to it is contiguous; counts and offsets are elements. Each primitive takes `blocking`: True
+handed to it is contiguous; counts and offsets are elements. Counts of None are equal on all ranks, as
+the tensor's own size says. Each primitive takes `blocking`: True
 returns None when the result is there (on a GPU: is ordered before all later work of the current
 stream); False starts it and returns a Pending, which keeps the buffers alive.
 """
@@ -15,6 +16,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 Operation = Literal["sum", "max", "min"]
+Span = tuple[int, int]  # where elements begin, and how many
 
 
 class Pending(Protocol):
@@ -79,9 +81,12 @@ def starts(counts: Sequence[int]) -> list[int]:
     return offsets
 
 
-def equal(counts: Sequence[int]) -> bool:
-    """Whether all ranks have the same number of elements."""
-    return min(counts) == max(counts)
+def spans_of(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[Span]:
+    """Each rank's span of `tensor`."""
+    if counts is None:
+        share = tensor.numel() // size
+        return [(rank * share, share) for rank in range(size)]
+    return list(zip(starts(counts), counts, strict=True))
 
 
 class Transport(ABC):
@@ -109,7 +114,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], blocking: bool
+        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
     ) -> Pending | None:
         """Concatenate `counts[r]` elements of each rank r in `output`.
 
@@ -118,7 +123,12 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int], operation: Operation, blocking: bool
+        self,
+        tensor: Tensor,
+        output: Tensor,
+        counts: Sequence[int] | None,
+        operation: Operation,
+        blocking: bool,
     ) -> Pending | None:
         """Reduce over the ranks; `output` is this rank's `counts[rank]` elements of the result.
 
@@ -127,7 +137,7 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """Concatenate `counts[r]` elements of each rank r in root's `output`, None elsewhere.
 
@@ -136,7 +146,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int], root: int, blocking: bool
+        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
     ) -> Pending | None:
         """Hand `counts[r]` elements of root's `tensor` (None elsewhere) to each rank r's `output`.
 
@@ -148,13 +158,13 @@ class Transport(ABC):
         self,
         tensor: Tensor,
         output: Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        send_counts: Sequence[int] | None,
+        receive_counts: Sequence[int] | None,
         blocking: bool,
     ) -> Pending | None:
         """Hand the r-th piece of `tensor` to rank r; the pieces for this one lie in `output` in rank order.
 
-        Where all pieces of all ranks are even, both counts are one and the same object.
+        Both counts are None where all pieces of all ranks are even.
         """
 
     @abstractmethod

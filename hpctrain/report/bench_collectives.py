@@ -1,0 +1,193 @@
+"""How long each primitive takes, beside plain mpi4py and gloo on the same memory in the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import log
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.peers import OPERATIONS, Call, gloo_call, group_call, plain_call, start_gloo, stop_gloo
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.units import format_bytes, parse_bytes
+
+# What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
+LARGE_BYTES = 64 * 1024
+LARGE_RATIO = 1.10
+SMALL_SECONDS = 15e-6
+
+SECONDS_PER_CASE = 0.4
+SECONDS_PER_SAMPLE = 200e-6
+LEAST_SAMPLES, MOST_SAMPLES = 7, 400
+
+
+@dataclass(frozen=True)
+class Row:
+    """One primitive at one size: medians of seconds over interleaved samples, each the slowest rank's.
+
+    `bytes` is the full (concatenated) tensor's; send_recv is there and back.
+    """
+
+    operation: str
+    bytes: int
+    hpctrain: float
+    mpi4py: float
+    gloo: float | None
+
+    @property
+    def ratio(self) -> float:
+        """Our time over plain mpi4py's."""
+        return self.hpctrain / self.mpi4py
+
+    @property
+    def good(self) -> bool:
+        """Whether the wrapper costs no more than it may."""
+        if self.bytes >= LARGE_BYTES:
+            return self.ratio <= LARGE_RATIO
+        return self.hpctrain - self.mpi4py <= SMALL_SECONDS
+
+
+def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> list[Row]:
+    """Time the operations (comma-separated, or "all") from `least` to `most` bytes, in steps of four.
+
+    Collective. HpctrainError for an unknown operation, a wrong size, or a world of one rank.
+    """
+    names = list(OPERATIONS) if operations == "all" else [name.strip() for name in operations.split(",")]
+    with world.agreement():
+        unknown = [name for name in names if name not in OPERATIONS]
+        if unknown:
+            raise HpctrainError(f"--operations {', '.join(unknown)}: must be of {', '.join(OPERATIONS)}")
+        first, last = parse_bytes(least), parse_bytes(most)
+        if not 4 <= first <= last:
+            raise HpctrainError(f"--min-bytes {least} --max-bytes {most}: must be 4 bytes or more, and rise")
+        if world.size < 2:
+            raise HpctrainError("bench collectives needs two ranks or more: mpirun -n 2 hpctrain bench ...")
+    if gloo:
+        start_gloo(world)
+    rows = []
+    with _progress(world, len(names) * (1 + int(log(last / first, 4) + 1e-9))) as progress:
+        for name in names:
+            size = first
+            while size <= last:
+                progress(f"{name} {format_bytes(size, binary=True)}")
+                rows.append(_measure(world.everyone, name, size, gloo))
+                size *= 4
+    if gloo:
+        stop_gloo()
+    return rows
+
+
+@contextmanager
+def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on rank 0's terminal; in a batch log nothing."""
+    console = Console(stderr=True, quiet=world.rank != 0)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _measure(group: Group, operation: str, size: int, gloo: bool) -> Row:
+    share = max(1, size // 4 // group.size)
+    whole, part = torch.zeros(share * group.size), torch.zeros(share)
+    calls = {
+        "hpctrain": group_call(group, operation, whole, part),
+        "mpi4py": plain_call(group, operation, whole, part),
+    }
+    other = gloo_call(group, operation, whole, part) if gloo else None
+    if other is not None:
+        calls["gloo"] = other
+    times = _medians(group, calls)
+    return Row(operation, whole.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"))
+
+
+def _medians(group: Group, calls: dict[str, Call]) -> dict[str, float]:
+    """Median seconds of each call, sampled in turns so that a slow moment of the machine meets all alike."""
+    names = list(calls)
+    for name in names:  # warm up, then see how long it takes
+        _sample(group, calls[name], 3)
+    guess = max(_sample(group, calls[name], 2) for name in names)
+    guess = max(group.all_gather_object(guess))
+    repeats = max(1, min(50, int(SECONDS_PER_SAMPLE / guess)))
+    samples = int(SECONDS_PER_CASE / (guess * repeats * len(names)))
+    samples = max(LEAST_SAMPLES, min(MOST_SAMPLES, samples))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(samples):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            times[name].append(_sample(group, calls[name], repeats))
+    every = group.all_gather_object(times)
+    return {
+        name: median(max(ranks) for ranks in zip(*(each[name] for each in every), strict=True))
+        for name in names
+    }
+
+
+def _sample(group: Group, call: Call, repeats: int) -> float:
+    group.barrier()
+    began = perf_counter()
+    for _ in range(repeats):
+        call()
+    return (perf_counter() - began) / repeats
+
+
+def print_rows(rows: Sequence[Row], ranks: int) -> None:
+    """The rows as a table on stdout, and how many of them keep the limits."""
+    table = Table(title=f"collectives on {ranks} ranks, fp32, medians", title_justify="left", box=SIMPLE)
+    gloo = any(row.gloo is not None for row in rows)
+    names = ["operation", "size", "time", "bandwidth", "mpi4py", "bandwidth", "ratio", "more"]
+    for name in [*names, *(["gloo", "ratio"] if gloo else []), ""]:
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    previous = ""
+    for row in rows:
+        if previous not in {"", row.operation}:
+            table.add_section()
+        cells = [
+            row.operation if row.operation != previous else "",
+            format_bytes(row.bytes, binary=True),
+            _microseconds(row.hpctrain),
+            _bandwidth(row.bytes, row.hpctrain),
+            _microseconds(row.mpi4py),
+            _bandwidth(row.bytes, row.mpi4py),
+            f"{row.ratio:.2f}",
+            _microseconds(row.hpctrain - row.mpi4py),
+        ]
+        if gloo:
+            cells += [
+                _microseconds(row.gloo) if row.gloo is not None else "-",
+                f"{row.hpctrain / row.gloo:.2f}" if row.gloo is not None else "-",
+            ]
+        table.add_row(*cells, "" if row.good else "over")
+        previous = row.operation
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)  # mpirun's terminal has no width of its own
+    console.print(table)
+    console.print(
+        f"within the limits ({LARGE_RATIO:.2f} times mpi4py's from {format_bytes(LARGE_BYTES, binary=True)} "
+        f"up, {SMALL_SECONDS * 1e6:.0f} us more below): {sum(row.good for row in rows)} of {len(rows)}"
+    )
+
+
+def write_rows(rows: Sequence[Row], ranks: int, path: Path) -> None:
+    """The rows as JSON: ranks, and one object each with seconds."""
+    text = json.dumps({"ranks": ranks, "rows": [asdict(row) for row in rows]}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} us" if seconds < 0.1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _bandwidth(count: int, seconds: float) -> str:
+    return f"{count / seconds / 1e9:.2f} GB/s"

@@ -1,0 +1,141 @@
+"""The NCCL transport: with real GPUs where they are, and its logic over a stand-in of nccl4py made of MPI."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm import nccl
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.nccl import NcclTransport
+from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+class Communicator:
+    """The used part of nccl4py's Communicator, on host memory."""
+
+    def __init__(self, group: Group, pending: list[Any]) -> None:
+        self.host, self.size, self.rank, self.pending = group.host, group.size, group.rank, pending
+
+    def allreduce(self, source: Tensor, target: Tensor, operation: str, stream: int) -> None:
+        assert source.data_ptr() == target.data_ptr()
+        self.host.all_reduce(target, operation, True)
+
+    def reduce(self, source: Tensor, target: Tensor | None, operation: str, root: int, stream: int) -> None:
+        assert (target is None) == (self.rank != root)
+        self.host.reduce(source, root, operation, True)
+
+    def reduce_scatter(self, source: Tensor, target: Tensor, operation: str, stream: int) -> None:
+        self.host.reduce_scatter(source, target, None, operation, True)
+
+    def broadcast(self, source: Tensor, target: Tensor, root: int, stream: int) -> None:
+        self.host.broadcast(target, root, True)
+
+    def allgather(self, source: Tensor, target: Tensor, stream: int) -> None:
+        self.host.all_gather(source, target, None, True)
+
+    def send(self, source: Tensor, peer: int, stream: int) -> None:
+        self.pending.append(self.host.send(source, peer, 77, False))
+
+    def recv(self, target: Tensor, peer: int, stream: int) -> None:
+        self.pending.append(self.host.recv(target, peer, 77, False))
+
+
+@pytest.fixture
+def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    """The group of all ranks over the transport under test."""
+    whole, ordinary = world.everyone, world.everyone._transport
+    if world.device.type == "cuda":
+        if world.local_size > torch.cuda.device_count():
+            pytest.skip("the ranks share a GPU")
+        yield Mesh(world, {"data": world.size}, "nccl").group("data")
+        return
+    pending: list[Any] = []
+
+    @contextlib.contextmanager
+    def grouped() -> Iterator[None]:
+        yield
+        for each in pending:
+            each.wait()
+        pending.clear()
+
+    transport = NcclTransport(whole.communicator, Scratch())
+    transport._communicator = Communicator(whole, pending)
+    transport._core = SimpleNamespace(
+        NcclRedOp=SimpleNamespace(SUM="sum", MAX="max", MIN="min"), group=grouped
+    )
+    monkeypatch.setattr(nccl, "_stream", lambda: 0)
+    whole._transport = lambda _: transport  # type: ignore[method-assign]
+    yield whole
+    whole._transport = ordinary  # type: ignore[method-assign]
+
+
+def parts(group: Group, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    drawn = [torch.randn((rows, 3), generator=generator) * 3 for _ in range(group.size)]
+    return [part.to(dtype).to(group.device) for part in drawn]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
+def test_reductions(group: Group, dtype: torch.dtype) -> None:
+    size, rank = group.size, group.rank
+    for rows in (0, 4, 7000):
+        inputs = parts(group, rows * size, dtype)
+        wide = [part.double() for part in inputs]
+        for operation in ("sum", "max"):
+            stacked = torch.stack(wide)
+            expected = stacked.amax(0) if operation == "max" or dtype == torch.bool else stacked.sum(0)
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}.get(dtype, 0.0)
+
+            def close(result: Tensor, wanted: Tensor, atol: float = tolerance) -> None:
+                torch.testing.assert_close(result.double(), wanted, atol=atol, rtol=atol)
+
+            close(group.all_reduce(inputs[rank].clone(), operation), expected)
+            reduced = group.reduce(inputs[rank].clone(), size - 1, operation)
+            close(reduced, expected if rank == size - 1 else wide[rank])
+            mine = expected[rank * rows : (rank + 1) * rows]
+            close(group.reduce_scatter(inputs[rank], operation=operation), mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16], ids=str)
+def test_movement(group: Group, dtype: torch.dtype) -> None:
+    size, rank = group.size, group.rank
+    sizes = [(peer + 1) % 3 for peer in range(size)]
+    for rows, given in (([4] * size, None), (sizes, sizes)):
+        inputs = [parts(group, rows[peer], dtype)[peer] for peer in range(size)]
+        whole, mine = torch.cat(inputs), inputs[rank]
+        assert torch.equal(group.all_gather(mine, sizes=given), whole)
+        gathered = group.gather(mine, 0, sizes=given)
+        assert gathered is None if rank else torch.equal(gathered, whole)
+        scattered = group.scatter(whole if rank == 0 else None, torch.empty_like(mine), 0, sizes=given)
+        assert torch.equal(scattered, mine)
+        assert torch.equal(group.broadcast(mine.new_tensor([rank + 1.0]), size - 1), mine.new_tensor([size]))
+    table = [[(source + target) % 3 for target in range(size)] for source in range(size)]
+    inputs = [parts(group, sum(table[source]), dtype)[source] for source in range(size)]
+    received = group.all_to_all(inputs[rank], None, table[rank], [row[rank] for row in table])
+    assert torch.equal(received, torch.cat([inputs[peer].split(table[peer])[rank] for peer in range(size)]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+def test_started_operations_and_streams(group: Group) -> None:
+    size, rank = group.size, group.rank
+    work = group.start_all_reduce(torch.full((1 << 20,), rank + 1.0, device=group.device))
+    incoming = torch.empty(1 << 20, device=group.device)
+    ring = [
+        group.start_recv(incoming, (rank - 1) % size),
+        group.start_send(torch.full_like(incoming, rank), (rank + 1) % size),
+    ]
+    assert work.wait().eq(size * (size + 1) / 2).all()
+    for each in ring:
+        each.wait()
+    assert incoming.eq((rank - 1) % size).all()
