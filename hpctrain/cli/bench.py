@@ -42,7 +42,9 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 
 @command.command()
 @click.argument("deck", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+)
 @click.option("--steps", default=5, show_default=True, help="Steps of a variant in each round.")
 @click.option("--rounds", default=5, show_default=True, help="Rounds in which all variants take turns.")
 @click.option("--no-sync", is_flag=True, help="Also ranks that never communicate, each on its share.")
