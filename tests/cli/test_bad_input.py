@@ -1,0 +1,146 @@
+"""Every mistake of a user: one clear sentence from rank 0, the right exit code on all ranks, no traceback."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pytest
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+DECK = """\
+[run]
+title = "small"
+steps = 4
+[model]
+family = "gpt2"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+tokens = "tokens.h5"
+validation = 0.2
+[batch]
+global_size = 4
+micro_size = 1
+sequence = 16
+[checkpoint]
+every = 2
+[machine]
+peak_flops = 1e10
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a token file and a deck."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "text.txt").write_text("hello world, " * 300)
+    (folder / "deck.toml").write_text(DECK)
+    return folder
+
+
+@pytest.fixture
+def hpctrain(work: Path, launch: Launch) -> Launch:
+    """`hpctrain(ranks, *arguments)` in the work folder, which has its token file."""
+
+    def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return launch(ranks, "-m", "hpctrain", *arguments, cwd=work)
+
+    if not (work / "tokens.h5").exists():
+        assert run(0, "prepare", "tokens.h5", "text.txt").returncode == 0
+    return run
+
+
+def complaint(done: subprocess.CompletedProcess[str], code: int, count: int = 1) -> str:
+    """What the job said on stderr, checked for form: `count` sentences, no traceback, the exit code."""
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error: ")]
+    assert len(said) == count, done.stderr
+    return "\n".join(said)
+
+
+def test_mistakes_in_a_deck_are_told_together(hpctrain: Launch, work: Path) -> None:
+    (work / "wrong.toml").write_text(
+        DECK.replace("layers = 1", "layer = 1\nlayers = 'two'").replace("micro_size = 1", "micro_size = 0")
+    )
+    said = complaint(hpctrain(2, "run", "wrong.toml"), 2, 3)
+    assert "wrong.toml:6: model.layer" in said
+    assert "did you mean model.layers?" in said
+    assert "wrong.toml:7: model.layers" in said
+    assert "batch.micro_size = 0: must be a whole number of at least 1" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["layout.tensor=3"], "layout.tensor"),
+        (["batch.global_size=3"], "must be a multiple of"),
+        (["layout.data=3", "batch.global_size=6"], "layout.data"),
+        (["model.heads=3"], "must divide model.hidden = 16"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_divide(hpctrain: Launch, overrides: list[str], sentence: str) -> None:
+    sets = [part for override in overrides for part in ("--set", override)]
+    done = hpctrain(2, "run", "deck.toml", *sets)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_token_files_that_cannot_be_used(hpctrain: Launch, work: Path) -> None:
+    said = complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=missing.h5"), 3)
+    assert "missing.h5" in said
+    assert "hpctrain prepare" in said
+    complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=text.txt"), 3)
+    whole = (work / "tokens.h5").read_bytes()
+    (work / "cut.h5").write_bytes(whole[: len(whole) - 1000])
+    complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=cut.h5"), 3)
+    with h5py.File(work / "other.h5", "w") as other:
+        other["x"] = 1
+    said = complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=other.h5"), 3)
+    assert "other.h5" in said
+    said = complaint(hpctrain(2, "run", "deck.toml", "--set", "model.vocabulary=100"), 2)
+    assert "model.vocabulary" in said
+    assert "257" in said
+
+
+def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, work: Path) -> None:
+    done = hpctrain(2, "run", "deck.toml")
+    assert done.returncode == 0, done.stderr
+    said = complaint(hpctrain(2, "run", "deck.toml"), 2)
+    assert "holds another run already" in said
+    good = work / "runs" / "small" / "checkpoints" / "step-00000004.h5"
+    whole = good.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    for name, content in (
+        ("cut.h5", whole[:-2000]),
+        ("flipped.h5", bytes(flipped)),
+        ("text.h5", b"no checkpoint"),
+    ):
+        (good.parent / name).write_bytes(content)
+        done = hpctrain(2, "resume", str(good.parent / name), "--set", "run.steps=6")
+        assert done.returncode in {2, 3}, done.stderr
+        assert name in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stderr.count("hpctrain: error: ") == 1
+    assert good.read_bytes() == whole
+    done = hpctrain(1, "resume", str(good), "--set", "run.steps=5")
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(work / "runs")
+
+
+def test_help_and_mistakes_on_the_command_line(hpctrain: Launch) -> None:
+    done = hpctrain(0, "--help")
+    assert done.returncode == 0
+    assert "resume" in done.stdout
+    done = hpctrain(0, "rnu")
+    assert done.returncode == 2
+    assert 'did you mean "run"?' in done.stderr

@@ -1,0 +1,199 @@
+"""Whole runs: their folder, their figures, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.report.rows import read_metrics
+from hpctrain.train.run import find_checkpoint, refuse_other_run, remove_run, resume, run_deck
+
+DECK = """
+[run]
+title = "small"
+steps = 20
+log_every = 5
+evaluate_every = 10
+[model]
+family = "gpt2"
+layers = 2
+hidden = 32
+heads = 4
+dropout = 0.1
+[data]
+tokens = "{tokens}"
+validation = 0.2
+[batch]
+global_size = 8
+micro_size = 1
+sequence = 32
+ramp_from = 4
+ramp_steps = 6
+[learning_rate]
+peak = 1e-2
+warmup = 2
+decay_steps = 20
+[communication]
+bucket_bytes = "20 kB"
+[checkpoint]
+every = 10
+[machine]
+peak_flops = 1e10
+"""
+
+
+@pytest.fixture
+def deck_file(world: World, mpi_tmp_path: Path) -> Path:
+    """A deck on disk with its token file."""
+    path = mpi_tmp_path / "small.toml"
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        path.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+    return path
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    """Every dataset of a checkpoint but the texts that name the run's folder."""
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(path, "r") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]})
+                if isinstance(item, h5py.Dataset) and name.startswith(("model", "master", "optimizer"))
+                else None
+            )
+        )
+    return found
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_ten_steps_and_ten_more_are_twenty(
+    world: World, deck_file: Path, mpi_tmp_path: Path, compute: str
+) -> None:
+    precision = f"precision.compute={compute}"
+    whole, parts = mpi_tmp_path / "whole", mpi_tmp_path / "parts"
+    assert run_deck(world, deck_file, [precision, f"run.dir={whole}"]) == 0
+    assert run_deck(world, deck_file, [precision, f"run.dir={parts}", "run.steps=10"]) == 0
+    assert resume(world, parts, ["run.steps=20"]) == 0
+    name = "checkpoints/step-00000020.h5"
+    expected, found = contents(whole / name), contents(parts / name)
+    assert expected.keys() == found.keys()
+    assert any(key.startswith("master/") for key in found) == (compute != "fp32")
+    for key, values in expected.items():
+        assert values.tobytes() == found[key].tobytes(), key
+    if world.rank == 0:
+        rows = read_metrics(whole / "metrics.jsonl")
+        assert [row["loss"] for row in rows] == [row["loss"] for row in read_metrics(parts / "metrics.jsonl")]
+        assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.mpi(min_size=1)
+def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
+    folder = mpi_tmp_path / "run"
+    run_deck(world, deck_file, [f"run.dir={folder}", "checkpoint.every=5"])
+    if world.rank > 0:
+        return
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    expected = {
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "seconds",
+        "tokens_per_s",
+        "mfu",
+        "peak_rss_bytes",
+    }
+    assert expected <= rows[0].keys()
+    batches = [row["batch"] for row in rows]
+    assert batches[0] == 4
+    assert batches[6:] == [8] * 14
+    assert batches == sorted(batches)
+    assert rows[-1]["tokens"] == 32 * sum(batches)
+    assert [row["step"] for row in rows if "validation_loss" in row] == [10, 20]
+    assert rows[0]["lr"] == pytest.approx(5e-3)
+    resolved = parse_deck((folder / "deck.toml").read_text())
+    assert resolved.model.vocabulary == 320
+    assert resolved.run.dir == str(folder)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-00000015.h5", "step-00000020.h5"]
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert "checkpoint " in (folder / "log.txt").read_text()
+    assert not list(folder.glob("log.[0-9]*.txt"))
+    if world.size > 1:
+        # 2 Phi elements a step in an all-reduce, fp32, with the buckets' padding.
+        moved = sum(
+            row["bytes"] for row in ledger if row["axis"] == "data x context" and row["phase"] == "backward"
+        )
+        with h5py.File(folder / "checkpoints" / "step-00000020.h5", "r") as file:
+            elements = sum(
+                values.size
+                for key, values in contents(Path(file.filename)).items()
+                if key.startswith("model/")
+            )
+        padding = 64 * world.size * 20
+        assert 20 * 8 * elements <= moved <= 20 * 8 * (elements + padding)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_folder_with_another_run_is_refused(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
+    overrides = [f"run.dir={mpi_tmp_path / 'run'}", "run.steps=8"]
+    run_deck(world, deck_file, overrides)
+    with pytest.raises(HpctrainError, match="holds another run already"):
+        run_deck(world, deck_file, overrides)
+    assert run_deck(world, deck_file, overrides, fresh=True) == 0
+
+
+@pytest.mark.mpi(min_size=1)
+def test_resume_names_what_is_missing(world: World, mpi_tmp_path: Path) -> None:
+    with pytest.raises(InputOutputError, match="no such run folder or checkpoint"):
+        find_checkpoint(world, mpi_tmp_path / "nothing")
+    with pytest.raises(InputOutputError, match="holds no good checkpoint"):
+        find_checkpoint(world, mpi_tmp_path)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_resume_passes_over_a_damaged_checkpoint(
+    world: World, deck_file: Path, mpi_tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = mpi_tmp_path / "run"
+    run_deck(world, deck_file, [f"run.dir={folder}"])
+    newest = folder / "checkpoints" / "step-00000020.h5"
+    if world.rank == 0:
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+    world.everyone.barrier()
+    assert find_checkpoint(world, folder).name == "step-00000010.h5"
+    with pytest.raises(InputOutputError, match=r"step-00000020\.h5"):
+        resume(world, newest, [])
+
+
+def test_fresh_removes_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("years of work")
+    with pytest.raises(HpctrainError, match="holds no run"):
+        remove_run(tmp_path / "precious")
+    assert (tmp_path / "precious" / "thesis.tex").exists()
+    remove_run(tmp_path / "absent")
+
+
+def test_a_deck_is_refused_where_a_run_is(tmp_path: Path) -> None:
+    deck = parse_deck(DECK.format(tokens="x"), [f"run.dir={tmp_path}"])
+    refuse_other_run(deck)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(HpctrainError, match="hpctrain resume"):
+        refuse_other_run(deck)
