@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -133,14 +132,14 @@ class _Model(nn.Module):
 
 
 def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
-    """One optimizer step of the deck's global batch, tensor parallel over all ranks of the world."""
+    """One optimizer step of the deck's global batch, tensor parallel over all ranks, over gloo."""
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     if deck.layout.tensor != world.size:
         raise HpctrainError("--against: needs a deck whose layout.tensor is the number of ranks")
     torch.manual_seed(deck.run.seed)
     model = _Model(shape).to(DTYPES[deck.precision.compute])
-    _parallelize(model, rival, _gloo_mesh(world))
+    _parallelize(model, rival, init_device_mesh("cpu", (world.size,)))
     # Torch's foreach optimizer takes split and whole parameters in groups of their own; clipping, which
     # takes no mixture either, is left out, to torch's advantage.
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -160,19 +159,6 @@ def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def _gloo_mesh(world: World) -> DeviceMesh:
-    if not dist.is_initialized():
-        store = None
-        if world.rank == 0:
-            store = dist.TCPStore(world.hostname, 0, is_master=True, wait_for_workers=False)
-        port = world.everyone.broadcast_object(store.port if store is not None else None)
-        host = world.everyone.broadcast_object(world.hostname)
-        if store is None:
-            store = dist.TCPStore(host, port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    return init_device_mesh("cpu", (world.size,))
 
 
 def _parallelize(model: _Model, rival: Rival, mesh: DeviceMesh) -> None:

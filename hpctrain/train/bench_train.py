@@ -18,18 +18,22 @@ from rich.console import Console
 from rich.table import Table
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.model.attention import Rotary
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.sharding.memory import SavedTensors, gpt_activation_bytes
 from hpctrain.train.bench_torch import RIVALS, torch_step
 from hpctrain.train.build import DTYPES, build_engine, make_mesh
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.step import Step, TrainState
 from hpctrain.train.verify import on_one_rank
-from hpctrain.units import format_count
+from hpctrain.units import format_bytes, format_count
 
 DEFAULT_VOCABULARY = 320
 PHASES = ("forward", "backward", "synchronize", "step", "other")
@@ -88,6 +92,8 @@ def bench_train(
         variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
     if wish.no_sync:
         variants.append(_independent(deck, world))
+    if wish.against:
+        start_gloo(world)
     for name in wish.against:
         step = torch_step(RIVALS[name], deck, world)
         tokens = deck.batch.global_size * deck.batch.sequence / world.size
@@ -98,8 +104,12 @@ def bench_train(
         Figures(name, rates, median(rates) * flops / (peak * world.size), phases)
         for name, rates, phases in _measure(world, variants, wish)
     ]
+    if wish.against:
+        stop_gloo()
+    activations = _activations(deck, world, mesh)
     if world.rank == 0:
         _show(deck, world, figures, peak)
+        print(activations)
         if output is not None:
             output.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n", encoding="utf-8")
     return 0
@@ -167,6 +177,29 @@ def _measure(
         (variant.name, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
         for variant, rate, phase_sums in zip(variants, rates, phases, strict=True)
     ]
+
+
+def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
+    """What one layer keeps for backward on this rank, measured, and by the published formula. Collective."""
+    engine = build_engine(deck, world, mesh)
+    shape, micro, tensor = engine.shape, deck.batch.micro_size, mesh.size("tensor")
+    local, context = deck.layout.sequence_parallel, mesh.size("context")
+    rows = shape.sequence // context // (tensor if local else 1)
+    dtype = DTYPES[deck.precision.compute]
+    x = torch.randn(rows, micro, shape.hidden, dtype=dtype, device=world.device, requires_grad=True)
+    positions = engine.positions.chunk(tensor)[mesh.coordinate("tensor")] if local else engine.positions
+    samples = torch.arange(micro, device=world.device)
+    source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
+    rotary = None
+    if shape.family == "llama":
+        rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
+    with SavedTensors([bucket.values for bucket in engine.buckets]) as saved:
+        engine.model.blocks[0](x, rotary, source, positions)
+    text = f"activations of one layer on one rank: {format_bytes(saved.bytes)} measured"
+    if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
+        formula = gpt_activation_bytes(shape, micro, tensor, local)
+        text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"
+    return text
 
 
 def _mean(world: World, value: float) -> float:
