@@ -41,9 +41,10 @@ TRUTHS: Mapping[Operation, MPI.Op] = {"sum": MPI.BOR, "max": MPI.BOR, "min": MPI
 SHORT = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 # Up to these bytes MPI's own sum of two ranks is quicker than ours, which has the same bits.
-BLOCKING_SUM_BYTES = 2 * 1024 * 1024
+BLOCKING_SUM_BYTES = 16 * 1024 * 1024
 STARTED_SUM_BYTES = 512 * 1024
 SCATTERED_SUM_BYTES = 64 * 1024
+REDUCED_SUM_BYTES = 32 * 1024 * 1024
 
 MESSAGE_LIMIT = 2**31 - 1
 USER_TAGS = 2**14  # tags below are the callers', those from here to 2**15 - 1 the transport's own
@@ -146,7 +147,7 @@ class MpiTransport(Transport):
 
     def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
         """See Transport."""
-        plain = self._plain(tensor, operation, tensor.nbytes if blocking else STARTED_SUM_BYTES)
+        plain = self._plain(tensor, operation, REDUCED_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             steps = reduction.reduce(self, flat(tensor), root, operation, blocking)
             return drive(steps, blocking)

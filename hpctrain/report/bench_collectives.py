@@ -116,17 +116,17 @@ def _measure(group: Group, operation: str, size: int, gloo: bool) -> Row:
 def _medians(group: Group, calls: dict[str, Call]) -> dict[str, float]:
     """Median seconds of each call, sampled in turns so that a slow moment of the machine meets all alike."""
     names = list(calls)
-    for name in names:  # warm up, then see how long it takes
+    repeats, longest = {}, 0.0
+    for name in names:
         _sample(group, calls[name], 3)
-    guess = max(_sample(group, calls[name], 2) for name in names)
-    guess = max(group.all_gather_object(guess))
-    repeats = max(1, min(50, int(SECONDS_PER_SAMPLE / guess)))
-    samples = int(SECONDS_PER_CASE / (guess * repeats * len(names)))
-    samples = max(LEAST_SAMPLES, min(MOST_SAMPLES, samples))
+        guess = max(group.all_gather_object(_sample(group, calls[name], 2)))
+        repeats[name] = max(1, min(50, int(SECONDS_PER_SAMPLE / guess)))
+        longest += guess * repeats[name]
+    samples = max(LEAST_SAMPLES, min(MOST_SAMPLES, int(SECONDS_PER_CASE / longest)))
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(samples):
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            times[name].append(_sample(group, calls[name], repeats))
+            times[name].append(_sample(group, calls[name], repeats[name]))
     every = group.all_gather_object(times)
     return {
         name: median(max(ranks) for ranks in zip(*(each[name] for each in every), strict=True))
@@ -171,7 +171,7 @@ def print_rows(rows: Sequence[Row], ranks: int) -> None:
         table.add_row(*cells, "" if row.good else "over")
         previous = row.operation
     console = Console(highlight=False)
-    console.width = max(console.width, 110)  # mpirun's terminal has no width of its own
+    console.width = max(console.width, 140)  # mpirun's terminal has no width of its own
     console.print(table)
     console.print(
         f"within the limits ({LARGE_RATIO:.2f} times mpi4py's from {format_bytes(LARGE_BYTES, binary=True)} "
@@ -186,7 +186,7 @@ def write_rows(rows: Sequence[Row], ranks: int, path: Path) -> None:
 
 
 def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:,.1f} us" if seconds < 0.1 else f"{seconds * 1e3:,.1f} ms"
+    return f"{seconds * 1e6:,.1f} us" if abs(seconds) < 0.01 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _bandwidth(count: int, seconds: float) -> str:
