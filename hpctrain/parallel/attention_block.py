@@ -17,13 +17,8 @@ from torch import Tensor
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block."""
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    if q.device.type == "cpu":
-        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return output.permute(2, 0, 1, 3), log_sum
-    scores = _scores(q, k, causal)
-    log_sum = scores.logsumexp(-1)
-    weights = (scores - log_sum.unsqueeze(-1)).exp().to(v.dtype)
-    return (weights @ _repeated(v, q)).permute(2, 0, 1, 3), log_sum
+    output, log_sum = (_fused if q.device.type == "cpu" else _plain)(q, k, v, causal)
+    return _sequence_first(output), log_sum
 
 
 def attend_backward(
@@ -40,11 +35,37 @@ def attend_backward(
     `output` and `log_sum` are those over all keys that the queries attend to.
     """
     g, q, k, v, o = (_heads_first(x) for x in (output_gradient, query, key, value, output))
-    if q.device.type == "cpu":
-        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, o, log_sum, 0.0, causal
-        )
-        return of_query.permute(2, 0, 1, 3), of_key.permute(2, 0, 1, 3), of_value.permute(2, 0, 1, 3)
+    backward = _fused_backward if q.device.type == "cpu" else _plain_backward
+    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, causal)
+    return _sequence_first(of_query), _sequence_first(of_key), _sequence_first(of_value)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention for the CPU; all tensors [b, heads, s, d]."""
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return output, log_sum
+
+
+def _fused_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        g, q, k, v, o, log_sum, 0.0, causal
+    )
+    return of_query, of_key, of_value
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same written out, for devices without a fused kernel that gives the log-sum-exp in fp32."""
+    scores = _scores(q, k, causal)
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum.unsqueeze(-1)).exp().to(v.dtype)
+    return weights @ _repeated(v, q), log_sum
+
+
+def _plain_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     weights = (_scores(q, k, causal) - log_sum.unsqueeze(-1)).exp()
     delta = (g.float() * o.float()).sum(-1, keepdim=True)
     of_weights = g.float() @ _repeated(v, q).float().transpose(-1, -2)
@@ -52,11 +73,7 @@ def attend_backward(
     of_query = of_scores @ _repeated(k, q).float()
     of_key = _summed(of_scores.transpose(-1, -2) @ q.float(), k)
     of_value = _summed(weights.transpose(-1, -2) @ g.float(), v)
-    return (
-        of_query.to(q.dtype).permute(2, 0, 1, 3),
-        of_key.to(k.dtype).permute(2, 0, 1, 3),
-        of_value.to(v.dtype).permute(2, 0, 1, 3),
-    )
+    return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
 
 
 def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
@@ -70,6 +87,10 @@ def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor)
 
 def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
+
+
+def _sequence_first(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1, 3)
 
 
 def _repeated(x: Tensor, like: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from hpctrain.parallel.shard import Parameter, Shard
 CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk, per rank: 16 MiB in fp32."""
 
+CHUNK_ROWS = 64
+"""Tokens of a chunk at the least, so that its products stay efficient."""
+
 
 def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> Shard:
     """This rank's rows of a [vocabulary, hidden] tensor, padded to divide."""
@@ -183,7 +186,7 @@ class _Loss(torch.autograd.Function):
         targets = terms.targets.reshape(-1)
         gradient = torch.empty_like(rows) if learning else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
-        count = max(64, CHUNK_ELEMENTS // table.shape[0])
+        count = max(CHUNK_ROWS, CHUNK_ELEMENTS // table.shape[0])
         for start in range(0, rows.shape[0], count):
             part = slice(start, start + count)
             losses, of_logits = head.chunk(rows[part], targets[part], terms, learning)

@@ -1,0 +1,59 @@
+"""Column and row layers: fused weights, and weight gradients computed later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.parallel.linear import Rows, joined
+from tests.engines import LLAMA, small_deck, trainer
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("local", [False, True])
+def test_weight_gradients_may_wait(world: World, local: bool) -> None:
+    """Deferred to the queue, they are bit for bit what they are at once."""
+    if local and world.size == 1:
+        return
+    layout = (f"layout.tensor={world.size}", f"layout.sequence_parallel={str(local).lower()}")
+    at_once, later = trainer(world, small_deck(*layout)), trainer(world, small_deck(*layout))
+    at_once.train(1)
+    queue = later.engine.groups.weight_gradients
+    queue.deferring = True
+    finish = later.engine.synchronizer.finish
+    waiting = []
+
+    def run_then_finish() -> None:
+        waiting.append(len(queue))
+        queue.run()
+        finish()
+
+    later.engine.synchronizer.finish = run_then_finish  # type: ignore[method-assign]
+    later.train(1)
+    micro_batches = 16 // 2
+    assert waiting == [4 * 2 * micro_batches]
+    for name, gradient in at_once.gradients().items():
+        assert torch.equal(gradient, later.gradients()[name]), name
+
+
+def test_several_outputs_are_one_product(world: World) -> None:
+    run = trainer(world.alone(), small_deck(*LLAMA))
+    inner = run.engine.model.blocks[0].attention.inner
+    whole = inner.weight()
+    assert whole.shape == (32 + 2 * 8, 32)
+    assert whole.data_ptr() == inner.weights[0].data_ptr()
+    assert torch.equal(whole, torch.cat([weight.detach() for weight in inner.weights]))
+    with pytest.raises(AssertionError, match="neighbours"):
+        joined([inner.weights[1].detach(), inner.weights[0].detach()])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rows_of_heads_are_split_or_shared(world: World) -> None:
+    from hpctrain.comm.mesh import Mesh
+
+    group = Mesh(world, {"tensor": world.size}).group("tensor")
+    split = Rows.split(world.size * 6, group)
+    assert (split.start, split.local, split.copies) == (world.rank * 6, 6, 1)
+    shared = Rows.split(4, group, unit=4)
+    assert (shared.start, shared.local, shared.copy, shared.copies) == (0, 4, world.rank, world.size)
