@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 
 class WeightGradientQueue:
     """Holds weight-gradient computations back while `deferring`; `run` computes them in order."""
@@ -25,5 +27,6 @@ class WeightGradientQueue:
 
     def run(self, count: int | None = None) -> None:
         """Compute the oldest `count` waiting gradients, all of them by default."""
-        for _ in range(len(self._waiting) if count is None else count):
-            self._waiting.popleft()()
+        with torch.no_grad():
+            for _ in range(len(self._waiting) if count is None else count):
+                self._waiting.popleft()()
