@@ -36,7 +36,8 @@ class Bucket:
     """Parameters of neighbouring layers in flat buffers of one length on one data x context group.
 
     Decayed parameters come first: elements `0 .. decayed` take weight decay. The rest is padding to
-    a multiple of ALIGNMENT and of the group's ranks, and stays zero.
+    a multiple of ALIGNMENT and of the group's ranks, and stays zero. Without `gradients`, for a model that
+    is not trained, that buffer is empty and the parameters have none.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Bucket:
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
+        gradients: bool = True,
     ) -> None:
         self.group, self.dtype = group, dtype
         self.segments = _lay_out(leaves)
@@ -53,11 +55,11 @@ class Bucket:
         step = ALIGNMENT * group.size
         self.length = -(-used // step) * step
         self.values = group.empty((self.length,), dtype).to(device).zero_()
-        self.gradients = group.empty((self.length,), torch.float32).to(device).zero_()
+        self.gradients = group.empty((self.length if gradients else 0,), torch.float32).to(device).zero_()
         for segment in self.segments:
             parameter = segment.parameter
             parameter.data = segment.view(self.values)
-            parameter.gradient = segment.view(self.gradients)
+            parameter.gradient = segment.view(self.gradients) if gradients else None
         self.missing: dict[Parameter, int] = {}
 
     def expect(self, passes: int) -> None:
@@ -97,9 +99,11 @@ def make_buckets(
     dtype: torch.dtype,
     device: torch.device,
     bucket_bytes: int,
+    gradients: bool = True,
 ) -> list[Bucket]:
     """Cut the layers, in the order of the forward pass, into Buckets of about `bucket_bytes` of fp32
-    gradients. A layer is never cut; one layer larger than that is a bucket of its own.
+    gradients. A layer is never cut; one layer larger than that is a bucket of its own. `gradients` as in
+    Bucket.
     """
     buckets: list[Bucket] = []
     pending: list[Sequence[Parameter]] = []
@@ -107,10 +111,10 @@ def make_buckets(
     for leaf in leaves:
         leaf_bytes = 4 * sum(parameter.numel() for parameter in leaf)
         if pending and size + leaf_bytes > bucket_bytes:
-            buckets.append(Bucket(pending, group, dtype, device))
+            buckets.append(Bucket(pending, group, dtype, device, gradients))
             pending, size = [], 0
         pending.append(leaf)
         size += leaf_bytes
     if pending:
-        buckets.append(Bucket(pending, group, dtype, device))
+        buckets.append(Bucket(pending, group, dtype, device, gradients))
     return buckets

@@ -1,0 +1,73 @@
+"""`hpctrain generate`: sample text from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+# A model draws control characters, too: a terminal shows them as their pictures and does not obey them.
+PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in b"\t\n"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+@click.command(name="generate")
+@click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
+@click.option("--prompt", default="", metavar="TEXT", help="What to continue; empty: begin a document.")
+@click.option("--tokens", default=200, metavar="N", show_default=True, help="Tokens to draw, at most.")
+@click.option(
+    "--temperature", default=0.8, metavar="T", show_default=True, help="0: always the likeliest token."
+)
+@click.option("--top-k", type=int, metavar="K", help="Draw from the K likeliest tokens only.")
+@click.option(
+    "--top-p", type=float, metavar="P", help="Draw from the fewest tokens whose probability reaches P."
+)
+@click.option(
+    "--seed", type=int, metavar="S", help="The same seed gives the same text.  [default: a new one]"
+)
+@click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
+def command(
+    target: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+    samples: int,
+) -> None:
+    """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
+
+    Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
+    ends a document. The model sees as many of the last tokens as it was trained on (batch.sequence). Under
+    mpirun or srun it is split over all ranks, whatever the layout of its run.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.generate import Sampling, generate
+    from hpctrain.train.terminal import find_terminal
+
+    sampling = Sampling(tokens, temperature, top_k, top_p, seed, samples)
+    output = Output(terminal=find_terminal() is not None)
+    run_verb(lambda world: generate(world, target, prompt, sampling, output.show, output.terminal))
+
+
+class Output:
+    """Text to stdout as it comes, whatever characters stdout can encode."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
+
+    def show(self, text: str) -> None:
+        """Print some text; OSError where it cannot be written, but not where nobody reads on."""
+        if self.terminal:
+            text = text.translate(PICTURES)
+        encoding = sys.stdout.encoding or "utf-8"
+        try:
+            print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+        except OSError as error:
+            # What is left in the buffer must not raise again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise OSError(error.errno, error.strerror, "stdout") from None

@@ -1,0 +1,280 @@
+"""Text from a checkpoint: the model alone is loaded, and continues a prompt token by token.
+
+Every token takes one forward pass over what the model sees of the text so far, at most `batch.sequence`
+tokens: nothing is cached between tokens, so that the window may slide over learned positions too. The
+samples of a batch share the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.entries import model_entries
+from hpctrain.checkpoint.read import load, read_state
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.check import check_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.train.build import DTYPES
+from hpctrain.train.run import find_checkpoint
+
+SAMPLES_AT_A_TIME = 8
+"""Samples that share a forward pass, which bounds the memory of activations."""
+
+NextLogits = Callable[[Tensor], Tensor]
+"""Tokens [b, s] int64 on the CPU -> fp32 logits [b, V] of the token behind them."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    `temperature` 0 takes the likeliest token. Then, in this order, only the `top_k` likeliest tokens are
+    drawn, and of these only the fewest whose probability reaches `top_p` (nucleus sampling, arXiv
+    1904.09751). `seed` None is another one each time.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    samples: int = 1
+
+    def check(self) -> None:
+        """Raise HpctrainError with every option that is out of range."""
+        problems = []
+        if self.tokens < 1:
+            problems.append(f"--tokens {self.tokens}: must be at least 1")
+        if not 0 <= self.temperature < inf:
+            problems.append(
+                f"--temperature {self.temperature:g}: must be a number from 0 (the likeliest token) up"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            problems.append(f"--top-k {self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            problems.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            problems.append(f"--seed {self.seed}: must be from 0 to 2^63 - 1")
+        if self.samples < 1:
+            problems.append(f"--samples {self.samples}: must be at least 1")
+        if problems:
+            raise HpctrainError(problems)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Probabilities [b, V] fp64, zero for what may not be drawn, of finite logits [b, V]."""
+        # Stable, so that of equal logits the first counts as the larger one, as in argmax.
+        values, order = logits.double().sort(dim=-1, descending=True, stable=True)
+        count = 1 if self.temperature == 0 else self.top_k or values.shape[-1]
+        values[:, count:] = -inf
+        kept = ((values - values[:, :1]) / (self.temperature or 1.0)).softmax(-1)
+        if self.top_p is not None:
+            before = kept.cumsum(-1) - kept
+            kept[before >= self.top_p] = 0.0
+            kept /= kept.sum(-1, keepdim=True)
+        return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+    def generators(self) -> list[torch.Generator]:
+        """One generator a sample; the first ones are the same whatever the number of samples."""
+        source = torch.Generator()
+        if self.seed is None:
+            source.seed()
+        else:
+            source.manual_seed(self.seed)
+        seeds = torch.randint(2**63 - 1, (self.samples,), generator=source)
+        return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+
+
+class TextStream:
+    """The text of token ids that come one after another; unfinished characters wait for their rest."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._waiting: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        self._waiting += ids
+        text = self._text()
+        # What is no UTF-8 yet reads as U+FFFD, and so does what never will be.
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._shown, self._waiting = self._waiting, []
+        return text
+
+    def end(self) -> str:
+        """The text of what still waits."""
+        return self._text()
+
+    def _text(self) -> str:
+        # Some decoders drop a blank at the start of their ids: those before show that this is none.
+        shown = self.tokenizer.decode(self._shown)
+        return self.tokenizer.decode(self._shown + self._waiting)[len(shown) :]
+
+
+def generate(
+    world: World, target: Path, prompt: str, sampling: Sampling, show: Callable[[str], None], live: bool
+) -> None:
+    """`hpctrain generate`: continue the prompt and show the texts, prompt included, from rank 0.
+
+    Collective. With `live`, a single sample is shown while it grows. An empty prompt begins a document,
+    and where the model ends one the sample ends. HpctrainError or InputOutputError, on all ranks, where an
+    option or the checkpoint will not do, or something cannot be shown.
+    """
+    with world.agreement():
+        sampling.check()
+    path = find_checkpoint(world, target)
+    model, tokenizer = load_model(world, path)
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+
+    def tell(text: str) -> None:
+        with world.agreement():
+            if world.rank == 0 and text:
+                show(text)
+
+    def next_logits(tokens: Tensor) -> Tensor:
+        logits = last_logits(model, tokens.to(world.device))[:, : tokenizer.vocabulary].cpu()
+        if not bool(logits.isfinite().all()):
+            raise HpctrainError(f"{path}: the model's logits are not finite, so that nothing can be drawn")
+        return logits
+
+    def continued(generators: Sequence[torch.Generator]) -> Iterator[list[int]]:
+        return continue_tokens(
+            next_logits,
+            ids,
+            model.shape.sequence,
+            tokenizer.end_of_document,
+            sampling,
+            generators,
+            world.everyone,
+        )
+
+    generators = sampling.generators()
+    if live and sampling.samples == 1:
+        stream = TextStream(tokenizer)
+        tell(stream.add(ids))
+        for drawn in continued(generators):
+            tell(stream.add(drawn))
+        tell(stream.end() + "\n")
+        return
+    for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
+        some = generators[first : first + SAMPLES_AT_A_TIME]
+        texts = [list(ids) for _ in some]
+        for drawn in continued(some):
+            for text, token in zip(texts, drawn, strict=True):
+                text.append(token)
+        for number, text in enumerate(texts, first + 1):
+            heading = f"--- sample {number} of {sampling.samples} ---\n" if sampling.samples > 1 else ""
+            tell(f"{heading}{tokenizer.decode(text)}\n")
+
+
+def continue_tokens(
+    next_logits: NextLogits,
+    prompt: Sequence[int],
+    window: int,
+    end: int,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+    group: Group,
+) -> Iterator[list[int]]:
+    """The next token of each sample, `sampling.tokens` times or until every sample has met `end`.
+
+    One sample a generator; one that has ended goes on with `end`. The model sees the last `window`
+    tokens. Collective over the group: its rank 0 draws.
+    """
+    context = torch.tensor([list(prompt[-window:])] * len(generators))
+    ended = torch.zeros(len(generators), dtype=torch.bool)
+    for _ in range(sampling.tokens):
+        drawn = torch.full((len(generators),), end)
+        logits = next_logits(context)
+        if group.rank == 0:
+            for row in (~ended).nonzero().flatten().tolist():
+                chances = sampling.probabilities(logits[row : row + 1])
+                drawn[row] = torch.multinomial(chances, 1, generator=generators[row])[0, 0]
+        group.broadcast(drawn)
+        ended |= drawn == end
+        yield drawn.tolist()
+        if bool(ended.all()):
+            return
+        context = torch.cat((context, drawn.unsqueeze(1)), dim=1)[:, -window:]
+
+
+@torch.no_grad()
+def last_logits(model: Transformer, tokens: Tensor) -> Tensor:
+    """Logits [b, V] fp32 of the token behind tokens [b, s], for a model without sequence parallelism."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    hidden = model(Inputs(tokens.t().contiguous(), positions))
+    return model.loss_head.logits(hidden[-1:])[0].float()
+
+
+def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
+    """The model of a checkpoint, split over all ranks of the world, and its tokenizer. Collective.
+
+    No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the checkpoint
+    has no deck or tokenizer, or the ranks cannot split the model; else errors as in checkpoint.read.load.
+    """
+    state = read_state(path, world.everyone)
+    with world.agreement():
+        deck = _deck(state, path, world.size)
+        tokenizer = _tokenizer(state, path)
+        assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
+    torch.set_num_threads(deck.run.threads)
+    mesh = Mesh(world, {"tensor": world.size})
+    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    model = Transformer(ModelShape.of(deck, deck.model.vocabulary), groups)
+    buckets = make_buckets(
+        model.leaves(),
+        mesh.group("data", "context"),
+        DTYPES[deck.precision.compute],
+        world.device,
+        deck.communication.bucket_bytes,
+        gradients=False,
+    )
+    load(path, world.everyone, model_entries(buckets, mesh))
+    return model, tokenizer
+
+
+def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
+    """The checkpoint's deck with all ranks along the tensor axis."""
+    text = state.get("deck")
+    if not isinstance(text, str):
+        raise HpctrainError(f"{path}: holds no deck, so it is no checkpoint of a training run")
+    deck = parse_deck(text, name=f"{path}: deck")
+    layout = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
+    deck = deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
+    problems = check_deck(deck)
+    if problems:
+        raise HpctrainError(
+            [
+                f"{ranks} ranks: the model of {path} is split over all of them, and their number "
+                f"{problem.sentence}"
+                for problem in problems
+            ]
+        )
+    return deck
+
+
+def _tokenizer(state: dict[str, Any], path: Path) -> Tokenizer:
+    text = state.get("tokenizer")
+    if not isinstance(text, str):
+        raise HpctrainError(
+            f"{path}: holds no tokenizer, so that no text can be generated; train on a token file made by "
+            "`hpctrain prepare`, which has one"
+        )
+    return Tokenizer(text, f"{path}: tokenizer")
