@@ -13,8 +13,10 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -119,6 +121,10 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         reporter: Any = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+        # Of temporary folders that they share, all ranks would remove the same dead links at the end.
+        own = tempfile.mkdtemp(prefix="pytest-rank-")
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = own
+        config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
 
 
 @pytest.hookimpl(trylast=True)

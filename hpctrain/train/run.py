@@ -184,7 +184,7 @@ class Run:
             "loss_scale": self.engine.loss_scale.value,
             "loss_scale_good_steps": self.engine.loss_scale.good_steps,
             "deck": deck_text(self.deck),
-            "tokenizer": self.corpus.file.tokenizer_json,
+            "tokenizer": self.corpus.file.tokenizer_text,
             "ranks": self.world.size,
             "code_version": __version__,
         }
