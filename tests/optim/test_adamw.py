@@ -62,7 +62,9 @@ def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(parameter.detach(), copies[name].detach(), rtol=1e-6, atol=1e-7)
             else:
                 assert torch.equal(parameter.detach(), master(ours, parameter).to(dtype))
-                torch.testing.assert_close(master(ours, parameter), copies[name].detach(), rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(
+                    master(ours, parameter), copies[name].detach(), rtol=1e-6, atol=1e-7
+                )
     assert ours.updates == 5
 
 
