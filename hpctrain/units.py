@@ -1,4 +1,4 @@
-"""Sizes, times and counts as people write them: "25 MB", "10 min", "124M"."""
+"""Sizes, times and counts as people write and read them: "25 MB", "2 min 05 s", "124M"."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ import re
 from hpctrain.errors import HpctrainError
 
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
-_PAIR = re.compile(_NUMBER + r"\s*([A-Za-zµ]*)")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?")
+_PAIR = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
 
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)}
 _BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)}
 
-_SECONDS = {
-    **dict.fromkeys(("us", "µs"), 1e-6),
-    "ms": 1e-3,
-    **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1.0),
-    **dict.fromkeys(("min", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "day", "days"), 86400.0),
-}
-
 
 class UnitError(HpctrainError, ValueError):
-    """A size or time that cannot be read (a `ValueError` too, as validation libraries expect)."""
+    """A size that cannot be read (a `ValueError` too, as validation libraries expect)."""
 
 
 def parse_bytes(text: str) -> int:
@@ -40,39 +30,10 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * _BYTES[unit]) if _fractional(match[1]) else int(match[1]) * _BYTES[unit]
 
 
-def parse_seconds(text: str) -> float:
-    """Seconds of a time such as "90", "10 min", "1 h 30 min", "500 ms", or of a batch system's
-    clock form: "12:30" (minutes and seconds), "1:30:00", "2-00:00:00" (days first).
-
-    Raises `UnitError` for anything else, negative times included.
-    """
-    clock = _CLOCK.fullmatch(text.strip())
-    if clock is not None:
-        days, first, second, third = (int(part or 0) for part in clock.groups())
-        short = clock[4] is None and clock[1] is None
-        hours, minutes, seconds = (0, first, second) if short else (first, second, third)
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    pairs = _PAIR.findall(text)
-    known = all(unit.lower() in _SECONDS for _, unit in pairs)
-    bare = len(pairs) > 1 and any(unit == "" for _, unit in pairs)
-    if not pairs or not known or bare or _PAIR.sub("", text).strip():
-        raise UnitError(
-            f'"{text}" is not a time: write it as 90, "90 s", "10 min", "1 h 30 min" or "1:30:00"'
-        )
-    return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in pairs))
-
-
 def format_bytes(size: float, *, binary: bool = False) -> str:
     """Three digits and a unit: "25 MB", "1.24 GB"; in steps of 1024 if `binary`: "256 MiB"."""
-    step, names = (
-        (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-        if binary
-        else (
-            1000,
-            ("B", "kB", "MB", "GB", "TB", "PB"),
-        )
-    )
-    number, name = _scaled(size, step, names)
+    names = ("B", "KiB", "MiB", "GiB", "TiB", "PiB") if binary else ("B", "kB", "MB", "GB", "TB", "PB")
+    number, name = _scaled(size, 1024 if binary else 1000, names)
     return f"{number} {name}"
 
 

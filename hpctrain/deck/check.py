@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.deck.schema import Deck
@@ -122,25 +122,34 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
     length = deck.batch.sequence // layout.context
     split_sequence = layout.sequence_parallel and deck.batch.sequence % layout.context == 0
 
-    def shares(ranks: int) -> bool:
-        return model.key_value_heads % ranks == 0 or ranks % model.key_value_heads == 0
-
-    fitting = [
-        ranks
-        for ranks in divisors(model.heads)
-        if model.mlp % ranks == 0 and shares(ranks) and not (split_sequence and length % ranks)
-    ]
+    demands: dict[str, Callable[[int], bool]] = {
+        "model.heads": lambda ranks: model.heads % ranks == 0,
+        "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
+        "model.mlp": lambda ranks: model.mlp % ranks == 0,
+        "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
+    }
+    fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
     would = nearest(tensor, fitting)
+
+    def problem(asked: str, key: str, candidates: Iterable[int]) -> Problem:
+        """What layout.tensor must be, the sizes that would do, and which other keys leave so few of them."""
+        near = nearest(tensor, candidates)
+        limits = []
+        for other, fits in demands.items():
+            if other != key and near != would and not all(fits(ranks) for ranks in near):
+                limits.append(f"{other} = {deck.value(other)}")
+                near = [ranks for ranks in near if fits(ranks)]
+        given = f", given {' and '.join(limits)}" if limits else ""
+        others = ("layout.context", "layout.sequence_parallel", *demands)
+        return Problem("layout.tensor", f"{asked} ({_or(would)} would{given})", others)
+
     for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
         if size % tensor:
-            yield Problem("layout.tensor", _must_divide(key, size, would), (key, "model.key_value_heads"))
-    if model.heads % tensor == 0 and not shares(tensor):
-        yield Problem(
-            "layout.tensor",
-            f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it "
-            f"({_or(would)} would)",
-            ("model.heads", "model.key_value_heads", "model.mlp"),
-        )
+            yield problem(f"must divide {key} = {size}", key, divisors(size))
+    if model.heads % tensor == 0 and not _shares(model.key_value_heads, tensor):
+        asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"
+        shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
+        yield problem(asked, "model.key_value_heads", shared)
     if layout.sequence_parallel and tensor == 1:
         yield Problem(
             "layout.sequence_parallel",
@@ -177,16 +186,24 @@ def _context(deck: Deck) -> Iterator[Problem]:
     heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
 
     def allowed(ranks: int) -> bool:
-        return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+        return heads % ranks == 0 and _shares(shared, ranks)
 
     if not allowed(context):
-        would = _or(nearest(context, [ranks for ranks in divisors(heads) if allowed(ranks)]))
+        would = _or(
+            nearest(context, [ranks for ranks in divisors(heads) if allowed(ranks) and sequence % ranks == 0])
+        )
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
         yield Problem(
             "layout.context",
             f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all" '
             f'({would} would; the form "ring" does not ask for it)',
-            ("layout.context_form", "layout.tensor", "model.heads", "model.key_value_heads"),
+            (
+                "layout.context_form",
+                "layout.tensor",
+                "model.heads",
+                "model.key_value_heads",
+                "batch.sequence",
+            ),
         )
 
 
@@ -229,6 +246,11 @@ def _devices(deck: Deck) -> Iterator[Problem]:
             'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)',
             ("run.device",),
         )
+
+
+def _shares(heads: int, ranks: int) -> bool:
+    """Whether ranks can have whole key/value heads each, or share each one among equally many."""
+    return heads % ranks == 0 or ranks % heads == 0
 
 
 def divisors(number: int) -> list[int]:

@@ -35,6 +35,7 @@ class Written:
         self.places: dict[str, Place] = {}
         self.problems: list[tuple[Place, str]] = []
         self.files: list[str] = []
+        self.arguments: list[str] = []
         self.only_files_missing = True
 
     def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
@@ -45,10 +46,12 @@ class Written:
     def raise_problems(self) -> None:
         """Raise all problems as one error, if there are any, in the order of the files and their lines."""
 
-        def order(item: tuple[Place, str]) -> tuple[bool, int, float]:
+        def order(item: tuple[Place, str]) -> tuple[int, int, float]:
             place = item[0]
+            if place.override is not None:
+                return 1, self.arguments.index(place.override), 0
             file = self.files.index(place.file) if place.file in self.files else len(self.files)
-            return place.override is not None, file, float("inf") if place.line is None else place.line
+            return 0, file, float("inf") if place.line is None else place.line
 
         if not self.problems:
             return
@@ -116,6 +119,7 @@ class Written:
 
     def override(self, argument: str) -> None:
         """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
+        self.arguments.append(argument)
         name, equals, text = argument.partition("=")
         section, dot, key = name.strip().partition(".")
         place = Place(self.name, override=argument)
@@ -154,7 +158,7 @@ class Written:
             return
         match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
         told = message[: match.start()] if match else message
-        rows = text.splitlines() or [""]
+        rows = text.rstrip("\n").split("\n")
         line = int(match[1]) if match and match[1] else len(rows)
         place = Place(name, line)
         shown = rows[min(line, len(rows)) - 1].strip()

@@ -95,13 +95,6 @@ class _Validation:
         if deck is None:
             bad |= set(wrong)
             deck = self._stand_in(tables, bad)
-            # What follows from a bad key is not to be trusted either.
-            bad |= {
-                f"{section}.{key}"
-                for section in sections()
-                for key, field in fields(section).items()
-                if extra(field, "derived") and f"{section}.{key}" not in keys
-            }
         if deck is not None and self.whole:
             found = check_deck(deck)
             found += [] if ranks is None else [new for new in world_problems(deck, ranks) if new not in found]
@@ -168,6 +161,8 @@ class _Validation:
             section, _, name = full.partition(".")
             field = fields(section)[name]
             if kind != "missing":
+                if name not in tables[section]:
+                    continue  # a default that follows from a wrong key
                 value = tables[section][name]
                 self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
             elif full in silent or not self.whole or (unknown_preset and extra(field, "derived")):
@@ -190,12 +185,19 @@ class _Validation:
             self.written.add(place, f"{place.prefix}: {told}")
 
     def _stand_in(self, tables: Tables, bad: set[str]) -> Deck | None:
-        """A deck with stand-ins for the bad keys, on which the checks of the other keys can run."""
+        """A deck with stand-ins for the bad keys, on which the checks of the other keys can run.
+
+        Adds to the bad keys those whose defaults follow from bad ones.
+        """
+        written = {f"{section}.{key}" for section, table in tables.items() for key in table}
         tables = {
             section: {key: value for key, value in table.items() if f"{section}.{key}" not in bad}
             for section, table in tables.items()
         }
+        if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
+            bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in written}
         deck, wrong = self._validate(tables)
+        bad |= set(wrong)
         for full in wrong:
             section, _, name = full.partition(".")
             kind = plain_type(fields(section)[name])

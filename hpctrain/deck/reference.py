@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.schema import extra, fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.deck.words import plain_type, wanted
+from hpctrain.deck.words import plain_type, unknown_section, wanted
+from hpctrain.errors import HpctrainError
 from hpctrain.units import format_bytes
 
 _WIDTH = 100
@@ -20,23 +21,33 @@ _COLUMNS = (18, 30, 32, 9)
 
 _HEAD = """
 A deck is a TOML file of the sections and keys below; keys without a default ("required") must be
-given. Sizes may be written as "25 MB" or "24 MiB", times as "10 min". At the top of a deck,
-include = "base.toml" (or a list) takes the keys of other files, relative to this one; its own keys
-win. On the command line, --set section.key=value wins over all files, and --set section.key= puts
-a key back to its default.
+given. Sizes may be written as "25 MB" or "24 MiB". At the top of a deck, include = "base.toml" (or
+a list) takes the keys of other files, relative to this one; its own keys win. On the command line,
+--set section.key=value wins over all files, and --set section.key= puts a key back to its default.
 """
 
 
-def reference_text() -> str:
-    """Every section and key with type, default, unit and help; at most 100 columns wide."""
-    lines = _HEAD.strip().splitlines()
-    for section, model in sections().items():
-        lines += ["", *_wrapped(f"[{section}]  {model.__doc__}", indent=2), ""]
-        lines += _row(("key", "type", "default", "unit"))
-        for name, field in fields(section).items():
-            lines += _row((name, _type(name, field), _default(field), extra(field, "unit")))
-            lines += ["      " + line for line in textwrap.wrap(field.description or "", _WIDTH - 6)]
-    return "\n".join([*lines, "", *_presets()]) + "\n"
+def reference_text(section: str | None = None) -> str:
+    """Every section and key with type, default, unit and help, or those of one section.
+
+    At most 100 columns wide. Raises `HpctrainError` if there is no such section.
+    """
+    if section is None:
+        parts = [_HEAD.strip().splitlines(), *(list(_section(name)) for name in sections()), list(_presets())]
+    elif section in sections():
+        parts = [list(_section(section)), *([list(_presets())] if section == "model" else [])]
+    else:
+        raise HpctrainError(f"--reference {section}: {unknown_section(section, [])}")
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _section(name: str) -> Iterator[str]:
+    yield from _wrapped(f"[{name}]  {sections()[name].__doc__}", indent=2)
+    yield ""
+    yield from _row(("key", "type", "default", "unit"))
+    for key, field in fields(name).items():
+        yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
+        yield from ("      " + line for line in textwrap.wrap(field.description or "", _WIDTH - 6))
 
 
 def _type(name: str, field: FieldInfo) -> str:

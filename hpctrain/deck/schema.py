@@ -13,20 +13,13 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
-from hpctrain.units import parse_bytes, parse_seconds
-
-
-def _from_text(parse: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
-
+from hpctrain.units import parse_bytes
 
 _LARGEST = 10_000_000
 """Of a model's sizes: beyond any model, and small enough to search for divisors."""
 
-Bytes = Annotated[int, _from_text(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
 """A size; written as a number of bytes or as "25 MB", printed as a number."""
-Seconds = Annotated[float, _from_text(parse_seconds)]
-"""A time; written as a number of seconds or as "10 min", printed as a number."""
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
@@ -89,7 +82,7 @@ class Model(Section):
         "Inner width of the feed-forward part.",
         derived="4 hidden (gpt2), 8/3 hidden up to a multiple of 256 (llama)",
         ge=1,
-        le=_LARGEST,
+        le=4 * _LARGEST,
     )
     vocabulary: int | None = key(
         "Size of the vocabulary, at least that of the token file.",

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpctrain.deck.check import check_deck, check_world, data_ranks, divisors, nearest
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError
+
+DECK = """\
+[run]
+steps = 20
+[model]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 8
+key_value_heads = 4
+mlp = 96
+[data]
+tokens = "t.h5"
+[batch]
+global_size = 8
+sequence = 64
+"""
+
+
+def problems(*overrides: str, ranks: int | None = None) -> list[str]:
+    """What is said of the deck with these overrides, without "--set"."""
+    with pytest.raises(HpctrainError) as caught:
+        parse_deck(DECK, overrides, ranks=ranks)
+    return [problem.removeprefix("--set ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["layout.tensor=2"],
+        ["layout.tensor=4", "layout.sequence_parallel=true"],
+        ["layout.tensor=8"],  # each key/value head is shared by two ranks
+        ["layout.context=4"],
+        ["layout.context=8", "layout.context_form=all_to_all"],
+        ["layout.context=2", "layout.context_form=all_to_all", "layout.tensor=4"],
+        ["model.family=gpt2", "model.heads=64", "model.key_value_heads=64"],
+        ["batch.ramp_from=4", "batch.ramp_steps=20"],
+        ["learning_rate.warmup=20"],
+        ["learning_rate.decay=constant", "learning_rate.decay_steps=1", "learning_rate.warmup=20"],
+        ["communication.transport=nccl", "run.device=cuda"],
+        ["model.vocabulary=257", "layout.tensor=2"],  # padded, so it need not divide
+    ],
+)
+def test_what_fits(overrides: list[str]) -> None:
+    assert check_deck(parse_deck(DECK, overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["model.heads=12"],
+            ["model.heads=12: must divide model.hidden = 64 (2, 4, 8 or 16 would)"],
+        ),
+        (
+            ["model.heads=64"],
+            [
+                "model.heads=64: must leave an even size of each head for rotary positions, but "
+                "model.hidden / "
+                "model.heads = 64 / 64 = 1 (4, 8, 16 or 32 heads would)"
+            ],
+        ),
+        (
+            ["model.key_value_heads=3"],
+            ["model.key_value_heads=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+        ),
+        (
+            ["model.family=gpt2", "model.rope_base=500"],
+            [
+                'model.rope_base=500: has no effect on model.family = "gpt2", whose positions are learned '
+                "(leave it out)"
+            ],
+        ),
+        (
+            ["layout.tensor=3"],
+            ["layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+        ),
+        (
+            ["layout.tensor=16"],
+            ["layout.tensor=16: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+        ),
+        (
+            ["layout.tensor=8", "model.mlp=100"],
+            ["layout.tensor=8: must divide model.mlp = 100 (1, 2 or 4 would, given model.heads = 8)"],
+        ),
+        (
+            ["layout.tensor=4", "model.heads=12", "model.hidden=72", "model.key_value_heads=6"],
+            [
+                "layout.tensor=4: must divide model.key_value_heads = 6 or be a multiple of it (1, 2, 3 "
+                "or 6 would)"
+            ],
+        ),
+        (
+            ["layout.sequence_parallel=true"],
+            [
+                "layout.sequence_parallel=true: splits the sequence over the tensor ranks and so needs "
+                "layout.tensor of at least 2, not 1"
+            ],
+        ),
+        (
+            ["layout.sequence_parallel=true", "layout.tensor=4", "batch.sequence=66"],
+            [
+                "batch.sequence=66: must be a multiple of layout.context x layout.tensor = 1 x 4 = 4 under "
+                "layout.sequence_parallel (64 or 68 would)"
+            ],
+        ),
+        (
+            ["layout.context=4", "batch.sequence=100"],
+            [
+                "batch.sequence=100: must be a multiple of 2 x layout.context = 8, an early and a late "
+                "piece for "
+                "each context rank (96 or 104 would)"
+            ],
+        ),
+        (
+            ["layout.context=4", "batch.sequence=98", "layout.context_form=all_to_all"],
+            ["batch.sequence=98: must be a multiple of layout.context = 4 (96 or 100 would)"],
+        ),
+        (
+            ["layout.context=4", "layout.tensor=4", "layout.context_form=all_to_all"],
+            [
+                'layout.context=4: must divide the heads of a tensor rank, 2, in the form "all_to_all" '
+                '(1 or 2 would; the form "ring" does not ask for it)'
+            ],
+        ),
+        (
+            [
+                "layout.context=4",
+                "model.heads=12",
+                "model.key_value_heads=6",
+                "model.hidden=72",
+                "layout.context_form=all_to_all",
+            ],
+            [
+                "layout.context=4: must divide the heads of a tensor rank, 12, and divide or be a "
+                "multiple of its "
+                '6 key/value heads, in the form "all_to_all" (1 or 2 would; the form "ring" does not ask '
+                "for it)"
+            ],
+        ),
+        (
+            ["batch.micro_size=3"],
+            [
+                "{deck}batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 3 x "
+                "1 = 3 (6 or 9 would)"
+            ],
+        ),
+        (
+            ["batch.micro_size=20"],
+            [
+                "{deck}batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = 20 x "
+                "1 = 20 (20 would)"
+            ],
+        ),
+        (
+            ["batch.ramp_from=16", "batch.ramp_steps=30"],
+            [
+                "batch.ramp_from=16: must be at most batch.global_size = 8, to which it grows",
+                "batch.ramp_steps=30: must be at most run.steps = 20",
+            ],
+        ),
+        (["batch.ramp_from=4"], ["batch.ramp_from=4: needs batch.ramp_steps of at least 1"]),
+        (["batch.ramp_steps=4"], ["batch.ramp_steps=4: needs batch.ramp_from of at least 1"]),
+        (["learning_rate.warmup=21"], ["learning_rate.warmup=21: must be at most run.steps = 20"]),
+        (
+            ["learning_rate.warmup=15", "learning_rate.decay_steps=10"],
+            ["learning_rate.warmup=15: must be at most learning_rate.decay_steps = 10"],
+        ),
+        (
+            ["communication.transport=nccl", "run.device=cpu"],
+            [
+                'communication.transport=nccl: works between GPUs only, but run.device = "cpu" ("auto" '
+                'or "mpi" '
+                "would do)"
+            ],
+        ),
+    ],
+)
+def test_what_does_not_fit(overrides: list[str], told: list[str]) -> None:
+    assert problems(*overrides) == [sentence.replace("{deck}", "deck.toml:13: ") for sentence in told]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "told"),
+    [
+        (
+            ["layout.tensor=2", "layout.context=2"],
+            6,
+            "layout.tensor=2: layout.tensor x layout.context = 2 x 2 must divide the number of ranks, 6 "
+            "(4 or 8 ranks would fit)",
+        ),
+        (
+            ["layout.context=4"],
+            2,
+            "layout.context=4: layout.tensor x layout.context = 1 x 4 must divide the number of ranks, 2 "
+            "(4 ranks would fit)",
+        ),
+        (
+            ["layout.data=4", "layout.tensor=2"],
+            4,
+            "layout.data=4: 4 ranks with layout.tensor x layout.context = 2 x 1 make 2 data ranks "
+            "(leave the key out, or start 8 ranks)",
+        ),
+        (
+            [],
+            3,
+            "deck.toml:13: batch.global_size = 8: must be a multiple of batch.micro_size x data ranks = "
+            "1 x 3 = 3 "
+            "(6 or 9 would)",
+        ),
+        (
+            ["batch.ramp_from=2", "batch.ramp_steps=4"],
+            4,
+            "batch.ramp_from=2: must be a multiple of batch.micro_size x data ranks = 1 x 4 = 4 (4 would)",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_world(overrides: list[str], ranks: int, told: str) -> None:
+    deck = parse_deck(DECK, overrides)
+    with pytest.raises(HpctrainError) as caught:
+        check_world(deck, ranks)
+    assert [problem.removeprefix("--set ") for problem in caught.value.problems] == [told]
+    assert problems(*overrides, ranks=ranks) == [told]
+    with pytest.raises(HpctrainError):
+        data_ranks(deck, ranks)
+
+
+def test_the_data_axis_fills_the_rest() -> None:
+    deck = parse_deck(DECK, ["layout.tensor=2", "layout.context=2"])
+    assert [data_ranks(deck, ranks) for ranks in (4, 8, 32)] == [1, 2, 8]
+    assert data_ranks(parse_deck(DECK, ["layout.data=8"]), 8) == 8
+
+
+def test_a_batch_that_fits_neither_the_deck_nor_the_world_is_told_once() -> None:
+    assert len(problems("layout.data=3", ranks=3)) == 1
+
+
+def test_every_size_named_as_fitting_fits() -> None:
+    for heads in (6, 8, 12):
+        for shared in divisors(heads):
+            model = [
+                f"model.heads={heads}",
+                "model.hidden=144",
+                f"model.key_value_heads={shared}",
+                "model.mlp=144",
+            ]
+            model = [key.replace("144", "64") if heads == 8 else key for key in model]
+            for tensor in range(1, 14):
+                try:
+                    parse_deck(DECK, [*model, f"layout.tensor={tensor}"])
+                except HpctrainError as error:
+                    told = re.search(r"\(([\d, or]+) would", error.problems[0])
+                    assert told is not None
+                    for fitting in re.findall(r"\d+", told[1]):
+                        parse_deck(DECK, [*model, f"layout.tensor={fitting}"])
+
+
+def test_divisors_and_nearest() -> None:
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert divisors(1) == [1]
+    assert nearest(10, divisors(36)) == [4, 6, 9, 12]
+    assert nearest(5, [100], count=4) == [100]

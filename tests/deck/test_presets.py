@@ -1,0 +1,70 @@
+"""Published parameter counts, by closed forms that know nothing of the model's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.presets import PRESETS, Preset, PresetName
+from hpctrain.deck.read import parse_deck
+
+
+def gpt2_parameters(preset: Preset) -> float:
+    """The design's formula (Narayanan 2021), plus the final LayerNorm that it leaves out."""
+    layers, hidden = preset.layers, preset.hidden
+    vectors = (preset.vocabulary + preset.sequence) / (12 * layers * hidden)
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + vectors) + 2 * hidden
+
+
+def llama_parameters(preset: Preset) -> int:
+    """Embedding, head, final norm; per layer q, k, v, output, gate, up, down and two norms."""
+    hidden = preset.hidden
+    shared = hidden // preset.heads * preset.key_value_heads
+    layer = 2 * hidden**2 + 2 * hidden * shared + 3 * hidden * preset.mlp + 2 * hidden
+    return 2 * preset.vocabulary * hidden + preset.layers * layer + hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-355m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("llama-1b", 1_100_048_384),
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-65b", 65_285_660_672),
+        ("llama-70b", 68_976_648_192),
+    ],
+)
+def test_parameters_are_those_published(name: PresetName, count: int) -> None:
+    preset = PRESETS[name]
+    parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
+    assert parameters == pytest.approx(count, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])
+def test_megatron_rows_have_the_billions_of_their_names(name: PresetName) -> None:
+    billions = float(name.removeprefix("megatron-").removesuffix("b"))
+    preset = PRESETS[name]
+    assert gpt2_parameters(preset) / 1e9 == pytest.approx(billions, abs=0.051 if billions < 1000 else 0.5)
+    assert (preset.sequence, preset.vocabulary) == (2048, 51200)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fills_the_model_and_the_sequence(name: PresetName) -> None:
+    deck = parse_deck(
+        f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
+    )
+    preset = PRESETS[name]
+    assert deck.batch.sequence == preset.sequence
+    assert {key: getattr(deck.model, key) for key in preset.model_keys()} == preset.model_keys()
+
+
+def test_keys_beside_a_preset_win_and_others_follow_them() -> None:
+    deck = parse_deck(
+        '[run]\nsteps = 1\n[model]\npreset = "llama-70b"\nhidden = 256\nheads = 4\nlayers = 2\n'
+        '[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\nsequence = 32\n'
+    )
+    assert (deck.model.hidden, deck.model.heads, deck.model.key_value_heads) == (256, 4, 4)
+    assert (deck.model.mlp, deck.model.vocabulary, deck.batch.sequence) == (768, 32000, 32)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.presets import PRESETS
+from hpctrain.deck.reference import reference_text
+from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.errors import HpctrainError
+
+
+def test_every_key_stands_in_its_section_with_its_help() -> None:
+    text = reference_text()
+    flat = " ".join(text.split())
+    for section in sections():
+        part = text[text.index(f"\n[{section}]") :]
+        part = part[: part.index("\n[", 1)] if "\n[" in part[1:] else part
+        for name, field in fields(section).items():
+            assert f"\n  {name} " in part, name
+            assert field.description, name
+            assert field.description.endswith("."), name
+            assert ". " not in field.description, name
+            assert len(field.description) <= 110, name
+            assert " ".join(field.description.split()) in flat, name
+            rows = [row for row in part.splitlines() if row.startswith(f"  {name} ")]
+            assert rows[0].rstrip().endswith(extra(field, "unit")), name
+    assert all(f"\n  {name} " in text for name in PRESETS)
+
+
+def test_a_hundred_columns_are_enough() -> None:
+    assert max(map(len, reference_text().splitlines())) <= 100
+
+
+def test_some_rows() -> None:
+    rows = [" ".join(row.split()) for row in reference_text().splitlines()]
+    assert "steps whole number of at least 1 required steps" in rows
+    assert 'compute "fp32", "bf16" or "fp16" "fp32"' in rows
+    assert "bucket_bytes size above 0, such as 25000000 25000000 (25 MB) bytes" in rows
+    assert "dropout number from 0 to below 1 0.0" in rows
+    assert "data whole number of at least 1 fills the rest ranks" in rows
+
+
+@pytest.mark.parametrize("section", sections())
+def test_one_section(section: str) -> None:
+    text = reference_text(section)
+    assert text.startswith(f"[{section}]  ")
+    assert text.rstrip("\n") in reference_text() or section == "model"
+    assert [other for other in sections() if f"[{other}]  " in text] == [section]
+    assert ("gpt2-124m" in text) == (section == "model")
+
+
+def test_no_such_section() -> None:
+    with pytest.raises(HpctrainError) as caught:
+        reference_text("layouts")
+    assert caught.value.problems == ("--reference layouts: unknown section (did you mean [layout]?)",)

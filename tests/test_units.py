@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from hpctrain.errors import HpctrainError
+from hpctrain.units import (
+    UnitError,
+    format_bytes,
+    format_count,
+    format_seconds,
+    parse_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4_096 B", 4096),
+        ("25 MB", 25_000_000),
+        ("25mb", 25_000_000),
+        (" 24 MiB ", 24 * 2**20),
+        ("1.5 GiB", 3 * 2**29),
+        ("1e3 kB", 1_000_000),
+        ("9007199254740993", 2**53 + 1),
+        ("2 TB", 2 * 10**12),
+        ("1 PiB", 2**50),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1 MB", "25 MX", "25 M", "1 MB 2", "1.2.3 kB", "nan", "25 MB/s"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(UnitError, match="is not a size: write it as"):
+        parse_bytes(text)
+
+
+def test_unit_errors_are_user_errors_and_value_errors() -> None:
+    error = UnitError("x")
+    assert isinstance(error, HpctrainError)
+    assert isinstance(error, ValueError)
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (25_000_000, "25 MB"),
+        (1_236_000_000, "1.24 GB"),
+        (999_999, "1 MB"),
+        (12_340, "12.3 kB"),
+        (-25_000_000, "-25 MB"),
+    ],
+)
+def test_bytes_as_text(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_bytes_as_binary_text() -> None:
+    assert [format_bytes(2**power, binary=True) for power in (0, 10, 28, 31)] == [
+        "1 B",
+        "1 KiB",
+        "256 MiB",
+        "2 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(12, "12"), (999, "999"), (1300, "1.3K"), (124_439_808, "124M"), (6_738_415_616, "6.74B"), (1e12, "1T")],
+)
+def test_counts_as_text(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (1.23e-5, "12.3 us"),
+        (0.25, "250 ms"),
+        (0.9999, "1 s"),
+        (1.239, "1.24 s"),
+        (59.4, "59.4 s"),
+        (59.8, "1 min 00 s"),
+        (125, "2 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (3725, "1 h 02 min"),
+        (90_000, "1 d 01 h"),
+        (-2, "-2 s"),
+    ],
+)
+def test_seconds_as_text(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@given(some.integers(min_value=0, max_value=10**17))
+def test_sizes_survive_printing_to_three_digits(size: int) -> None:
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.005, abs=0.5)
