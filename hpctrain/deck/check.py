@@ -156,7 +156,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
             "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1",
             ("layout.tensor",),
         )
-    elif split_sequence and length % tensor:
+    elif split_sequence and length % tensor and not model.heads % tensor:
         unit = layout.context * tensor
         yield Problem(
             "batch.sequence",
@@ -172,26 +172,10 @@ def _context(deck: Deck) -> Iterator[Problem]:
     if context == 1:
         return
     ring = layout.context_form == "ring"
-    unit = 2 * context if ring else context
-    if sequence % unit:
-        pieces = f"2 x layout.context = {unit}, an early and a late piece for each context rank"
-        yield Problem(
-            "batch.sequence",
-            f"must be a multiple of {pieces if ring else f'layout.context = {unit}'} "
-            f"({_multiples(sequence, unit)} would)",
-            ("layout.context", "layout.context_form"),
-        )
-    if ring or model.heads % tensor:
-        return
     heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
-
-    def allowed(ranks: int) -> bool:
-        return heads % ranks == 0 and _shares(shared, ranks)
-
-    if not allowed(context):
-        would = _or(
-            nearest(context, [ranks for ranks in divisors(heads) if allowed(ranks) and sequence % ranks == 0])
-        )
+    if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
+        fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
+        would = _or(nearest(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
         yield Problem(
             "layout.context",
@@ -205,6 +189,21 @@ def _context(deck: Deck) -> Iterator[Problem]:
                 "batch.sequence",
             ),
         )
+        return
+    unit = 2 * context if ring else context
+    if sequence % unit:
+        pieces = f"2 x layout.context = {unit}, an early and a late piece for each context rank"
+        yield Problem(
+            "batch.sequence",
+            f"must be a multiple of {pieces if ring else f'layout.context = {unit}'} "
+            f"({_multiples(sequence, unit)} would)",
+            ("layout.context", "layout.context_form"),
+        )
+
+
+def _exchanges(heads: int, shared: int, ranks: int) -> bool:
+    """Whether context ranks can exchange these heads, and these key/value heads, for sequence."""
+    return heads % ranks == 0 and _shares(shared, ranks)
 
 
 def _batch(deck: Deck) -> Iterator[Problem]:

@@ -128,6 +128,9 @@ class Written:
                 place, f"{place.prefix}: must be written as section.key=value, such as batch.micro_size=4"
             )
             return
+        if section == "include":
+            self.add(place, f"{place.prefix}: only a deck can include another, at its top")
+            return
         if not dot:
             homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
             told = f"must be written as {section}.key=value" if section in sections() else homes
@@ -162,7 +165,15 @@ class Written:
         line = int(match[1]) if match and match[1] else len(rows)
         place = Place(name, line)
         shown = rows[min(line, len(rows)) - 1].strip()
-        hint = " (text needs quotes)" if told == "Invalid value" else ""
+        twice = re.fullmatch(r"Cannot declare \((.*)\) twice", told)
+        if twice:
+            named = ".".join(re.findall(r"'([^']*)'", twice[1]))
+            self.add(place, f"{place.prefix}: {named} is given twice: {shown}")
+            return
+        if told == "Invalid value":
+            hint = " (text needs quotes)"
+        else:
+            hint = " (a quote is not closed)" if told == r"Illegal character '\n'" else ""
         self.add(place, f"{place.prefix}: not TOML: {told[:1].lower()}{told[1:]}{hint}: {shown}")
 
 

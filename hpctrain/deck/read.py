@@ -168,21 +168,19 @@ class _Validation:
             elif full in silent or not self.whole or (unknown_preset and extra(field, "derived")):
                 continue
             elif not extra(field, "derived"):
-                self._missing(section, full, f"{wanted(field)}; {field.description}")
+                meaning = str(field.description).rstrip(".")
+                self._missing(section, full, f"{wanted(field)} ({meaning[0].lower()}{meaning[1:]})")
             elif (full in shape or full == "batch.sequence") and not no_model:
                 self._missing(section, full, f"{wanted(field)}, or give model.preset")
 
     def _idle_preset(self, keys: set[str]) -> None:
-        """Refuse a preset given by `--set` on a deck that gives all it would fill, as resolved decks do."""
+        """Refuse a preset given by `--set` on a deck that gives a shape already, as resolved decks do."""
         place = self.places.get("model.preset")
-        filled = {
-            f"model.{name}"
-            for name in ("key_value_heads", "mlp", "vocabulary", "tied", "norm_epsilon", *_SHAPE)
-        }
-        if place is not None and place.override is not None and filled <= keys:
-            layers = self.places["model.layers"].prefix
-            told = f"has no effect: every key that a preset fills is given ({layers}: model.layers, ...)"
-            self.written.add(place, f"{place.prefix}: {told}")
+        if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
+            return
+        layers = self.places["model.layers"].prefix
+        told = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
+        self.written.add(place, f"{place.prefix}: {told}")
 
     def _stand_in(self, tables: Tables, bad: set[str]) -> Deck | None:
         """A deck with stand-ins for the bad keys, on which the checks of the other keys can run.

@@ -100,6 +100,17 @@ def test_what_fits(overrides: list[str]) -> None:
                 "or 6 would)"
             ],
         ),
+        (  # what the sequence must be is not told while another size of the axis is needed
+            ["layout.tensor=3", "layout.sequence_parallel=true", "model.mlp=96"],
+            ["layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"],
+        ),
+        (
+            ["layout.context=3", "layout.context_form=all_to_all"],
+            [
+                'layout.context=3: must divide the heads of a tensor rank, 8, in the form "all_to_all" '
+                '(1, 2, 4 or 8 would; the form "ring" does not ask for it)'
+            ],
+        ),
         (
             ["layout.sequence_parallel=true"],
             [

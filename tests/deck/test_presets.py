@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.deck.presets import PRESETS, Preset, PresetName
 from hpctrain.deck.read import parse_deck
+from hpctrain.model.shape import ModelShape
 
 
 def gpt2_parameters(preset: Preset) -> float:
@@ -49,6 +50,16 @@ def test_megatron_rows_have_the_billions_of_their_names(name: PresetName) -> Non
     preset = PRESETS[name]
     assert gpt2_parameters(preset) / 1e9 == pytest.approx(billions, abs=0.051 if billions < 1000 else 0.5)
     assert (preset.sequence, preset.vocabulary) == (2048, 51200)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_model_counts_the_same_parameters(name: str) -> None:
+    preset = {**PRESETS}[name]  # type: ignore[index]
+    deck = parse_deck(
+        f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
+    )
+    parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
+    assert ModelShape.of(deck, preset.vocabulary).parameters == pytest.approx(parameters, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -257,14 +257,14 @@ def test_one_wrong_key(line: str, new: str, told: str) -> None:
 
 def test_missing_keys_are_named_with_their_section() -> None:
     assert problems("[batch]\nmicro_size = 2\n") == [
-        "deck.toml:1: batch.global_size is missing: a whole number of at least 1; "
-        "Sequences of one optimizer step, over all ranks.",
+        "deck.toml:1: batch.global_size is missing: a whole number of at least 1 "
+        "(sequences of one optimizer step, over all ranks)",
         "deck.toml: model.preset is missing: name a published shape, or give model.family, layers, "
         "hidden and heads",
-        "deck.toml: run.steps is missing: a whole number of at least 1; Optimizer steps of the whole run.",
-        "deck.toml: data.tokens is missing: text in quotes, not empty; Token file made by `hpctrain "
+        "deck.toml: run.steps is missing: a whole number of at least 1 (optimizer steps of the whole run)",
+        "deck.toml: data.tokens is missing: text in quotes, not empty (token file made by `hpctrain "
         "prepare`; "
-        "relative to the folder where the run is started.",
+        "relative to the folder where the run is started)",
     ]
 
 
@@ -311,9 +311,9 @@ sequence = 64
         "deck.toml:13: batch.global_size = 9: must be a multiple of batch.micro_size x data ranks = 2 x "
         "1 = 2 "
         "(8 or 10 would)",
-        "deck.toml: data.tokens is missing: text in quotes, not empty; Token file made by `hpctrain "
+        "deck.toml: data.tokens is missing: text in quotes, not empty (token file made by `hpctrain "
         "prepare`; "
-        "relative to the folder where the run is started.",
+        "relative to the folder where the run is started)",
         "--set batch.ramp_from=3: must be a multiple of batch.micro_size x data ranks = 2 x 1 = 2 (2 or "
         "4 would)",
         "--set batch.ramp_from=3: needs batch.ramp_steps of at least 1",
@@ -343,6 +343,11 @@ def test_what_follows_from_a_wrong_key_is_not_told() -> None:
             "[run]\nsteps = 1\ntitle = 'x'\nsteps = 2\n",
             "deck.toml:4: run.steps is given twice, first on line 2",
         ),
+        (
+            '[run]\ntitle = "a\nsteps = 1\n',
+            "deck.toml:2: not TOML: illegal character '\\n' (a quote is not closed): title = \"a",
+        ),
+        ("run.seed = 1\n[run]\n", "deck.toml:2: run is given twice: [run]"),
         ("[run]\nsteps = 1\n\n[run]\n", "deck.toml:4: run is given twice, first on line 1"),
     ],
 )
@@ -483,6 +488,7 @@ def test_an_override_without_a_value_puts_the_default_back() -> None:
         ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
         ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),
+        ("include=x.toml", "--set include=x.toml: only a deck can include another, at its top"),
         ("layout=2", "--set layout=2: must be written as layout.key=value"),
         (
             "layout.tensor",
@@ -505,7 +511,8 @@ def test_a_preset_set_on_a_resolved_deck_is_refused_as_idle() -> None:
     resolved = deck_text(parse_deck(SMALL, ["model.vocabulary=256"]))
     (told,) = problems(resolved, "model.preset=llama-7b")
     assert told.startswith(
-        "--set model.preset=llama-7b: has no effect: every key that a preset fills is given"
+        "--set model.preset=llama-7b: would not change the model, whose family, layers, hidden and heads "
+        "are given"
     )
     shaped = SMALL.replace('family = "gpt2"\nlayers = 2\nhidden = 64\nheads = 8\n', "layers = 2\n")
     assert parse_deck(shaped, ["model.preset=gpt2-355m"]).model.layers == 2
