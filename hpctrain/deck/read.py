@@ -97,7 +97,7 @@ class _Validation:
             deck = self._stand_in(tables, bad)
         if deck is not None and self.whole:
             found = check_deck(deck)
-            found += [] if ranks is None else [new for new in world_problems(deck, ranks) if new not in found]
+            found += [] if ranks is None else world_problems(deck, ranks)
             for problem in found:
                 if not bad & {problem.key, *problem.others}:
                     told = deck.problem(problem.key, problem.sentence)
@@ -195,7 +195,6 @@ class _Validation:
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
             bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in written}
         deck, wrong = self._validate(tables)
-        bad |= set(wrong)
         for full in wrong:
             section, _, name = full.partition(".")
             kind = plain_type(fields(section)[name])

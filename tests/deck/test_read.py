@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from pydantic import ValidationError
 
@@ -65,6 +65,11 @@ def test_defaults_that_follow_other_keys() -> None:
     assert (llama.model.mlp, llama.model.tied) == (1536, False)
 
 
+def test_defaults_that_follow_the_largest_sizes_are_allowed() -> None:
+    for family in ("gpt2", "llama"):
+        assert parse_deck(SMALL, ["model.hidden=10000000", f"model.family={family}"]).model.mlp > 10**7
+
+
 def test_sizes_are_read_with_units_and_printed_plain() -> None:
     deck = parse_deck(SMALL + '[communication]\nbucket_bytes = "24 MiB"\n')
     assert deck.communication.bucket_bytes == 24 * 2**20
@@ -102,6 +107,7 @@ def test_resolved_text_shows_every_key_and_parses_back() -> None:
     family=some.sampled_from(["gpt2", "llama"]),
     tied=some.none() | some.booleans(),
 )
+@example("\x7f\x00\u2028", '"\\\n', 0, 1e-300, 1e300, None, "gpt2", None)
 def test_any_deck_survives_printing(
     title: str,
     tokens: str,
