@@ -25,7 +25,6 @@ from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-VOCABULARY_MULTIPLE = 64
 
 
 @dataclass
@@ -84,11 +83,11 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
 
 
 def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
-    """The deck with its vocabulary: the one given, or the token file's rounded up to a multiple of 64."""
+    """The deck with its vocabulary: the one given, or the token file's."""
     if deck.model.vocabulary is not None:
         return deck
-    vocabulary = -(-file.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+    model = deck.model.model_copy(update={"vocabulary": file.vocabulary})
+    return deck.model_copy(update={"model": model})
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Engine:

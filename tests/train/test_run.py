@@ -126,7 +126,7 @@ def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: P
     assert [row["step"] for row in rows if "validation_loss" in row] == [10, 20]
     assert rows[0]["lr"] == pytest.approx(5e-3)
     resolved = parse_deck((folder / "deck.toml").read_text())
-    assert resolved.model.vocabulary == 320
+    assert resolved.model.vocabulary == 257
     assert resolved.run.dir == str(folder)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000015.h5", "step-00000020.h5"]

@@ -1,0 +1,93 @@
+"""Buckets are synchronized when they are final, and replicas are compared before the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.synchronize import check_replicas
+from tests.engines import alone, small_deck, trainer
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_replica_that_differs_is_named(world: World) -> None:
+    engine = trainer(world, small_deck()).engine
+    tensor = engine.groups.tensor
+    check_replicas(engine.buckets, tensor, world.everyone)
+    if world.rank == 1:
+        with torch.no_grad():
+            engine.model.blocks[1].feed_forward.down.weights[0][3, 5] += 1e-6
+    with pytest.raises(HpctrainError) as caught:
+        check_replicas(engine.buckets, tensor, world.everyone)
+    assert len(caught.value.problems) == 1
+    assert "parameter blocks.1.feed_forward.down.weight differs" in caught.value.problems[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
+    engine = trainer(world, small_deck(f"layout.tensor={world.size}")).engine
+    if world.rank == 1:
+        with torch.no_grad():
+            engine.model.final_norm.weight[0] += 1e-6
+    with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
+        check_replicas(engine.buckets, engine.groups.tensor, world.everyone)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(world, small_deck())
+    order: list[str] = []
+    start = Group.start_all_reduce
+    gradient = Transformer.forward
+
+    def started(self: Group, tensor: torch.Tensor, *rest: object) -> object:
+        if self.axes == ("data", "context"):
+            names = {bucket.gradients.data_ptr(): index for index, bucket in enumerate(run.engine.buckets)}
+            order.append(f"bucket {names[tensor.data_ptr()]}")
+        return start(self, tensor, *rest)  # type: ignore[arg-type]
+
+    def forward(self: Transformer, inputs: object) -> torch.Tensor:
+        output = gradient(self, inputs)  # type: ignore[arg-type]
+        order.append("forward")
+        return output
+
+    monkeypatch.setattr(Group, "start_all_reduce", started)
+    monkeypatch.setattr(Transformer, "forward", forward)
+    finish = run.engine.synchronizer.finish
+
+    def finished() -> None:
+        order.append("end of backward")
+        finish()
+
+    monkeypatch.setattr(run.engine.synchronizer, "finish", finished)
+    run.train(1)
+    count, micro_batches = len(run.engine.buckets), 16 // 2 // world.size
+    assert order[:micro_batches] == ["forward"] * micro_batches
+    assert order[-1] == "end of backward"
+    assert sorted(order[micro_batches:-1]) == [f"bucket {index}" for index in range(count)]
+    # The last layers are final first; the tied embedding, which both ends use, comes last.
+    assert order[-2] == "bucket 0"
+
+
+def test_buckets_have_the_size_asked_for(world: World) -> None:
+    groups: LayerGroups = alone(world)
+    shape = trainer(world.alone(), small_deck()).engine.shape
+    model = Transformer(shape, groups)
+    limit = 30_000
+    buckets = make_buckets(model.leaves(), groups.tensor, torch.float32, torch.device("cpu"), limit)
+    used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
+    assert sum(used) == 4 * shape.parameters
+    assert all(size <= limit for size in used)
+    assert len(buckets) <= 2 * sum(used) // limit + 1
+    for bucket in buckets:
+        for segment in bucket.segments:
+            assert segment.parameter.data_ptr() == bucket.values.data_ptr() + 4 * segment.start
+            assert segment.parameter.gradient.shape == segment.parameter.shape
