@@ -220,21 +220,16 @@ def _batch(deck: Deck) -> Iterator[Problem]:
         yield Problem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
     if batch.ramp_steps and not batch.ramp_from:
         yield Problem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
-    if batch.ramp_steps > deck.run.steps:
-        yield Problem("batch.ramp_steps", f"must be at most run.steps = {deck.run.steps}", ("run.steps",))
 
 
 def _schedule(deck: Deck) -> Iterator[Problem]:
-    rate, steps = deck.learning_rate, deck.run.steps
-    limits = {"run.steps": steps}
-    if rate.decay != "constant":
-        limits["learning_rate.decay_steps"] = rate.decay_steps
-    key = min(limits, key=limits.__getitem__)
-    if rate.warmup > limits[key]:
+    # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
+    rate = deck.learning_rate
+    if rate.decay != "constant" and rate.warmup > rate.decay_steps:
         yield Problem(
             "learning_rate.warmup",
-            f"must be at most {key} = {limits[key]}",
-            (key, "learning_rate.decay"),
+            f"must be at most learning_rate.decay_steps = {rate.decay_steps}",
+            ("learning_rate.decay_steps", "learning_rate.decay", "run.steps"),
         )
 
 

@@ -43,7 +43,8 @@ def fill(tables: Tables, deck_name: str) -> set[str]:
     steps = run.get("steps")
     if _whole(steps):
         rate.setdefault("warmup", min(100, steps // 10))
-        rate.setdefault("decay_steps", steps)
+        warmup = rate["warmup"]
+        rate.setdefault("decay_steps", max(steps, warmup) if _whole(warmup) else steps)
 
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _whole(heads):

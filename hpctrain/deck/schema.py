@@ -88,7 +88,7 @@ class Model(Section):
         "Size of the vocabulary, at least that of the token file.",
         None,
         unit="tokens",
-        derived="the token file's, up to a multiple of 64",
+        derived="the token file's",
         ge=2,
     )
     tied: bool = key("Whether output and input embedding are one.", derived="true (gpt2), false (llama)")
@@ -155,7 +155,10 @@ class LearningRate(Section):
     warmup: int = key("Steps of linear warm-up.", unit="steps", derived="100, at most run.steps/10", ge=0)
     decay: Literal["cosine", "linear", "constant"] = key("Form of the decay after the warm-up.", "cosine")
     decay_steps: int = key(
-        "Step at which the decay reaches the floor and stays there.", unit="steps", derived="run.steps", ge=1
+        "Step at which the decay reaches the floor and stays there.",
+        unit="steps",
+        derived="run.steps, at least warmup",
+        ge=1,
     )
     floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
     reference_batch: int = key(
