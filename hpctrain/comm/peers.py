@@ -6,6 +6,7 @@ exactly this memory, or None where the peer has no such operation.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -86,6 +87,7 @@ def start_gloo(world: World) -> None:
     host, port = world.everyone.broadcast_object((world.hostname, port))
     if world.rank != 0:
         store = TCPStore(host, port, world.size, False)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
 
