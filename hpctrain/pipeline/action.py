@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 from hpctrain.errors import HpctrainError
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W"]
+Placement = Literal["loop", "v"]
 
-_ACTION = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+_ACTION = re.compile(r"([FBIW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
+_HEADER = re.compile(
+    r"#\s*(?:(?P<name>.+):\s+)?(?P<stages>[0-9]{1,6}) stages?, "
+    r"(?P<micro_batches>[0-9]{1,6}) micro-batch(?:es)?, (?P<chunks>[0-9]{1,6}) chunks?, (?P<placement>loop|v)"
+)
+_IDLE = "-"
+_PROBLEMS_TOLD = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
-    """Forward `F` or backward `B` of one micro-batch through one chunk; written `F3`, `B3.1`."""
+    """One piece of work: a kind, a micro-batch and the chunk of the stage; written `F3`, `B3.1`.
+
+    Forward `F`, whole backward `B`, or backward in two pieces: the gradient of the input `I`, and of the
+    weights `W`.
+    """
 
     kind: Kind
     micro_batch: int
@@ -28,40 +40,135 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in the order in which the stage does them."""
+    """The actions of every stage, in the order in which the stage does them.
+
+    The model is cut into `parts`, one for each chunk of each stage. F of a part needs F of the part before
+    it, B or I needs B or I of the part after it (the last part: its own F), W needs its own I, always of the
+    same micro-batch. What is sent and received follows from that, so it is not written. The placement says
+    where the parts are: `loop` goes from the last stage back to the first one, `v` turns around there.
+    """
 
     stages: tuple[tuple[Action, ...], ...]
+    name: str = ""
+    placement: Placement = "loop"
+
+    def __post_init__(self) -> None:
+        assert self.name == " ".join(self.name.split()), "a name is one line, or it does not parse back"
 
     @property
+    def stage_count(self) -> int:
+        """Stages of the pipeline, P."""
+        return len(self.stages)
+
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of the step."""
-        return 1 + max(action.micro_batch for stage in self.stages for action in stage)
+        return 1 + max((action.micro_batch for stage in self.stages for action in stage), default=-1)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Model parts a stage holds."""
+        return 1 + max((action.chunk for stage in self.stages for action in stage), default=0)
+
+    @property
+    def parts(self) -> int:
+        """Pieces that the model is cut into: chunks x stages."""
+        return self.chunks * self.stage_count
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Which part of the model, counted from the input, is chunk `chunk` of stage `stage`."""
+        turned = self.placement == "v" and chunk % 2 == 1
+        return chunk * self.stage_count + (self.stage_count - 1 - stage if turned else stage)
+
+    def home(self, part: int) -> tuple[int, int]:
+        """Stage and chunk of a part of the model."""
+        chunk, place = divmod(part, self.stage_count)
+        turned = self.placement == "v" and chunk % 2 == 1
+        return (self.stage_count - 1 - place if turned else place), chunk
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, stage)) for stage in self.stages)
+        header = ", ".join(
+            [
+                _count(self.stage_count, "stage", "stages"),
+                _count(self.micro_batches, "micro-batch", "micro-batches"),
+                _count(self.chunks, "chunk", "chunks"),
+                self.placement,
+            ]
+        )
+        named = f"# {self.name}: {header}" if self.name else f"# {header}"
+        return "\n".join([named, *(" ".join(map(str, stage)) or _IDLE for stage in self.stages)])
 
     @staticmethod
-    def parse(text: str) -> Schedule:
-        """Read what `str` prints: a line a stage, actions with blanks between them."""
-        lines = [line for line in text.splitlines() if line.strip()]
-        return Schedule(tuple(_parse_stage(line, number) for number, line in enumerate(lines)))
+    def parse(text: str, source: str = "schedule") -> Schedule:
+        """Read what `str` prints: a line a stage, actions with blanks between them, `-` for a stage without.
+
+        Lines that start with `#` are comments, but for the header, which gives the name and the placement
+        and may be left out (no name, loop). Raises HpctrainError naming `source`, the line and the word.
+        """
+        stages: list[tuple[Action, ...]] = []
+        problems: list[str] = []
+        header: tuple[int, re.Match[str]] | None = None
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if line.lstrip().startswith("#"):
+                match = _HEADER.fullmatch(" ".join(words))
+                if match is not None and header is not None:
+                    problems.append(f"{source}:{number}: a second header; the first is in line {header[0]}")
+                elif match is not None:
+                    header = number, match
+            elif words:
+                stages.append(tuple(_parse_stage(words, f"{source}:{number}", problems)))
+        if not stages:
+            problems.append(f"{source}: holds no stage; write a line of actions, such as F0 B0, for each")
+        if problems:
+            left = len(problems) - _PROBLEMS_TOLD
+            more = [f"{source}: and {left} more"] if left > 0 else []
+            raise HpctrainError(problems[:_PROBLEMS_TOLD] + more)
+        if header is None:
+            return Schedule(tuple(stages))
+        line_number, match = header
+        schedule = Schedule(tuple(stages), match["name"] or "", cast(Placement, match["placement"]))
+        _check_header(schedule, match, f"{source}:{line_number}")
+        return schedule
 
 
-def _parse_stage(line: str, stage: int) -> tuple[Action, ...]:
-    return tuple(_parse_action(word, stage) for word in line.split())
+def _parse_stage(words: list[str], place: str, problems: list[str]) -> Iterator[Action]:
+    if words == [_IDLE]:
+        return
+    for word in words:
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            problems.append(
+                f"{place}: {word!r} is no action; write F, B, I or W, the micro-batch and, "
+                "but for 0, the chunk: F3, B3.1"
+            )
+        else:
+            kind, micro_batch, chunk = match.groups()
+            yield Action(cast(Kind, kind), int(micro_batch), int(chunk or 0))
 
 
-def _parse_action(word: str, stage: int) -> Action:
-    match = _ACTION.fullmatch(word)
-    if match is None:
-        raise HpctrainError(f"schedule, stage {stage}: {word!r} is no action; write F3, B3 or B3.1")
-    kind, micro_batch, chunk = match.groups()
-    return Action(cast(Kind, kind), int(micro_batch), int(chunk or 0))
+def _check_header(schedule: Schedule, match: re.Match[str], place: str) -> None:
+    """A header that promises other counts than the lines below hold is a mistake in one of the two."""
+    counts = {
+        "stages": schedule.stage_count,
+        "micro_batches": schedule.micro_batches,
+        "chunks": schedule.chunks,
+    }
+    problems = [
+        f"{place}: the header says {match[key]} {key.replace('_', '-')}, the lines below hold {count}"
+        for key, count in counts.items()
+        if int(match[key]) != count
+    ]
+    if problems:
+        raise HpctrainError(problems)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def accumulation(micro_batches: int) -> Schedule:
     """One stage: every micro-batch forward, then backward, before the next."""
-    actions: Sequence[Action] = [
-        Action(kind, index) for index in range(micro_batches) for kind in cast(tuple[Kind, ...], ("F", "B"))
-    ]
-    return Schedule((tuple(actions),))
+    kinds: tuple[Kind, ...] = ("F", "B")
+    actions = tuple(Action(kind, index) for index in range(micro_batches) for kind in kinds)
+    return Schedule((actions,), "accumulation")
