@@ -15,8 +15,8 @@ Placement = Literal["loop", "v"]
 
 _ACTION = re.compile(r"([FBIW])([0-9]{1,6})(?:\.([0-9]{1,3}))?")
 _HEADER = re.compile(
-    r"#\s*(?:(?P<name>.+):\s+)?(?P<stages>[0-9]{1,6}) stages?, "
-    r"(?P<micro_batches>[0-9]{1,6}) micro-batch(?:es)?, (?P<chunks>[0-9]{1,6}) chunks?, (?P<placement>loop|v)"
+    r"#\s*(?:(?P<name>.+):\s+)?(?P<stages>[0-9]{1,7}) stages?, "
+    r"(?P<micro_batches>[0-9]{1,7}) micro-batch(?:es)?, (?P<chunks>[0-9]{1,7}) chunks?, (?P<placement>loop|v)"
 )
 _IDLE = "-"
 _PROBLEMS_TOLD = 10

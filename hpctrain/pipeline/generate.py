@@ -1,0 +1,179 @@
+"""Schedules by name, and the plain ones among them.
+
+All of them do the backwards of a chunk in the order of the micro-batches, weight gradients too, so that
+gradients add up in the same order, and to the same bits, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.simulate import Times, peak_activations
+from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
+
+NAMES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+)
+MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
+MOST_WORK = 10_000_000
+
+
+def naive(stages: int, micro_batches: int) -> Schedule:
+    """One micro-batch at a time through all stages and back."""
+    actions = tuple(Action(kind, index) for index in range(micro_batches) for kind in _FORWARD_BACKWARD)
+    return Schedule((actions,) * stages, "naive")
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards (Huang and others, GPipe, arXiv 1811.06965)."""
+    actions = tuple(Action(kind, index) for kind in _FORWARD_BACKWARD for index in range(micro_batches))
+    return Schedule((actions,) * stages, "gpipe")
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+    """A backward as soon as there is one (PipeDream-Flush: Narayanan and others, arXiv 2006.09503).
+
+    As quick as GPipe, but a stage holds the activations of at most `stages - stage` micro-batches.
+    """
+    order = [(index, 0) for index in range(micro_batches)]
+    return Schedule(
+        tuple(_in_turn(order, order, warm_up=stages - stage - 1) for stage in range(stages)), "1f1b"
+    )
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B over several chunks a stage (Narayanan and others, Megatron-LM, arXiv 2104.04473).
+
+    Micro-batches go in rounds of `stages` through all chunks, so that a gap lasts for a chunk, not for a
+    stage. `micro_batches` is to be a multiple of `stages`.
+    """
+    rounds = range(0, micro_batches, stages)
+    forwards = [(r + i, chunk) for r in rounds for chunk in range(chunks) for i in range(stages)]
+    backwards = [(r + i, chunk) for r in rounds for chunk in reversed(range(chunks)) for i in range(stages)]
+    return Schedule(
+        tuple(
+            _in_turn(forwards, backwards, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
+            for stage in range(stages)
+        ),
+        "interleaved",
+    )
+
+
+_FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
+
+
+def _in_turn(
+    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
+) -> tuple[Action, ...]:
+    """`warm_up` forwards, one forward and one backward in turn, and the backwards that are left."""
+    actions = [Action("F", *work) for work in forwards[:warm_up]]
+    left = forwards[warm_up:]
+    for number, work in enumerate(backwards):
+        if number < len(left):
+            actions.append(Action("F", *left[number]))
+        actions.append(Action("B", *work))
+    return tuple(actions)
+
+
+# One chunk a stage.
+PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
+# Two chunks a stage in the shape of a V, found with given times within a limit of activations:
+# (stages, micro_batches, times, memory_limit).
+V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {}
+
+
+def generate(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    times: Times | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The schedule called `name`, one of `NAMES`, for a pipeline of `stages`.
+
+    `chunks` is for "interleaved" (default 2); all others know theirs. Schedules that are searched for use
+    `times` (default: all alike, nothing for communication). `memory_limit` is how many micro-batches'
+    activations a stage may hold, see `peak_activations`; what is not searched for either keeps to it or
+    is refused. Raises HpctrainError for an unknown name, and for numbers that the schedule cannot have.
+    """
+    problems = _mistakes(name, stages, micro_batches, chunks)
+    if problems:
+        raise HpctrainError(problems)
+    if name in PLAIN:
+        schedule = PLAIN[name](stages, micro_batches)
+    elif name == "interleaved":
+        schedule = interleaved(stages, micro_batches, 2 if chunks is None else chunks)
+    else:
+        schedule = V_SHAPED[name](stages, micro_batches, times or Times(), memory_limit)
+    if memory_limit is not None:
+        _demand_memory(schedule, memory_limit)
+    return schedule
+
+
+def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
+    if name not in NAMES:
+        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}"
+        return [f"no schedule {name!r}: {hint}"]
+    problems = [
+        f"{name}: {what} = {number}: must be from 1 to {most}"
+        for what, number, most in (
+            ("stages", stages, MOST_STAGES),
+            ("micro-batches", micro_batches, MOST_MICRO_BATCHES),
+            ("chunks", 1 if chunks is None else chunks, MOST_CHUNKS),
+        )
+        if not 1 <= number <= most
+    ]
+    if not problems and stages * micro_batches * (chunks or 1) > MOST_WORK:
+        problems.append(
+            f"{name}: {stages} stages with {micro_batches} micro-batches are too much for one step; "
+            f"stages x micro-batches x chunks must be {MOST_WORK} at most"
+        )
+    if problems:
+        return problems
+    if name in PLAIN and chunks not in {None, 1}:
+        problems.append(
+            f"{name}: chunks = {chunks}: has one chunk a stage; 'interleaved' is the one with any number"
+        )
+    elif name == "interleaved":
+        if chunks == 1:
+            problems.append("interleaved: chunks = 1: needs 2 or more; '1f1b' is the same with one")
+        if micro_batches % stages:
+            below = micro_batches - micro_batches % stages
+            right = f"{below} or {below + stages}" if below else f"{stages}"
+            problems.append(
+                f"interleaved: micro-batches = {micro_batches}: must be a multiple of the {stages} stages, "
+                f"such as {right}"
+            )
+    elif name not in PLAIN and chunks not in {None, 2}:
+        problems.append(f"{name}: chunks = {chunks}: has always 2, the two arms of its V")
+    return problems
+
+
+def _demand_memory(schedule: Schedule, limit: float) -> None:
+    peaks = peak_activations(schedule)
+    most = max(peaks)
+    if most > limit:
+        raise HpctrainError(
+            f"{schedule.name}: stage {peaks.index(most)} holds activations of {most:g} micro-batches; "
+            f"the limit is {limit:g}"
+        )

@@ -1,0 +1,205 @@
+"""What a schedule costs: when every action starts and ends, the bubble, and the activations it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline.action import Schedule
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds (or any other unit) that a micro-batch takes.
+
+    A number is the time of a whole stage, shared evenly by its chunks. A sequence gives every stage its
+    own time, or, with several chunks, every part of the model (`Schedule.parts`). `communication` is what
+    a tensor needs from one stage to the next: a number, or one for each boundary between parts; parts on
+    one stage need none. The whole backward `B` takes `input_gradient + weight_gradient`.
+
+    Raises HpctrainError for a time that is negative or not finite.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    input_gradient: float | Sequence[float] = 1.0
+    weight_gradient: float | Sequence[float] = 1.0
+    communication: float | Sequence[float] = 0.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = [value] if isinstance(value, (int, float)) else value
+            problems += [
+                f"times: {field.name.replace('_', ' ')} = {number}: must be a number, 0 or more"
+                for number in numbers
+                if not (math.isfinite(number) and number >= 0)
+            ]
+        if problems:
+            raise HpctrainError(problems)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The schedule in time; the unit is that of the times given. Tuples hold one entry a stage."""
+
+    start: tuple[tuple[float, ...], ...]
+    """When each action of each stage starts."""
+    end: tuple[tuple[float, ...], ...]
+    """When each action of each stage ends."""
+    cost: float
+    """Longest span of a stage, from the start of its first to the end of its last action: what a step takes
+    where steps follow one another."""
+    finish: float
+    """End of the last action of all."""
+    ideal: float
+    """Work of the stage that has most: m (T_F + T_B + T_W)."""
+    idle: tuple[float, ...]
+    """Time out of `cost` in which the stage does not work."""
+    peak_activations: tuple[float, ...]
+    """Most micro-batches whose activations a stage holds at once, see `peak_activations`."""
+
+    @property
+    def bubble_rate(self) -> float:
+        """Part of `cost` that is lost: 1 - ideal / cost."""
+        return max(0.0, 1 - self.ideal / self.cost) if self.cost else 0.0
+
+
+def simulate(schedule: Schedule, times: Times) -> Simulation:
+    """Let every stage do its actions in order, each as soon as its data is there; sends never block.
+
+    The schedule is to be a good one (see `hpctrain.pipeline.check`). Raises HpctrainError where it cannot
+    come to its end, and for sequences of times that do not fit it.
+    """
+    forward, input_gradient, weight_gradient, communication = _spread(times, schedule)
+    chunks, last = range(schedule.chunks), schedule.parts - 1
+    ends: dict[tuple[bool, int, int], float] = {}  # (forward?, part, micro-batch): when its result is there
+    waiting: dict[tuple[bool, int, int], int] = {}  # what is waited for, and the stage that waits
+    starts_by_stage: list[list[float]] = [[] for _ in schedule.stages]
+    ends_by_stage: list[list[float]] = [[] for _ in schedule.stages]
+    part_of = [[schedule.part(stage, chunk) for chunk in chunks] for stage in range(schedule.stage_count)]
+    runnable = list(range(schedule.stage_count))
+    while runnable:
+        stage = runnable.pop()
+        actions, parts = schedule.stages[stage], part_of[stage]
+        starts, finishes = starts_by_stage[stage], ends_by_stage[stage]
+        now = finishes[-1] if finishes else 0.0
+        for action in actions[len(starts) :]:
+            kind, micro_batch, part = action.kind, action.micro_batch, parts[action.chunk]
+            delay = 0.0
+            if kind == "W":  # its own I came before it on this stage
+                need, duration = None, weight_gradient[part]
+            elif kind == "F":
+                duration = forward[part]
+                need = (True, part - 1, micro_batch) if part else None
+                delay = communication[part - 1] if part else 0.0
+            else:
+                duration = input_gradient[part] + (weight_gradient[part] if kind == "B" else 0.0)
+                need = (False, part + 1, micro_batch) if part < last else (True, part, micro_batch)
+                delay = communication[part] if part < last else 0.0
+            begin = now
+            if need is not None:
+                ready = ends.get(need)
+                if ready is None:
+                    waiting[need] = stage
+                    break
+                begin = max(begin, ready + delay)
+            now = begin + duration
+            starts.append(begin)
+            finishes.append(now)
+            if kind != "W":
+                result = (kind == "F", part, micro_batch)
+                ends[result] = now
+                waiter = waiting.pop(result, None)
+                if waiter is not None:
+                    runnable.append(waiter)
+    _demand_end(schedule, starts_by_stage)
+    return _summary(schedule, starts_by_stage, ends_by_stage)
+
+
+def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+    """Most micro-batches of which each stage holds activations at once.
+
+    They live from F to the end of B, or of W where backward is split. A micro-batch in one chunk counts
+    1/chunks, so that the unit is always what one micro-batch leaves in the whole stage.
+    """
+    peaks = []
+    for actions in schedule.stages:
+        alive = peak = 0
+        for action in actions:
+            if action.kind == "F":
+                alive += 1
+                peak = max(peak, alive)
+            elif action.kind != "I":
+                alive -= 1
+        peaks.append(peak / schedule.chunks)
+    return tuple(peaks)
+
+
+def _spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:
+    """The times of every part, and of every boundary between parts."""
+    problems: list[str] = []
+
+    def of_parts(name: str, value: float | Sequence[float]) -> list[float]:
+        if isinstance(value, (int, float)):
+            return [value / schedule.chunks] * schedule.parts
+        if len(value) == schedule.parts:
+            return list(value)
+        if len(value) == schedule.stage_count:
+            return [value[schedule.home(part)[0]] / schedule.chunks for part in range(schedule.parts)]
+        right = " or ".join(map(str, dict.fromkeys((schedule.stage_count, schedule.parts))))
+        problems.append(f"times: {name} has {len(value)} numbers; the schedule needs one or {right}")
+        return []
+
+    def of_boundaries(value: float | Sequence[float]) -> list[float]:
+        boundaries = range(schedule.parts - 1)
+        if not isinstance(value, (int, float)) and len(value) != len(boundaries):
+            problems.append(
+                f"times: communication has {len(value)} numbers; the schedule needs one or {len(boundaries)}"
+            )
+            return []
+        numbers = [value] * len(boundaries) if isinstance(value, (int, float)) else value
+        return [
+            0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else numbers[part]
+            for part in boundaries
+        ]
+
+    spread = (
+        of_parts("forward", times.forward),
+        of_parts("input gradient", times.input_gradient),
+        of_parts("weight gradient", times.weight_gradient),
+        of_boundaries(times.communication),
+    )
+    if problems:
+        raise HpctrainError(problems)
+    return spread
+
+
+def _demand_end(schedule: Schedule, done: list[list[float]]) -> None:
+    problems = [
+        f"schedule: stage {stage} never comes to {actions[len(started)]}: what it needs is not done before"
+        for stage, (actions, started) in enumerate(zip(schedule.stages, done, strict=True))
+        if len(started) < len(actions)
+    ]
+    if problems:
+        raise HpctrainError(problems)
+
+
+def _summary(schedule: Schedule, starts: list[list[float]], ends: list[list[float]]) -> Simulation:
+    spans = [last[-1] - first[0] for first, last in zip(starts, ends, strict=True) if first]
+    work = [
+        math.fsum(end - start for start, end in zip(first, last, strict=True))
+        for first, last in zip(starts, ends, strict=True)
+    ]
+    cost = max(spans, default=0.0)
+    return Simulation(
+        start=tuple(map(tuple, starts)),
+        end=tuple(map(tuple, ends)),
+        cost=cost,
+        finish=max((last[-1] for last in ends if last), default=0.0),
+        ideal=max(work, default=0.0),
+        idle=tuple(max(0.0, cost - busy) for busy in work),
+        peak_activations=peak_activations(schedule),
+    )
