@@ -22,6 +22,7 @@ VERBS = {
     "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
     "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
     "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
+    "schedule": ("hpctrain.cli.schedule:command", "Draw, cost and check a pipeline schedule."),
     "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),
     "doctor": ("hpctrain.cli.doctor:command", "Tell whether a run could start here, and what is wrong."),
 }

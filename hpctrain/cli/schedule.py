@@ -1,0 +1,204 @@
+"""`hpctrain schedule NAME|FILE`: a pipeline schedule drawn, costed and checked before any rank starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.errors import HpctrainError, InputOutputError
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.action import Schedule
+    from hpctrain.pipeline.check import Problem
+    from hpctrain.pipeline.simulate import Simulation, Times
+
+COLUMNS_OF_A_FILE = 240
+PROBLEMS_TOLD = 10
+
+
+def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+    """Four numbers with commas between them, such as `1,1,1,0`; all else ends with a sentence."""
+    try:
+        numbers = tuple(map(float, value.split(",")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 4:
+        raise click.BadParameter(f"{value!r}: write four numbers F,B,W,C, such as 1,1,1,0.1", ctx, param)
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise click.BadParameter(f"{value!r}: each must be 0 or more", ctx, param)
+    if not any(numbers[:3]):
+        raise click.BadParameter(f"{value!r}: one of F, B and W must be more than 0", ctx, param)
+    return numbers
+
+
+@click.command(name="schedule")
+@click.argument("source", metavar="NAME|FILE")
+@click.option("--stages", metavar="P", type=click.IntRange(1, 4096), help="Stages of the pipeline.")
+@click.option("--microbatches", metavar="M", type=click.IntRange(1, 65536), help="Micro-batches of a step.")
+@click.option("--chunks", metavar="V", type=click.IntRange(1, 256), help="Model parts a stage holds.")
+@click.option(
+    "--times",
+    metavar="F,B,W,C",
+    callback=read_times,
+    default="1,1,1,0",
+    show_default=True,
+    help="Time of a stage for one micro-batch: forward, gradient of the input, gradient of the weights "
+    "(a whole backward takes both), and of sending its result on.",
+)
+@click.option(
+    "--memory-limit",
+    metavar="X",
+    type=click.FloatRange(0, min_open=True),
+    help="Most activations a stage may hold, in micro-batches of a whole stage.",
+)
+@click.option(
+    "--png", metavar="FILE", type=click.Path(path_type=Path), help="Draw the whole grid as a picture."
+)
+@click.option("--text", "as_text", is_flag=True, help="Print the schedule as text, to be edited and run.")
+@click.option("--json", "as_json", is_flag=True, help="Print cost, bubble and peak activations as JSON.")
+def command(
+    source: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    times: tuple[float, ...],
+    memory_limit: float | None,
+    png: Path | None,
+    as_text: bool,
+    as_json: bool,
+) -> None:
+    """Print a pipeline schedule as a grid, with its bubble and its peaks of activations.
+
+    NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min or dualpipe-v, and needs
+    --stages and --microbatches. FILE is a schedule as --text prints it; what is wrong with it is told, and
+    with --png framed in the picture.
+    """
+    from hpctrain.pipeline.simulate import Times, simulate
+    from hpctrain.report import grid
+
+    if as_text and as_json:
+        raise click.UsageError("--text and --json exclude one another")
+    durations = Times(*times)
+    schedule = find_schedule(source, stages, microbatches, chunks, durations, memory_limit, png)
+    simulation = simulate(schedule, durations)
+    named = schedule if schedule.name else replace(schedule, name=" ".join(Path(source).name.split()))
+    if png is not None:
+        grid.png(named, simulation, png)
+    if as_text:
+        click.echo(str(schedule))
+    elif as_json:
+        click.echo(json.dumps(summary(named, simulation)))
+    else:
+        # stdout itself is asked, and not the window alone: what goes to a file is to be plain.
+        terminal = sys.stdout.isatty()
+        color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        width = shutil.get_terminal_size((80 if terminal else COLUMNS_OF_A_FILE, 24)).columns
+        click.echo(grid.text(named, simulation, color, width), color=color)
+        if png is not None:
+            click.echo(png)
+
+
+def summary(schedule: Schedule, simulation: Simulation) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.stage_count,
+        "microbatches": schedule.micro_batches,
+        "chunks": schedule.chunks,
+        "cost": simulation.cost,
+        "ideal": simulation.ideal,
+        "bubble_rate": simulation.bubble_rate,
+        "peak_activations": list(simulation.peak_activations),
+    }
+
+
+def find_schedule(
+    source: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    times: Times,
+    memory_limit: float | None,
+    png: Path | None,
+) -> Schedule:
+    """The schedule of that name, made, or of that file, read and checked.
+
+    A bad file is drawn to `png`, with its bad places framed, before the HpctrainError.
+    """
+    from hpctrain.pipeline.generate import NAMES, generate
+
+    if source in NAMES:
+        missing = [
+            option
+            for option, value in (("--stages P", stages), ("--microbatches M", microbatches))
+            if value is None
+        ]
+        if stages is None or microbatches is None:
+            raise HpctrainError(f"schedule {source} needs {' and '.join(missing)}")
+        return generate(source, stages, microbatches, chunks, times, memory_limit)
+    if not Path(source).exists():
+        near = difflib.get_close_matches(source, NAMES, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else f"the names are {', '.join(NAMES)}"
+        raise HpctrainError(f'no schedule "{source}", and no such file: {hint}')
+    return read_schedule(Path(source), (stages, microbatches, chunks), memory_limit, png)
+
+
+def read_schedule(
+    path: Path,
+    counts: tuple[int | None, int | None, int | None],
+    memory_limit: float | None,
+    png: Path | None,
+) -> Schedule:
+    """The schedule in a file, checked against `counts` of stages, micro-batches and chunks where given."""
+    from hpctrain.pipeline.action import Schedule
+    from hpctrain.pipeline.check import check
+    from hpctrain.report import grid
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise HpctrainError(f"{path}: is not text; write a schedule as --text prints it") from error
+    schedule = Schedule.parse(text, str(path))
+    held = (schedule.stage_count, schedule.micro_batches, schedule.chunks)
+    options = ("--stages", "--microbatches", "--chunks")
+    differ = [
+        f"{path}: {option} {count} does not fit: the file holds {there}"
+        for option, count, there in zip(options, counts, held, strict=True)
+        if count is not None and count != there
+    ]
+    if differ:
+        raise HpctrainError(differ)
+    problems = check(schedule, memory_limit)
+    if problems:
+        sentences = told(path, text, problems)
+        if png is not None:
+            grid.png(schedule, None, png, problems)
+            sentences.append(f"{png} shows where")
+        raise HpctrainError(sentences)
+    return schedule
+
+
+def told(path: Path, text: str, problems: list[Problem]) -> list[str]:
+    """The sentences for what is wrong with a schedule file, with the lines in the file."""
+    lines = [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    sentences = [
+        f"{path}:{lines[problem.stage]}: stage {problem.stage}, {problem.action}: {problem.reason}"
+        for problem in problems[:PROBLEMS_TOLD]
+    ]
+    left = len(problems) - PROBLEMS_TOLD
+    return sentences + ([f"{path}: and {left} more"] if left > 0 else [])

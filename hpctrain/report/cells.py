@@ -1,0 +1,125 @@
+"""What the grids of a schedule are made of: cells in time, and the colours of their kinds.
+
+The colours tell the kinds apart for the colour-blind, too; later chunks are lighter, as in the papers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.pipeline.action import Action, Kind, Schedule
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.simulate import Simulation
+
+KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+# The first and the last chunk, as red, green, blue in the 6 x 6 x 6 colours that every terminal has.
+_SHADES = {
+    "F": ((0, 1, 3), (2, 3, 4)),
+    "B": ((0, 2, 1), (2, 4, 2)),
+    "I": ((0, 3, 3), (3, 5, 5)),
+    "W": ((5, 2, 0), (5, 4, 2)),
+}
+_LEVELS = (0, 95, 135, 175, 215, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One action in time; `reached` is false where the data it waits for never come."""
+
+    action: Action
+    start: float
+    end: float
+    reached: bool = True
+
+
+def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell]]:
+    """The cells of every stage: as simulated or, for a schedule that cannot run, as far as its data come."""
+    if simulation is None:
+        return _arrange_reached(schedule)
+    return [
+        [Cell(*cell) for cell in zip(actions, starts, ends, strict=True)]
+        for actions, starts, ends in zip(schedule.stages, simulation.start, simulation.end, strict=True)
+    ]
+
+
+def _arrange_reached(schedule: Schedule) -> list[list[Cell]]:
+    """With F, I and W of one unit and B of two; what is never reached comes after all else."""
+    rows: list[list[Cell]] = [[] for _ in schedule.stages]
+    done: dict[tuple[str, int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(schedule.stages):
+            while len(rows[stage]) < len(actions):
+                action = actions[len(rows[stage])]
+                part = schedule.part(stage, action.chunk)
+                ready = 0.0 if (need := _need(schedule, action, part)) is None else done.get(need)
+                if ready is None:
+                    break
+                start = max(ready, rows[stage][-1].end if rows[stage] else 0.0)
+                rows[stage].append(Cell(action, start, start + (2.0 if action.kind == "B" else 1.0)))
+                made = "I" if action.kind == "B" else action.kind
+                done.setdefault((made, action.micro_batch, part), rows[stage][-1].end)
+                moved = True
+    last = max((row[-1].end for row in rows if row), default=0.0)
+    for row, actions in zip(rows, schedule.stages, strict=True):
+        for number, action in enumerate(actions[len(row) :], 1):
+            row.append(Cell(action, last + number, last + number + 1, reached=False))
+    return rows
+
+
+def _need(schedule: Schedule, action: Action, part: int) -> tuple[str, int, int] | None:
+    """The work that an action waits for: kind (I for either backward), micro-batch, part."""
+    if action.kind == "F":
+        return ("F", action.micro_batch, part - 1) if part else None
+    if action.kind == "W":
+        return "I", action.micro_batch, part
+    last = part == schedule.parts - 1
+    return ("F", action.micro_batch, part) if last else ("I", action.micro_batch, part + 1)
+
+
+def title(schedule: Schedule) -> str:
+    """`1f1b, 4 stages, 8 micro-batches`, and the chunks where there are several."""
+    counts = [(schedule.stage_count, "stage"), (schedule.micro_batches, "micro-batch")]
+    counts += [(schedule.chunks, "chunk")] if schedule.chunks > 1 else []
+    words = [
+        f"{count} {word}{'' if count == 1 else 'es' if word[-1] == 'h' else 's'}" for count, word in counts
+    ]
+    return ", ".join([schedule.name or "schedule", *words])
+
+
+def colour_of(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """Levels 0 to 5 of red, green and blue."""
+    share = chunk / (chunks - 1) if chunks > 1 else 0.0
+    red, green, blue = (first + share * (last - first) for first, last in zip(*_SHADES[kind], strict=True))
+    return red, green, blue
+
+
+def is_light(colour: tuple[float, float, float]) -> bool:
+    """Whether black letters read better on it than white ones."""
+    red, green, blue = colour
+    return 0.3 * red + 0.59 * green + 0.11 * blue > 2.2
+
+
+def kinds_of(schedule: Schedule) -> list[Kind]:
+    """The kinds that a schedule has, in the order of KINDS."""
+    used = {action.kind for stage in schedule.stages for action in stage}
+    return [kind for kind in KINDS if kind in used]
+
+
+def number_text(value: float) -> str:
+    """A time without superfluous digits."""
+    return f"{value:.6g}"
+
+
+def rgb(colour: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The same colour as shares of one, between the levels of the terminal's."""
+    red, green, blue = (
+        (_LEVELS[int(level)] * (1 - level % 1) + _LEVELS[math.ceil(level)] * (level % 1)) / 255
+        for level in colour
+    )
+    return red, green, blue

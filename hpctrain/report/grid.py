@@ -1,0 +1,182 @@
+"""Schedules as grids of text, a row a stage and time to the right; `png` draws the same as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, title
+from hpctrain.report.picture import draw, png
+
+if TYPE_CHECKING:
+    from hpctrain.pipeline.simulate import Simulation
+
+__all__ = ["draw", "png", "text"]
+
+_MOST_ROWS = 40
+_GAP = " .. "
+
+
+def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) -> str:
+    """The grid in at most `width` columns where that is possible, with a heading, a time axis and a legend.
+
+    Each row ends with the idle time of the stage, in per cent of the cost, and its peak of activations, in
+    micro-batches of the whole stage. In colour a cell holds the number of its micro-batch; in plain text the
+    letter of its kind as well. What does not fit is cut out of the middle, with a note.
+    """
+    rows = arrange(schedule, simulation)
+    left = len(str(schedule.stage_count - 1)) + 1
+    right = 11
+    ruler = _Ruler.fit(rows, max(width - left - right, 20), [_label(schedule, row, color) for row in rows])
+    lines = [_heading(schedule, simulation), "", _spread("stage", " idle peak", left + ruler.width + right)]
+    for stage in range(schedule.stage_count):
+        shown = _MOST_ROWS // 2
+        if schedule.stage_count > _MOST_ROWS and shown <= stage < schedule.stage_count - shown:
+            if stage == shown:
+                lines.append(f"{':':>{left - 1}}")
+            continue
+        bubble, peak = simulation.idle[stage] / simulation.cost, simulation.peak_activations[stage]
+        cells = ruler.row(schedule, rows[stage], color)
+        lines.append(f"{stage:>{left - 1}} {cells}{100 * bubble:>5.1f}%{f'{peak:.4g}':>5}")
+    lines.append(f"{'':{left}}{ruler.ticks()} time")
+    notes = []
+    if len(ruler.windows) > 1:
+        (_, first), (last, _) = ruler.windows
+        notes.append(f"time {number_text(ruler.time(first))} to {number_text(ruler.time(last))}")
+    if schedule.stage_count > _MOST_ROWS:
+        notes.append(f"{schedule.stage_count - 2 * (_MOST_ROWS // 2)} stages")
+    if notes:
+        lines.append(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.")
+    return "\n".join([*lines, "", _legend_line(schedule, color)])
+
+
+def _heading(schedule: Schedule, simulation: Simulation) -> str:
+    cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
+    return f"{title(schedule)}: bubble {100 * simulation.bubble_rate:.2f}% (cost {cost}, ideal {ideal})"
+
+
+def _label(schedule: Schedule, row: Sequence[Cell], color: bool) -> list[str]:
+    return [_letters(schedule, cell.action, color) for cell in row]
+
+
+def _letters(schedule: Schedule, action: Action, color: bool) -> str:
+    if color:
+        return str(action.micro_batch)
+    if schedule.chunks == 2:  # `f3` for F3.1: four letters a cell would be too wide for most terminals
+        return f"{action.kind.lower() if action.chunk else action.kind}{action.micro_batch}"
+    return str(action)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ruler:
+    """Columns of text for times: `scale` columns a unit, of which those in the windows are shown."""
+
+    scale: float
+    windows: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def fit(rows: Sequence[Sequence[Cell]], room: int, labels: Sequence[Sequence[str]]) -> _Ruler:
+        """As wide as is comfortable, as narrow as can be read, and then cut, for `room` columns."""
+        spans = [cell.end - cell.start for row in rows for cell in row]
+        total = max((cell.end for row in rows for cell in row), default=0.0)
+        # Cells far shorter than the rest may go unlabelled: they must not stretch the whole.
+        longest = max(spans, default=0.0)
+        short = min((span for span in spans if span > 0 and span >= longest / 4), default=1.0)
+        letters = max((len(label) for row in labels for label in row), default=1)
+        numbers_only = all(label.isdecimal() for row in labels for label in row)
+        least = letters + (numbers_only and letters > 1)  # 10 and 11 side by side would read as 1011
+        most = letters + (2 if numbers_only else 1)
+        wide = min(max(room * short / total if total else most, least), most)
+        if all(_is_whole(cell.start / short) and _is_whole(cell.end / short) for row in rows for cell in row):
+            wide = math.floor(wide + 1e-9)
+        scale = wide / short
+        columns = max(round(total * scale), 1)
+        if columns <= room:
+            return _Ruler(scale, ((0, columns),))
+        step = max(round(wide), 1)
+        first, last = ((room - len(_GAP)) * share // 5 // step * step for share in (3, 2))
+        return _Ruler(scale, ((0, first), (columns - last, columns)))
+
+    @property
+    def width(self) -> int:
+        return sum(end - start for start, end in self.windows) + len(_GAP) * (len(self.windows) - 1)
+
+    def time(self, column: int) -> float:
+        return column / self.scale
+
+    def row(self, schedule: Schedule, cells: Sequence[Cell], color: bool) -> str:
+        return _GAP.join("".join(self._window(schedule, cells, color, window)) for window in self.windows)
+
+    def _window(
+        self, schedule: Schedule, cells: Sequence[Cell], color: bool, window: tuple[int, int]
+    ) -> Iterator[str]:
+        column, window_end = window
+        for cell in cells:
+            start, end = round(cell.start * self.scale), round(cell.end * self.scale)
+            shown_start, shown_end = max(start, column), min(end, window_end)
+            if shown_start >= shown_end:
+                continue
+            yield " " * (shown_start - column)
+            label, room = _letters(schedule, cell.action, color), shown_end - shown_start
+            label = label if len(label) <= room and start >= window[0] else ""
+            if color:
+                background = colour_of(cell.action.kind, cell.action.chunk, schedule.chunks)
+                yield _paint(label.center(room), background)
+            else:
+                label = label or cell.action.kind[: start >= window[0]]
+                yield label + "-" * (room - len(label) - 1) + " " * (room > len(label))
+            column = shown_end
+        yield " " * (window_end - column)
+
+    def ticks(self) -> str:
+        longest = len(number_text(self.time(self.windows[-1][1])))
+        step = _round_step((longest + 4) / self.scale)
+        parts = []
+        for window_start, window_end in self.windows:
+            part = ""
+            for count in range(
+                math.ceil(window_start / self.scale / step), 1 + math.floor(window_end / self.scale / step)
+            ):
+                label, column = number_text(count * step), round(count * step * self.scale) - window_start
+                if column + len(label) <= window_end - window_start:
+                    part = part.ljust(column) + label
+            parts.append(part.ljust(window_end - window_start))
+        return _GAP.join(parts)
+
+
+def _legend_line(schedule: Schedule, color: bool) -> str:
+    kinds, chunks = kinds_of(schedule), range(schedule.chunks)
+    if not color:
+        entries = [f"{kind} {KINDS[kind]}" for kind in kinds]
+        if schedule.chunks == 2:
+            entries.append("small letters: chunk 1")
+        return ", ".join([*entries, "with the number of the micro-batch"])
+    entries = [
+        "".join(_paint("  ", colour_of(kind, chunk, schedule.chunks)) for chunk in chunks) + f" {KINDS[kind]}"
+        for kind in kinds
+    ]
+    entries += [f"left to right: chunks 0 to {chunks[-1]}"] if len(chunks) > 1 else []
+    return "   ".join([*entries, "numbers: micro-batches"])
+
+
+def _paint(letters: str, colour: tuple[float, float, float]) -> str:
+    red, green, blue = map(round, colour)
+    background, ink = 16 + 36 * red + 6 * green + blue, 16 if is_light(colour) else 231
+    return f"\x1b[48;5;{background};38;5;{ink}m{letters}\x1b[0m"
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number - round(number)) < 1e-6
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... (or tenths of them, and so on) that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def _spread(left: str, right: str, width: int) -> str:
+    return left + right.rjust(width - len(left))

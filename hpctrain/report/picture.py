@@ -1,0 +1,204 @@
+"""Schedules as pictures: the grid with stages as rows and time to the right, and marks on what is wrong."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import InputOutputError
+from hpctrain.pipeline.action import Kind, Schedule
+from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, rgb, title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from hpctrain.pipeline.check import Problem
+    from hpctrain.pipeline.simulate import Simulation
+
+_MARK = "#d00000"
+_INCHES_WIDE = (8.0, 48.0)
+_DOTS_PER_INCH = 150
+_MOST_NUMBERS = 12_000
+
+
+def png(
+    schedule: Schedule, simulation: Simulation | None, path: Path | str, problems: Sequence[Problem] = ()
+) -> None:
+    """Write the whole grid as a PNG; with problems, their places are framed and the reasons told.
+
+    `simulation` may be None for a schedule that cannot run. Raises InputOutputError.
+    """
+    try:
+        draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
+    except OSError as error:
+        raise InputOutputError(f"{path}: the picture cannot be written: {error.strerror or error}") from error
+
+
+def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[Problem] = ()) -> Figure:
+    """The picture that `png` writes."""
+    from matplotlib.figure import Figure
+
+    rows = arrange(schedule, simulation)
+    total = max((cell.end for row in rows for cell in row), default=1.0)
+    spans = sorted(cell.end - cell.start for row in rows for cell in row if cell.end > cell.start)
+    digits = len(str(schedule.micro_batches - 1))
+    comfortable = (0.10 + 0.08 * digits) / max(spans[len(spans) // 10], spans[-1] / 4) if spans else 1.0
+    width = min(max(comfortable * total + 2.2, _INCHES_WIDE[0]), _INCHES_WIDE[1])
+    reasons = [f"{_place(problem)}: {problem.reason}" for problem in problems]
+    lines = [line for reason in reasons[:4] for line in textwrap.wrap(reason, int(11 * width))]
+    lines += [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
+    height = 1.9 + 0.2 * len(lines) + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    draw_rows(axes, schedule, rows, (width - 2.2) / total)
+    _frame_problems(axes, rows, problems)
+    heading = title(schedule)
+    if simulation is not None and not problems:
+        heading += f": bubble rate {100 * simulation.bubble_rate:.2f}%"
+        cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
+        lines = [f"cost {cost}, ideal {ideal}; the numbers are micro-batches"]
+        _stage_columns(axes, simulation)
+    axes.set_title(heading, fontsize=13, loc="left", pad=8 + 14 * len(lines))
+    for number, line in enumerate(reversed(lines)):
+        axes.annotate(
+            line,
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 6 + 14 * number),
+            textcoords="offset points",
+            fontsize=10,
+            color=_MARK if problems else "#404040",
+        )
+    _legend(figure, schedule)
+    return figure
+
+
+def draw_rows(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]], inches: float) -> None:
+    """Draw cells, a row a stage, with the stage axis; `inches` is the width of a unit of time."""
+    from matplotlib.collections import PolyCollection
+
+    groups: dict[tuple[Kind, int, bool], list[list[tuple[float, float]]]] = {}
+    for stage, row in enumerate(rows):
+        top, bottom = stage - 0.42, stage + 0.42
+        for cell in row:
+            box = [(cell.start, top), (cell.end, top), (cell.end, bottom), (cell.start, bottom)]
+            groups.setdefault((cell.action.kind, cell.action.chunk, cell.reached), []).append(box)
+    median = sorted(cell.end - cell.start for row in rows for cell in row) or [0.0]
+    edge = min(0.8, 4 * inches * median[len(median) // 2])
+    for (kind, chunk, reached), boxes in groups.items():
+        face = rgb(colour_of(kind, chunk, schedule.chunks))
+        axes.add_collection(
+            PolyCollection(
+                boxes,
+                facecolors=[face if reached else (*face, 0.25)],
+                edgecolors="white" if reached else "#707070",
+                linewidths=edge,
+                linestyles="-" if reached else ":",
+            ),
+            autolim=False,
+        )
+    _write_numbers(axes, schedule, rows, inches)
+    axes.set_xlim(0, max((cell.end for row in rows for cell in row), default=1.0))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [str(stage) for stage in range(len(rows))])
+    axes.tick_params(labelsize=10)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel("stage", fontsize=11)
+    axes.set_xlabel("time", fontsize=11)
+    axes.set_facecolor("#f0f0f0")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _write_numbers(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]], inches: float) -> None:
+    """The micro-batch into every cell that is wide enough for it in a legible size."""
+    if sum(map(len, rows)) > _MOST_NUMBERS:
+        return
+    digits = len(str(schedule.micro_batches - 1))
+    spans = sorted(cell.end - cell.start for row in rows for cell in row)
+    typical = inches * spans[len(spans) // 4] if spans else 0.0
+    size = min(10.0, max(6.0, 72 * 0.9 * typical / (0.62 * digits)))
+    for stage, row in enumerate(rows):
+        for cell in row:
+            number = str(cell.action.micro_batch)
+            if 72 * inches * (cell.end - cell.start) < 0.6 * size * len(number):
+                continue
+            colour = colour_of(cell.action.kind, cell.action.chunk, schedule.chunks)
+            ink = "black" if is_light(colour) or not cell.reached else "white"
+            middle = (cell.start + cell.end) / 2
+            axes.text(middle, stage, number, fontsize=size, color=ink, ha="center", va="center_baseline")
+
+
+def _stage_columns(axes: Axes, simulation: Simulation) -> None:
+    """Idle time and peak of activations, right of the rows."""
+
+    def write(words: str, height: float, offset: int, *, of_axes: bool) -> None:
+        axes.annotate(
+            words,
+            (1, height),
+            xycoords="axes fraction" if of_axes else axes.get_yaxis_transform(),
+            xytext=(offset, 6 if of_axes else 0),
+            textcoords="offset points",
+            ha="right",
+            va="baseline" if of_axes else "center_baseline",
+            fontsize=10,
+        )
+
+    write("idle", 1, 46, of_axes=True)
+    write("peak", 1, 86, of_axes=True)
+    for stage, (idle, peak) in enumerate(zip(simulation.idle, simulation.peak_activations, strict=True)):
+        write(f"{100 * idle / simulation.cost:.1f}%", stage, 46, of_axes=False)
+        write(f"{peak:.4g}", stage, 86, of_axes=False)
+
+
+def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequence[Problem]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for problem in problems:
+        row = rows[problem.stage]
+        if problem.index < len(row):
+            start, end = row[problem.index].start, row[problem.index].end
+        else:  # something is missing at the end of the row
+            start = row[-1].end if row else 0.0
+            end = start + 1
+            axes.set_xlim(0, max(end, axes.get_xlim()[1]))
+        axes.add_patch(
+            Rectangle(
+                (start, problem.stage - 0.46),
+                end - start,
+                0.92,
+                fill=False,
+                edgecolor=_MARK,
+                linewidth=2.5,
+                zorder=5,
+                clip_on=False,
+            )
+        )
+
+
+def _place(problem: Problem) -> str:
+    return f"stage {problem.stage}, action {problem.index + 1} ({problem.action})"
+
+
+def _legend(figure: Figure, schedule: Schedule) -> None:
+    from matplotlib.patches import Patch
+
+    kinds, chunks = kinds_of(schedule), range(schedule.chunks)
+    entries = [(kind, chunk) for kind in kinds for chunk in chunks]
+    if len(entries) > 12:  # the first and the last shade are enough to read the rest
+        entries = [(kind, chunk) for kind in kinds for chunk in (0, chunks[-1])]
+    patches = [
+        Patch(
+            facecolor=rgb(colour_of(kind, chunk, len(chunks))),
+            label=KINDS[kind] + (f", chunk {chunk}" if len(chunks) > 1 else ""),
+        )
+        for kind, chunk in entries
+    ]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=len(patches) if len(patches) <= 4 else 4,
+        frameon=False,
+    )
