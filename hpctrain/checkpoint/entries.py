@@ -49,9 +49,10 @@ def model_entries(buckets: Sequence[Bucket], mesh: Mesh) -> list[Entry]:
 
 
 def replica(shard: Shard, data_rank: int, data_ranks: int, mesh: Mesh) -> tuple[int, int]:
-    """(number of this copy, copies) of a piece over the data x context and the tensor axes."""
+    """(number of this copy, copies) of a piece over the data x context, tensor and pipeline axes."""
     if "tensor" in shard.split:
         copy, copies = shard.copy, shard.copies
     else:
         copy, copies = mesh.coordinate("tensor"), mesh.size("tensor")
-    return data_rank * copies + copy, data_ranks * copies
+    within = data_ranks * copies
+    return shard.stage_copy * within + data_rank * copies + copy, shard.stage_copies * within

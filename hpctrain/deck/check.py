@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hpctrain.deck.defaults import TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+
+ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
+"""Schedules of one part a stage."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,15 @@ class Problem:
 
 def check_deck(deck: Deck) -> list[Problem]:
     """Everything that can be wrong with a deck whatever the number of ranks."""
-    return [*_model(deck), *_tensor(deck), *_context(deck), *_batch(deck), *_schedule(deck), *_devices(deck)]
+    return [
+        *_model(deck),
+        *_tensor(deck),
+        *_context(deck),
+        *_pipeline(deck),
+        *_batch(deck),
+        *_schedule(deck),
+        *_devices(deck),
+    ]
 
 
 def check_world(deck: Deck, ranks: int) -> None:
@@ -34,23 +46,26 @@ def check_world(deck: Deck, ranks: int) -> None:
 
 
 def data_ranks(deck: Deck, ranks: int) -> int:
-    """Size of the data axis: the ranks that tensor and context leave. Raises as `check_world` does."""
+    """Size of the data axis: the ranks that the other axes leave. Raises as `check_world` does."""
     check_world(deck, ranks)
-    return ranks // (deck.layout.tensor * deck.layout.context)
+    return ranks // _model_ranks(deck)
 
 
 def world_problems(deck: Deck, ranks: int) -> list[Problem]:
     """Everything in the deck that does not fit this number of ranks."""
     layout, batch = deck.layout, deck.batch
-    model_ranks = layout.tensor * layout.context
+    model_ranks = _model_ranks(deck)
+    names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
+    keys = tuple(f"layout.{name}" for name in names)
+    product = f"{' x '.join(keys)} = {' x '.join(str(getattr(layout, name)) for name in names)}"
     if ranks % model_ranks:
-        key = "layout.context" if layout.context > 1 and layout.tensor == 1 else "layout.tensor"
+        key = next((key for key, name in zip(keys, names, strict=True) if getattr(layout, name) > 1), keys[0])
         return [
             Problem(
                 key,
-                f"layout.tensor x layout.context = {layout.tensor} x {layout.context} must divide "
-                f"the number of ranks, {ranks} ({_multiples(ranks, model_ranks)} ranks would fit)",
-                ("layout.tensor", "layout.context"),
+                f"{product} must divide the number of ranks, {ranks} "
+                f"({_multiples(ranks, model_ranks)} ranks would fit)",
+                keys,
             )
         ]
     data = ranks // model_ranks
@@ -58,10 +73,9 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
         return [
             Problem(
                 "layout.data",
-                f"{_many(ranks, 'rank')} with layout.tensor x layout.context = {layout.tensor} x "
-                f"{layout.context} make {_many(data, 'data rank')} (leave the key out, or start "
-                f"{_many(layout.data * model_ranks, 'rank')})",
-                ("layout.tensor", "layout.context"),
+                f"{_many(ranks, 'rank')} with {product} make {_many(data, 'data rank')} "
+                f"(leave the key out, or start {_many(layout.data * model_ranks, 'rank')})",
+                keys,
             )
         ]
     return list(
@@ -204,6 +218,52 @@ def _context(deck: Deck) -> Iterator[Problem]:
 def _exchanges(heads: int, shared: int, ranks: int) -> bool:
     """Whether context ranks can exchange these heads, and these key/value heads, for sequence."""
     return heads % ranks == 0 and _shares(shared, ranks)
+
+
+def _model_ranks(deck: Deck) -> int:
+    """Ranks that one copy of the model takes."""
+    return deck.layout.pipeline * deck.layout.tensor * deck.layout.context
+
+
+def _pipeline(deck: Deck) -> Iterator[Problem]:
+    layout, layers = deck.layout, deck.model.layers
+    parts = layout.pipeline * layout.chunks
+    made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+    if parts > layers:
+        yield Problem(
+            "layout.pipeline",
+            f"{made} needs {parts} layers or more, but model.layers = {layers} "
+            f"({max(1, layers // layout.chunks)} would do)",
+            ("layout.chunks", "model.layers"),
+        )
+    if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
+        key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
+        yield Problem(
+            key, f'must be 2 or more with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
+        )
+    elif layout.schedule in TWO_CHUNKS - {"interleaved"} and layout.chunks != 2:
+        yield Problem(
+            "layout.chunks", f'must be 2 with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
+        )
+    elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
+        yield Problem(
+            "layout.chunks",
+            f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)',
+            ("layout.schedule",),
+        )
+    if layout.split is not None:
+        if len(layout.split) != parts or min(layout.split) < 1:
+            yield Problem(
+                "layout.split",
+                f"must have a number of at least 1 for each of the {parts} parts of {made}",
+                ("layout.pipeline", "layout.chunks"),
+            )
+        elif sum(layout.split) != layers:
+            yield Problem(
+                "layout.split",
+                f"adds up to {sum(layout.split)}, not model.layers = {layers}",
+                ("model.layers",),
+            )
 
 
 def _batch(deck: Deck) -> Iterator[Problem]:

@@ -9,6 +9,9 @@ from hpctrain.deck.presets import PRESETS, Preset
 
 Tables = dict[str, dict[str, Any]]
 
+TWO_CHUNKS = frozenset({"interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"})
+"""Schedules that need two parts of the model on each stage, or more."""
+
 
 def find_preset(tables: Tables) -> Preset | None:
     """The preset that the tables name, if there is one of that name."""
@@ -45,6 +48,9 @@ def fill(tables: Tables, deck_name: str) -> set[str]:
         rate.setdefault("warmup", min(100, steps // 10))
         warmup = rate["warmup"]
         rate.setdefault("decay_steps", max(steps, warmup) if _whole(warmup) else steps)
+
+    layout = tables["layout"]
+    layout.setdefault("chunks", 2 if layout.get("schedule") in TWO_CHUNKS else 1)
 
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _whole(heads):

@@ -111,13 +111,27 @@ class Data(Section):
 
 
 class Layout(Section):
-    """How the ranks share the work: ranks = data x context x tensor."""
+    """How the ranks share the work: ranks = pipeline x data x context x tensor."""
 
     data: int | None = key(
         "Copies that train on different sequences.", None, unit="ranks", derived="fills the rest", ge=1
     )
     tensor: int = key("Ranks that split each layer's weights.", 1, unit="ranks", ge=1)
     context: int = key("Ranks that split each sequence.", 1, unit="ranks", ge=1)
+    pipeline: int = key(
+        "Stages that split the layers, each of them one rank or more.", 1, unit="stages", ge=1
+    )
+    schedule: str = key(
+        "Pipeline schedule: a name of `hpctrain schedule`, or the file of one.", "1f1b", min_length=1
+    )
+    chunks: int = key(
+        "Parts of the model that each stage holds.",
+        derived="2 where the schedule needs two, else 1",
+        ge=1,
+    )
+    split: tuple[int, ...] | None = key(
+        "Layers of each part of the model, from first to last.", None, derived="even", strict=False
+    )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(
         "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",

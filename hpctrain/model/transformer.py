@@ -7,7 +7,7 @@ that are split over the tensor axis.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,26 +71,73 @@ class Block(nn.Module):
         return x + dropout(expanded, source, self.site + 1, positions, self.probability)
 
 
-class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head, its parameters without memory until bucketed."""
+@dataclass(frozen=True)
+class Part:
+    """Which piece of the model a pipeline stage's chunk is: blocks `first` to `last` (exclusive).
 
-    def __init__(self, shape: ModelShape, groups: LayerGroups) -> None:
+    The first part embeds, the last one predicts. `tied_stage` numbers this stage among those that hold
+    tied embeddings, of which there are `tied_stages`.
+    """
+
+    first: int
+    last: int
+    embeds: bool
+    predicts: bool
+    tied_stage: int = 0
+    tied_stages: int = 1
+
+    @staticmethod
+    def whole(layers: int) -> Part:
+        """All of a model in one piece."""
+        return Part(0, layers, True, True)
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and head, or the piece of these that `part` says.
+
+    Its parameters are without memory until bucketed. `table` is the embedding's table where another chunk
+    of the same stage holds it and the two are tied.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        groups: LayerGroups,
+        part: Part | None = None,
+        table: Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
-        self.embedding = VocabularyEmbedding("embedding.tokens", shape.vocabulary, shape.hidden, groups)
-        self.positions = (
-            PositionEmbedding("embedding.positions", shape, groups) if shape.family == "gpt2" else None
-        )
-        self.blocks = nn.ModuleList(Block(index, shape, groups) for index in range(shape.layers))
-        self.final_norm = Norm("final_norm", shape, groups)
-        if shape.tied:
-            self.embedding.table.uses = 2
-            table = self.embedding.table
-        else:
-            table = Parameter(vocabulary_shard("head.weight", shape.vocabulary, shape.hidden, groups))
-            self.head = nn.Module()
-            self.head.register_parameter("table", table)
-        self.loss_head = VocabularyLoss(table, groups)
+        self.part = part if part is not None else Part.whole(shape.layers)
+        self.embedding: VocabularyEmbedding | None = None
+        self.positions: PositionEmbedding | None = None
+        self.loss_head: VocabularyLoss | None = None
+        if self.part.embeds:
+            self.embedding = VocabularyEmbedding(self._table("embedding.tokens.weight", shape.tied), groups)
+            if shape.family == "gpt2":
+                self.positions = PositionEmbedding("embedding.positions", shape, groups)
+        blocks = range(self.part.first, self.part.last)
+        self.blocks = nn.ModuleList(Block(index, shape, groups) for index in blocks)
+        if self.part.predicts:
+            self.final_norm = Norm("final_norm", shape, groups)
+            if shape.tied and self.embedding is not None:
+                table = self.embedding.table
+            if shape.tied and table is not None:
+                table.uses = 2
+            else:
+                name = "embedding.tokens.weight" if shape.tied else "head.weight"
+                table = self._table(name, shape.tied)
+                self.head = nn.Module()
+                self.head.register_parameter("table", table)
+            self.loss_head = VocabularyLoss(table, groups)
+
+    def _table(self, name: str, tied: bool) -> Parameter:
+        """A table [V, h], one of two where it is tied and lies on two stages."""
+        shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.groups)
+        if tied:
+            part = self.part
+            shard = replace(shard, stage_copy=part.tied_stage, stage_copies=part.tied_stages)
+        return Parameter(shard)
 
     def leaves(self) -> Iterator[list[Parameter]]:
         """The parameters of each layer in the order of the forward pass; one layer's stay together."""
@@ -99,31 +146,45 @@ class Transformer(nn.Module):
             if parameters:
                 yield parameters
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Hidden states after the final norm, [s or s/t, b, h]."""
+    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
+
+        The part that predicts ends with the final norm.
+        """
         positions = self._local(inputs.positions)
-        x = self.embedding(inputs.tokens)
-        if self.positions is not None:
-            x = self.positions(x, positions)
-        x = dropout(x, inputs.dropout, 0, positions, self.shape.dropout)
+        if self.embedding is not None:
+            x: Tensor = self.embedding(inputs.tokens)
+            if self.positions is not None:
+                x = self.positions(x, positions)
+            x = dropout(x, inputs.dropout, 0, positions, self.shape.dropout)
+        else:
+            assert hidden is not None
+            x = hidden
         rotary = None
         if self.shape.family == "llama":
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
         for block in self.blocks:
             x = block(x, rotary, inputs.dropout, positions)
-        normed: Tensor = self.final_norm(x)
-        return normed
+        return self.final_norm(x) if self.part.predicts else x
 
-    def loss(self, inputs: Inputs, terms: LossTerms) -> Tensor:
+    def loss(self, inputs: Inputs, terms: LossTerms, hidden: Tensor | None = None) -> Tensor:
         """Sum of the cross-entropies over this rank's tokens, fp32; see VocabularyLoss."""
-        loss: Tensor = self.loss_head(self(inputs), terms)
+        assert self.loss_head is not None
+        loss: Tensor = self.loss_head(self(inputs, hidden), terms)
         return loss
+
+    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
+        """Shape of what passes from part to part."""
+        tensor, context = self.groups.tensor.size, self.groups.context.size
+        rows = self.shape.sequence // context // (tensor if self.groups.sequence_parallel else 1)
+        return rows, micro_size, self.shape.hidden
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, V] of tokens [b, s]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self(Inputs(tokens.t().contiguous(), positions))
+        assert self.loss_head is not None
         return self.loss_head.logits(hidden).transpose(0, 1)
 
     def _local(self, positions: Tensor) -> Tensor:

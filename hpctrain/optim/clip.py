@@ -13,6 +13,8 @@ from hpctrain.sharding.bucket import Bucket
 
 def counts_here(shard: Shard, tensor_rank: int) -> bool:
     """Whether this tensor rank counts the piece: the first of all ranks that hold the same one."""
+    if shard.stage_copy > 0:
+        return False
     return shard.copy == 0 if "tensor" in shard.split else tensor_rank == 0
 
 

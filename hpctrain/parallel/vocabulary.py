@@ -76,11 +76,11 @@ class VocabularyEmbedding(nn.Module):
     `forward` takes token ids [s, b] and gives [s, b, h], or [s/t, b, h] under sequence parallelism.
     """
 
-    def __init__(self, name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> None:
+    def __init__(self, table: Parameter, groups: LayerGroups) -> None:
         super().__init__()
         self.groups = groups
-        self.shard = vocabulary_shard(f"{name}.weight", vocabulary, hidden, groups)
-        self.table = Parameter(self.shard)
+        self.shard = table.shard
+        self.table = table
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] int64 -> [s or s/t, b, h]."""

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import torch
 
+Computation = Callable[[], None]
+
 
 class WeightGradientQueue:
-    """Holds weight-gradient computations back while `deferring`; `run` computes them in order."""
+    """Holds weight-gradient computations back while `deferring`; `take` hands them over."""
 
     def __init__(self) -> None:
         self.deferring = False
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: list[Computation] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def submit(self, compute: Callable[[], None]) -> None:
-        """Compute now, or keep for `run` while deferring."""
+    def submit(self, compute: Computation) -> None:
+        """Compute now, or keep for `take` while deferring."""
         if self.deferring:
             self._waiting.append(compute)
         else:
             compute()
 
-    def run(self, count: int | None = None) -> None:
-        """Compute the oldest `count` waiting gradients, all of them by default."""
-        with torch.no_grad():
-            for _ in range(len(self._waiting) if count is None else count):
-                self._waiting.popleft()()
+    def take(self) -> list[Computation]:
+        """The computations held back since the last call, for `compute_all`."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+
+def compute_all(computations: list[Computation]) -> None:
+    """Do what was held back, in its order, outside autograd."""
+    with torch.no_grad():
+        for compute in computations:
+            compute()

@@ -1,17 +1,33 @@
-"""The executor: does the actions of one stage over its model."""
+"""The executor: does one stage's actions of a schedule over the stage's parts of the model.
+
+Hidden states go forward and their gradients backward over the pipeline axis. Who sends what to whom, and
+in which order, follows from the schedule, which every rank knows whole: between two stages messages are
+received in the order in which the other one sends them, with receives posted ahead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.vocabulary import LossTerms
-from hpctrain.pipeline.action import Schedule
+from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
+from hpctrain.pipeline.action import Action, Schedule
+
+AHEAD = 2
+"""Receives posted ahead, for each stage that sends to this one."""
+
+Key = tuple[int, int]
+"""Chunk and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -22,38 +38,186 @@ class PreparedBatch:
     terms: LossTerms
 
 
+@dataclass(frozen=True)
+class Message:
+    """Hidden states (F) or their gradient (B) of a micro-batch, for a chunk of the stage that receives."""
+
+    kind: str
+    micro_batch: int
+    chunk: int
+
+
 class Executor:
-    """Runs schedules of one stage; `ledger.phase` says which phase communication belongs to."""
+    """Runs schedules on this rank's stage; `ledger.phase` says which phase communication belongs to.
 
-    def __init__(self, model: Transformer, ledger: Ledger) -> None:
-        self.model, self.ledger = model, ledger
+    `models` are the stage's parts, by chunk. A schedule of one stage needs no messages.
+    """
 
-    def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses, fp64 0-dim.
+    def __init__(
+        self, models: Sequence[Transformer], group: Group, queue: WeightGradientQueue, ledger: Ledger
+    ) -> None:
+        self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
 
-        Gradients are added to the parameters' buffers. Nothing waits for the device.
+    def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor | None:
+        """Forward and backward of all micro-batches.
+
+        The sum of their losses, fp64 0-dim, on the stage that predicts; None on the others. Gradients are
+        added to the parameters' buffers. Nothing waits for the device.
         """
-        (actions,) = schedule.stages
-        losses: dict[int, Tensor] = {}
-        total: Tensor | None = None
-        for action in actions:
-            if action.kind == "F":
-                self.ledger.phase = "forward"
-                work = micro_batches[action.micro_batch]
-                losses[action.micro_batch] = self.model.loss(work.inputs, work.terms)
-            else:
-                self.ledger.phase = "backward"
-                loss = losses.pop(action.micro_batch)
-                loss.backward()
-                total = loss.detach().double() if total is None else total + loss.detach()
-        self.ledger.phase = "synchronize"
-        assert total is not None
-        return total
+        with torch.enable_grad():
+            return _Pass(self, schedule, micro_batches).run()
 
-    @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[PreparedBatch]) -> Tensor:
-        """Forward only; the sum of the losses, fp64 0-dim."""
-        self.ledger.phase = "forward"
-        losses = [self.model.loss(work.inputs, work.terms).double() for work in micro_batches]
-        self.ledger.phase = "step"
-        return torch.stack(losses).sum()
+    def evaluate(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor | None:
+        """Forward only, by a schedule without backward actions; as `run`."""
+        with torch.no_grad():
+            return _Pass(self, schedule, micro_batches).run()
+
+
+class _Pass:
+    """One run of a schedule."""
+
+    def __init__(
+        self, executor: Executor, schedule: Schedule, micro_batches: Sequence[PreparedBatch]
+    ) -> None:
+        self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
+        self.stage = executor.group.rank
+        self.last = schedule.parts - 1
+        self.ends: dict[Key, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self.held: dict[Key, list[Computation]] = {}
+        self.local: dict[Message, Tensor] = {}
+        self.sends: list[tuple[Work[None], Tensor]] = []
+        self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
+        self.total: Tensor | None = None
+
+    def run(self) -> Tensor | None:
+        ledger = self.executor.ledger
+        for action in self.schedule.stages[self.stage]:
+            ledger.phase = "forward" if action.kind == "F" else "backward"
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "W":
+                compute_all(self.held.pop((action.chunk, action.micro_batch)))
+            else:
+                self._backward(action)
+            self.sends = [send for send in self.sends if not send[0].test()]
+        for work, _ in self.sends:
+            work.wait()
+        ledger.phase = "synchronize"
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        model, batch = self.executor.models[action.chunk], self.micro_batches[action.micro_batch]
+        part = self.schedule.part(self.stage, action.chunk)
+        hidden = None
+        if part > 0:
+            hidden = self._receive(Message("F", action.micro_batch, action.chunk))
+            hidden.requires_grad_(torch.is_grad_enabled())
+        key = (action.chunk, action.micro_batch)
+        if part == self.last:
+            loss = model.loss(batch.inputs, batch.terms, hidden)
+            added = loss.detach().double()
+            self.total = added if self.total is None else self.total + added
+            if loss.requires_grad:
+                self.ends[key] = (hidden, loss)
+            return
+        output = model(batch.inputs, hidden)
+        if output.requires_grad:
+            # The graph is kept by its end alone, so that the output's memory goes with its sending.
+            self.ends[key] = (hidden, get_gradient_edge(output))
+        self._send("F", action.micro_batch, part + 1, output.detach())
+
+    def _backward(self, action: Action) -> None:
+        key = (action.chunk, action.micro_batch)
+        part = self.schedule.part(self.stage, action.chunk)
+        hidden, end = self.ends.pop(key)
+        gradient = None
+        if part < self.last:
+            gradient = self._receive(Message("B", action.micro_batch, action.chunk))
+        queue = self.executor.queue
+        queue.deferring = action.kind == "I"
+        torch.autograd.backward(end, gradient)
+        queue.deferring = False
+        if action.kind == "I":
+            self.held[key] = queue.take()
+        if part > 0:
+            assert hidden is not None and hidden.grad is not None
+            self._send("B", action.micro_batch, part - 1, hidden.grad)
+
+    def _send(self, kind: str, micro_batch: int, part: int, tensor: Tensor) -> None:
+        stage, chunk = self.schedule.home(part)
+        if stage == self.stage:
+            self.local[Message(kind, micro_batch, chunk)] = tensor
+        else:
+            tensor = tensor.contiguous()
+            self.sends.append((self.executor.group.start_send(tensor, stage), tensor))
+
+    def _receive(self, message: Message) -> Tensor:
+        here = self.local.pop(message, None)
+        return here if here is not None else self.mailbox.take(message)
+
+    def _shape_of(self) -> Tensor:
+        """Fresh memory for hidden states or their gradient; all parts pass the same shape on."""
+        inputs = self.micro_batches[0].inputs
+        model = self.executor.models[0]
+        shape = model.hidden_shape(inputs.tokens.shape[1])
+        return self.executor.group.empty(shape, next(model.parameters()).dtype)
+
+
+class _Mailbox:
+    """Receives this stage's messages, from each other stage in the order in which that one sends them."""
+
+    def __init__(self, group: Group, schedule: Schedule, memory: Any) -> None:
+        self.group, self.memory = group, memory
+        self.coming: dict[int, deque[Message]] = {}
+        self.posted: dict[int, deque[tuple[Message, Work[Tensor]]]] = {}
+        self.arrived: dict[Message, Tensor] = {}
+        for stage in range(schedule.stage_count):
+            if stage != group.rank:
+                order = deque(messages(schedule, stage, group.rank))
+                if order:
+                    self.coming[stage], self.posted[stage] = order, deque()
+                    self._post(stage)
+        self.sender = {message: stage for stage, order in self._all() for message in order}
+
+    def _all(self) -> Iterator[tuple[int, list[Message]]]:
+        for stage, order in self.coming.items():
+            yield stage, [message for message, _ in self.posted[stage]] + list(order)
+
+    def _post(self, stage: int) -> None:
+        while self.coming[stage] and len(self.posted[stage]) < AHEAD:
+            work = self.group.start_recv(self.memory(), stage)
+            self.posted[stage].append((self.coming[stage].popleft(), work))
+
+    def take(self, message: Message) -> Tensor:
+        """Wait for one message; those that its sender sends before it are kept."""
+        while message not in self.arrived:
+            stage = self.sender[message]
+            first, work = self.posted[stage].popleft()
+            self._post(stage)
+            self.arrived[first] = work.wait()
+        return self.arrived.pop(message)
+
+
+def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[Message]:
+    """What one stage sends to another, in its order."""
+    for action in schedule.stages[sender]:
+        if action.kind == "W":
+            continue
+        forward = action.kind == "F"
+        part = schedule.part(sender, action.chunk) + (1 if forward else -1)
+        if 0 <= part < schedule.parts:
+            stage, chunk = schedule.home(part)
+            if stage == receiver:
+                yield Message("F" if forward else "B", action.micro_batch, chunk)
+
+
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """A schedule of forward actions over the same placement of parts, for evaluation."""
+    stages = schedule.stage_count
+    order = [
+        Action("F", micro_batch, chunk)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(schedule.chunks)
+        for micro_batch in range(first, min(first + stages, micro_batches))
+    ]
+    return Schedule((tuple(order),) * stages, "evaluation", schedule.placement)

@@ -19,11 +19,20 @@ class GradientSynchronizer:
     A bucket is final after every parameter's additions of all micro-batches of the step, whatever
     their order. Then the gradients that are partial over the tensor axis are summed there (those of
     heads that several ranks share over `sharing`, the ranks that hold the same heads), and the
-    bucket's all-reduce over data x context starts; `finish` waits for it.
+    bucket's all-reduce over data x context starts; `finish` waits for it, and then sums tied embeddings
+    over the two stages of the pipeline that hold them.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], tensor: Group, sharing: Group) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], tensor: Group, sharing: Group, pipeline: Group | None = None
+    ) -> None:
         self.buckets = buckets
+        self._tied = [
+            (pipeline, segment.view(bucket.gradients))
+            for bucket in buckets
+            for segment in bucket.segments
+            if pipeline is not None and segment.parameter.shard.stage_copies > 1
+        ]
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket, tensor, sharing) for bucket in buckets}
         self._works: list[Work[Tensor]] = []
@@ -45,6 +54,8 @@ class GradientSynchronizer:
         for work in self._works:
             work.wait()
         self._works.clear()
+        for group, gradient in self._tied:
+            _sum_over_ends(group, gradient)
 
     def _added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
@@ -58,6 +69,17 @@ class GradientSynchronizer:
             group.all_reduce(bucket.gradients[run])
         if bucket.group.size > 1:
             self._works.append(bucket.group.start_all_reduce(bucket.gradients))
+
+
+def _sum_over_ends(pipeline: Group, gradient: Tensor) -> None:
+    """Sum the gradient of tied embeddings over the first and the last stage, the same bits on both."""
+    other = pipeline.size - 1 if pipeline.rank == 0 else 0
+    theirs = torch.empty_like(gradient)
+    receiving = pipeline.start_recv(theirs, other)
+    sending = pipeline.start_send(gradient, other)
+    receiving.wait()
+    sending.wait()
+    gradient.add_(theirs)
 
 
 def _partial_runs(bucket: Bucket, tensor: Group, sharing: Group) -> list[tuple[slice, Group]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,27 +22,41 @@ from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+from hpctrain.train.schedule import make_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Engine:
-    """Everything that computes: model, gradients, optimizer, on one mesh."""
+    """Everything that computes: model, gradients, optimizer, on one mesh.
+
+    `models` are the parts of this rank's pipeline stage, by chunk; `schedule` gives the pipeline schedule
+    of a number of micro-batches, `plan` is that of the deck's batch.
+    """
 
     world: World
     mesh: Mesh
     shape: ModelShape
     groups: LayerGroups
-    model: Transformer
+    models: list[Transformer]
     buckets: list[Bucket]
     synchronizer: GradientSynchronizer
     optimizer: AdamW
     loss_scale: LossScale
     learning_rate: LearningRate
     positions: torch.Tensor
+    schedule: Callable[[int], Schedule]
+    plan: Schedule
+
+    @property
+    def model(self) -> Transformer:
+        """The stage's first part: all of the model where there is one stage."""
+        return self.models[0]
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,7 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
     """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
     check_world(deck, world.size)
     sizes = {
+        "pipeline": deck.layout.pipeline,
         "data": data_ranks(deck, world.size),
         "context": deck.layout.context,
         "tensor": deck.layout.tensor,
@@ -102,17 +118,25 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     )
     shape = ModelShape.of(deck, settled)
     dtype = DTYPES[deck.precision.compute]
-    model = Transformer(shape, groups)
+    schedule = make_schedule(deck, mesh.size("data"))
+    plan = schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
+    models = build_parts(deck, shape, groups, plan, mesh.coordinate("pipeline"))
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
     replicas = mesh.group("data", "context")
-    buckets = make_buckets(model.leaves(), replicas, dtype, world.device, deck.communication.bucket_bytes)
+    buckets = [
+        bucket
+        for model in models
+        for bucket in make_buckets(
+            model.leaves(), replicas, dtype, world.device, deck.communication.bucket_bytes
+        )
+    ]
     optimizer = AdamW(
         buckets,
         betas=(deck.optimizer.beta1, deck.optimizer.beta2),
         epsilon=deck.optimizer.epsilon,
         weight_decay=deck.optimizer.weight_decay,
     )
-    _initialize(model, optimizer, deck.run.seed)
+    _initialize(models, optimizer, deck.run.seed)
     if deck.stability.check_parameters:
         check_replicas(buckets, groups.tensor, world.everyone)
     rate = deck.learning_rate
@@ -122,9 +146,11 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         mesh=mesh,
         shape=shape,
         groups=groups,
-        model=model,
+        models=models,
+        schedule=schedule,
+        plan=plan,
         buckets=buckets,
-        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing),
+        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline")),
         optimizer=optimizer,
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
@@ -142,12 +168,28 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     )
 
 
-def _initialize(model: Transformer, optimizer: AdamW, seed: int) -> None:
+def build_parts(
+    deck: Deck, shape: ModelShape, groups: LayerGroups, schedule: Schedule, stage: int
+) -> list[Transformer]:
+    """The parts of the model that one stage holds, by chunk. Tied embeddings of one stage are one table."""
+    counts = list(deck.layout.split or even_split(shape.layers, schedule.parts))
+    models: list[Transformer] = []
+    for part in parts_of(schedule, counts, stage):
+        embedding = next((model.embedding for model in models if model.embedding is not None), None)
+        table = embedding.table if embedding is not None else None
+        models.append(Transformer(shape, groups, part, table))
+    return models
+
+
+def _initialize(models: Sequence[Transformer], optimizer: AdamW, seed: int) -> None:
     """Fill the fp32 master weights from the seed, then the parameters from them."""
     masters = {
         segment.parameter: segment.view(moments.master)
         for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
         for segment in bucket.segments
     }
-    initialize(((parameter, masters[parameter]) for parameter in parameter_list(model)), model.shape, seed)
+    for model in models:
+        initialize(
+            ((parameter, masters[parameter]) for parameter in parameter_list(model)), model.shape, seed
+        )
     optimizer.publish()

@@ -220,6 +220,7 @@ def last_logits(model: Transformer, tokens: Tensor) -> Tensor:
     """Logits [b, V] fp32 of the token behind tokens [b, s], for a model without sequence parallelism."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     hidden = model(Inputs(tokens.t().contiguous(), positions))
+    assert model.loss_head is not None
     return model.loss_head.logits(hidden[-1:])[0].float()
 
 

@@ -15,8 +15,7 @@ from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.context import context_piece
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.vocabulary import LossTerms
-from hpctrain.pipeline.action import accumulation
-from hpctrain.pipeline.execute import Executor, PreparedBatch
+from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 from hpctrain.train.build import Engine
 
 
@@ -51,7 +50,9 @@ class Step:
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
-        self.executor = Executor(engine.model, engine.world.ledger)
+        self.executor = Executor(
+            engine.models, engine.mesh.group("pipeline"), engine.groups.weight_gradients, engine.world.ledger
+        )
 
     def __call__(self, state: TrainState, batch: int) -> StepResult:
         """Train on samples `state.samples .. + batch` and advance `state`."""
@@ -69,7 +70,7 @@ class Step:
             for index, micro in enumerate(micro_batches)
         ]
         engine.synchronizer.start(len(prepared))
-        loss_sum = self.executor.run(accumulation(len(prepared)), prepared)
+        loss_sum = self.executor.run(engine.schedule(len(prepared)), prepared)
         engine.synchronizer.finish()
         loss, norm = self.agree(loss_sum, tokens)
         engine.world.ledger.phase = "step"
@@ -94,8 +95,12 @@ class Step:
         tokens = self.count_tokens(micro_batches)
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
-        total = mesh.group("data", "context").all_reduce(self.executor.evaluate(prepared))
-        return float(total.item()) / max(1, tokens)
+        forward = forward_only(self.engine.plan, len(prepared))
+        loss_sum = self.executor.evaluate(forward, prepared)
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.world.device)
+        if loss_sum is not None and mesh.coordinate("tensor") == 0:
+            total += loss_sum
+        return float(self.engine.world.everyone.all_reduce(total).item()) / max(1, tokens)
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens to be predicted by all data ranks together."""
@@ -123,12 +128,12 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, loss_sum: Tensor, tokens: int) -> tuple[float, float]:
+    def agree(self, loss_sum: Tensor | None, tokens: int) -> tuple[float, float]:
         """Loss per token and unscaled gradient norm of the whole step, by one small all-reduce."""
         engine, mesh = self.engine, self.engine.mesh
         square = local_square_norm(engine.buckets, mesh.coordinate("tensor"))
         figures = torch.zeros(2, dtype=torch.float64, device=square.device)
-        if mesh.coordinate("tensor") == 0:
+        if loss_sum is not None and mesh.coordinate("tensor") == 0:
             figures[0] = loss_sum
         if mesh.coordinate("data") == 0 and mesh.coordinate("context") == 0:
             figures[1] = square

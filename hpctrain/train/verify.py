@@ -56,7 +56,7 @@ def miniature(deck: Deck) -> Deck:
     sections: dict[str, dict[str, object]] = {
         "model": {
             "preset": None,
-            "layers": min(_LAYERS, model.layers),
+            "layers": max(_LAYERS, layout.pipeline * layout.chunks),
             "hidden": hidden,
             "mlp": -(-2 * hidden // multiple) * multiple,
             # No multiple of the tensor axis, so that the padding is compared, too.
@@ -64,6 +64,7 @@ def miniature(deck: Deck) -> Deck:
             # Larger than usual, so that every tensor's gradient stands out from rounding.
             "initial_std": 0.1,
         },
+        "layout": {"split": None},
         "batch": {"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
         "precision": {"compute": "fp32"},
         "optimizer": {"clip": 0.0},
@@ -77,7 +78,16 @@ def miniature(deck: Deck) -> Deck:
 
 def on_one_rank(deck: Deck) -> Deck:
     """The deck without any layout."""
-    layout = {"data": None, "tensor": 1, "context": 1, "sequence_parallel": False}
+    layout = {
+        "data": None,
+        "pipeline": 1,
+        "schedule": "1f1b",
+        "chunks": 1,
+        "split": None,
+        "tensor": 1,
+        "context": 1,
+        "sequence_parallel": False,
+    }
     return deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
 
 
@@ -96,7 +106,9 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
     Collective; the same list on all ranks, in the order of the computation: parameters, the loss,
     gradients from the last layer to the first, their norm.
     """
-    batch = _MICRO_BATCHES * _MICRO_SIZE * mesh.size("data")
+    micro_batches = max(_MICRO_BATCHES, mesh.size("pipeline"))
+    batch = micro_batches * _MICRO_SIZE * mesh.size("data")
+    deck = deck.model_copy(update={"batch": deck.batch.model_copy(update={"global_size": batch})})
     reference: dict[str, Tensor] = {}
     if world.rank == 0:
         reference = _on_one_rank(deck, world, batch)
@@ -114,10 +126,13 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
             mine = torch.tensor(value, dtype=torch.float64)
             differences.append(_difference(name, mine, whole, whole, world, mesh, None))
         else:
-            piece = pieces[name] if name in pieces else gradients[name]
-            shard = shards[name.split()[-1]]
             scale = _share(reference.get(_scale_of(name)), world)
-            differences.append(_difference(name, piece, shard.take(whole), scale, world, mesh, shard))
+            shard = shards.get(name.split()[-1])
+            piece, expected = torch.empty(0), torch.empty(0)  # of a tensor that another stage holds
+            if shard is not None:
+                piece = pieces[name] if name in pieces else gradients[name]
+                expected = shard.take(whole)
+            differences.append(_difference(name, piece, expected, scale, world, mesh, shard))
     return differences
 
 

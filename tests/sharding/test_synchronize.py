@@ -54,8 +54,8 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
             order.append(f"bucket {names[tensor.data_ptr()]}")
         return start(self, tensor, *rest)  # type: ignore[arg-type]
 
-    def forward(self: Transformer, inputs: object) -> torch.Tensor:
-        output = gradient(self, inputs)  # type: ignore[arg-type]
+    def forward(self: Transformer, *inputs: object) -> torch.Tensor:
+        output = gradient(self, *inputs)  # type: ignore[arg-type]
         order.append("forward")
         return output
 

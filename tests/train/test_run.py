@@ -98,6 +98,33 @@ def test_ten_steps_and_ten_more_are_twenty(
         assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("layout.tensor=2",), ()),
+        ((), ("layout.tensor=2", "layout.sequence_parallel=true")),
+        (("layout.context=2",), ("layout.pipeline=2",)),
+        (("layout.pipeline=2",), ("layout.tensor=2",)),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_on_another_layout(
+    world: World, deck_file: Path, mpi_tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Losses are those of one layout to rounding: parameters, moments and the order of samples carry over."""
+    whole, parts = mpi_tmp_path / "whole", mpi_tmp_path / "parts"
+    run_deck(world, deck_file, [f"run.dir={whole}", *before])
+    run_deck(world, deck_file, [f"run.dir={parts}", "run.steps=10", *before])
+    undo = [f"{change.partition('=')[0]}=" for change in before]
+    resume(world, parts, ["run.steps=20", *undo, *after])
+    if world.rank == 0:
+        expected = [row["loss"] for row in read_metrics(whole / "metrics.jsonl")]
+        found = [row["loss"] for row in read_metrics(parts / "metrics.jsonl")]
+        assert found[:10] == expected[:10]
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.mpi(min_size=1)
 def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
     folder = mpi_tmp_path / "run"

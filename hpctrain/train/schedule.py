@@ -1,0 +1,84 @@
+"""The pipeline schedule that a deck asks for: one by name, or one that a user wrote into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.pipeline.check import check, refusal
+from hpctrain.pipeline.generate import NAMES, generate
+
+
+def make_schedule(deck: Deck, data_ranks: int) -> Callable[[int], Schedule]:
+    """The deck's schedule as a function of the number of micro-batches.
+
+    HpctrainError, the same on all ranks, where the schedule cannot be had for the deck's batch (or for the
+    batches of its ramp), or where a file's schedule is wrong or would deadlock.
+    """
+    layout, batch = deck.layout, deck.batch
+    whole = batch.micro_size * data_ranks
+    if layout.pipeline == 1:
+        return accumulation
+    if layout.schedule not in NAMES:
+        schedule = _from_file(deck, batch.global_size // whole)
+        return lambda _: schedule
+
+    @lru_cache(maxsize=64)
+    def by_name(micro_batches: int) -> Schedule:
+        chunks = layout.chunks if layout.schedule == "interleaved" else None
+        return generate(layout.schedule, layout.pipeline, micro_batches, chunks)
+
+    sizes = {batch.global_size, *((batch.ramp_from,) if batch.ramp_from else ())}
+    for size in sorted(sizes):
+        try:
+            by_name(-(-size // whole))
+        except HpctrainError as error:
+            raise HpctrainError(
+                [deck.problem("layout.schedule", problem) for problem in error.problems]
+            ) from None
+    return by_name
+
+
+def _from_file(deck: Deck, micro_batches: int) -> Schedule:
+    """Read and check a schedule file; its numbers must be those of the deck."""
+    path, layout = Path(deck.layout.schedule), deck.layout
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise HpctrainError(
+            deck.problem(
+                "layout.schedule", f"must be one of {', '.join(NAMES)}, or a readable file of a schedule"
+            )
+        ) from None
+    schedule = Schedule.parse(text, str(path))
+    numbers = {
+        "stages": (schedule.stage_count, "layout.pipeline", layout.pipeline),
+        "chunks": (schedule.chunks, "layout.chunks", layout.chunks),
+        "micro-batches": (
+            schedule.micro_batches,
+            "batch.global_size / (batch.micro_size x data ranks)",
+            micro_batches,
+        ),
+    }
+    differing = [
+        deck.problem("layout.schedule", f"has {there} {what}, but {name} = {wanted}")
+        for what, (there, name, wanted) in numbers.items()
+        if there != wanted
+    ]
+    if deck.batch.ramp_from:
+        differing.append(deck.problem("layout.schedule", "a file's schedule cannot follow batch.ramp_from"))
+    if differing:
+        raise HpctrainError(differing)
+    problems = check(schedule)
+    if problems:
+        lines = [
+            number
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
+        raise refusal(problems, str(path), lines)
+    return schedule
