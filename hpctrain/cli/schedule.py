@@ -18,7 +18,6 @@ from hpctrain.errors import HpctrainError, InputOutputError
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.action import Schedule
-    from hpctrain.pipeline.check import Problem
     from hpctrain.pipeline.simulate import Simulation, Times
 
 COLUMNS_OF_A_FILE = 240
@@ -90,7 +89,7 @@ def command(
     durations = Times(*times)
     schedule = find_schedule(source, stages, microbatches, chunks, durations, memory_limit, png)
     simulation = simulate(schedule, durations)
-    named = schedule if schedule.name else replace(schedule, name=" ".join(Path(source).name.split()))
+    named = named_as(schedule, Path(source))
     if png is not None:
         grid.png(named, simulation, png)
     if as_text:
@@ -160,7 +159,7 @@ def read_schedule(
 ) -> Schedule:
     """The schedule in a file, checked against `counts` of stages, micro-batches and chunks where given."""
     from hpctrain.pipeline.action import Schedule
-    from hpctrain.pipeline.check import check
+    from hpctrain.pipeline.check import check, refusal
     from hpctrain.report import grid
 
     try:
@@ -181,24 +180,18 @@ def read_schedule(
         raise HpctrainError(differ)
     problems = check(schedule, memory_limit)
     if problems:
-        sentences = told(path, text, problems)
+        words = [line.split() for line in text.splitlines()]
+        lines = [number for number, line in enumerate(words, 1) if line and not line[0].startswith("#")]
+        sentences = list(refusal(problems[:PROBLEMS_TOLD], str(path), lines).problems)
+        if len(problems) > PROBLEMS_TOLD:
+            sentences.append(f"{path}: and {len(problems) - PROBLEMS_TOLD} more")
         if png is not None:
-            grid.png(schedule, None, png, problems)
+            grid.png(named_as(schedule, path), None, png, problems)
             sentences.append(f"{png} shows where")
         raise HpctrainError(sentences)
     return schedule
 
 
-def told(path: Path, text: str, problems: list[Problem]) -> list[str]:
-    """The sentences for what is wrong with a schedule file, with the lines in the file."""
-    lines = [
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    sentences = [
-        f"{path}:{lines[problem.stage]}: stage {problem.stage}, {problem.action}: {problem.reason}"
-        for problem in problems[:PROBLEMS_TOLD]
-    ]
-    left = len(problems) - PROBLEMS_TOLD
-    return sentences + ([f"{path}: and {left} more"] if left > 0 else [])
+def named_as(schedule: Schedule, path: Path) -> Schedule:
+    """A schedule without a name is called as its file."""
+    return schedule if schedule.name else replace(schedule, name=" ".join(path.name.split()))

@@ -25,13 +25,14 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
 
     Each row ends with the idle time of the stage, in per cent of the cost, and its peak of activations, in
     micro-batches of the whole stage. In colour a cell holds the number of its micro-batch; in plain text the
-    letter of its kind as well. What does not fit is cut out of the middle, with a note.
+    letter of its kind as well. Where columns are few a number is shown by its last digit; what still does not
+    fit is cut out of the middle, with a note.
     """
     rows = arrange(schedule, simulation)
     left = len(str(schedule.stage_count - 1)) + 1
-    right = 11
+    right = 12
     ruler = _Ruler.fit(rows, max(width - left - right, 20), [_label(schedule, row, color) for row in rows])
-    lines = [_heading(schedule, simulation), "", _spread("stage", " idle peak", left + ruler.width + right)]
+    lines = [_heading(schedule, simulation), "", _spread("stage", " idle  peak", left + ruler.width + right)]
     for stage in range(schedule.stage_count):
         shown = _MOST_ROWS // 2
         if schedule.stage_count > _MOST_ROWS and shown <= stage < schedule.stage_count - shown:
@@ -40,7 +41,7 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
             continue
         bubble, peak = simulation.idle[stage] / simulation.cost, simulation.peak_activations[stage]
         cells = ruler.row(schedule, rows[stage], color)
-        lines.append(f"{stage:>{left - 1}} {cells}{100 * bubble:>5.1f}%{f'{peak:.4g}':>5}")
+        lines.append(f"{stage:>{left - 1}} {cells}{100 * bubble:>5.1f}%{f'{peak:.4g}':>6}")
     lines.append(f"{'':{left}}{ruler.ticks()} time")
     notes = []
     if len(ruler.windows) > 1:
@@ -50,7 +51,7 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
         notes.append(f"{schedule.stage_count - 2 * (_MOST_ROWS // 2)} stages")
     if notes:
         lines.append(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.")
-    return "\n".join([*lines, "", _legend_line(schedule, color)])
+    return "\n".join([*lines, "", _legend_line(schedule, color, ruler.last_digit)])
 
 
 def _heading(schedule: Schedule, simulation: Simulation) -> str:
@@ -76,6 +77,7 @@ class _Ruler:
 
     scale: float
     windows: tuple[tuple[int, int], ...]
+    last_digit: bool
 
     @staticmethod
     def fit(rows: Sequence[Sequence[Cell]], room: int, labels: Sequence[Sequence[str]]) -> _Ruler:
@@ -89,16 +91,18 @@ class _Ruler:
         numbers_only = all(label.isdecimal() for row in labels for label in row)
         least = letters + (numbers_only and letters > 1)  # 10 and 11 side by side would read as 1011
         most = letters + (2 if numbers_only else 1)
-        wide = min(max(room * short / total if total else most, least), most)
+        wide = room * short / total if total else most
+        cramped = numbers_only and 1 <= wide < least
+        wide = min(wide, most) if cramped else min(max(wide, least), most)
         if all(_is_whole(cell.start / short) and _is_whole(cell.end / short) for row in rows for cell in row):
             wide = math.floor(wide + 1e-9)
         scale = wide / short
         columns = max(round(total * scale), 1)
         if columns <= room:
-            return _Ruler(scale, ((0, columns),))
+            return _Ruler(scale, ((0, columns),), cramped)
         step = max(round(wide), 1)
         first, last = ((room - len(_GAP)) * share // 5 // step * step for share in (3, 2))
-        return _Ruler(scale, ((0, first), (columns - last, columns)))
+        return _Ruler(scale, ((0, first), (columns - last, columns)), last_digit=False)
 
     @property
     def width(self) -> int:
@@ -121,6 +125,7 @@ class _Ruler:
                 continue
             yield " " * (shown_start - column)
             label, room = _letters(schedule, cell.action, color), shown_end - shown_start
+            label = label[-1:] if self.last_digit else label
             label = label if len(label) <= room and start >= window[0] else ""
             if color:
                 background = colour_of(cell.action.kind, cell.action.chunk, schedule.chunks)
@@ -147,7 +152,7 @@ class _Ruler:
         return _GAP.join(parts)
 
 
-def _legend_line(schedule: Schedule, color: bool) -> str:
+def _legend_line(schedule: Schedule, color: bool, last_digit: bool) -> str:
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)
     if not color:
         entries = [f"{kind} {KINDS[kind]}" for kind in kinds]
@@ -158,8 +163,8 @@ def _legend_line(schedule: Schedule, color: bool) -> str:
         "".join(_paint("  ", colour_of(kind, chunk, schedule.chunks)) for chunk in chunks) + f" {KINDS[kind]}"
         for kind in kinds
     ]
-    entries += [f"left to right: chunks 0 to {chunks[-1]}"] if len(chunks) > 1 else []
-    return "   ".join([*entries, "numbers: micro-batches"])
+    entries += ["darkest: chunk 0"] if len(chunks) > 1 else []
+    return "   ".join([*entries, "numbers: micro-batches" + (", the last digit" if last_digit else "")])
 
 
 def _paint(letters: str, colour: tuple[float, float, float]) -> str:

@@ -47,7 +47,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
     digits = len(str(schedule.micro_batches - 1))
     comfortable = (0.10 + 0.08 * digits) / max(spans[len(spans) // 10], spans[-1] / 4) if spans else 1.0
     width = min(max(comfortable * total + 2.2, _INCHES_WIDE[0]), _INCHES_WIDE[1])
-    reasons = [f"{_place(problem)}: {problem.reason}" for problem in problems]
+    reasons = list(map(str, problems))
     lines = [line for reason in reasons[:4] for line in textwrap.wrap(reason, int(11 * width))]
     lines += [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
     height = 1.9 + 0.2 * len(lines) + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26)
@@ -56,6 +56,8 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
     draw_rows(axes, schedule, rows, (width - 2.2) / total)
     _frame_problems(axes, rows, problems)
     heading = title(schedule)
+    if problems:
+        heading += f": {len(problems)} problem{'' if len(problems) == 1 else 's'}"
     if simulation is not None and not problems:
         heading += f": bubble rate {100 * simulation.bubble_rate:.2f}%"
         cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
@@ -154,32 +156,35 @@ def _stage_columns(axes: Axes, simulation: Simulation) -> None:
 
 
 def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequence[Problem]) -> None:
+    """Frame every action that is wrong; what is missing gets its frame after the last action."""
     from matplotlib.patches import Rectangle
 
+    ends = [row[-1].end if row else 0.0 for row in rows]
     for problem in problems:
-        row = rows[problem.stage]
-        if problem.index < len(row):
-            start, end = row[problem.index].start, row[problem.index].end
-        else:  # something is missing at the end of the row
-            start = row[-1].end if row else 0.0
-            end = start + 1
+        if problem.index is None:
+            start = ends[problem.stage]
+            end = ends[problem.stage] = start + 1
             axes.set_xlim(0, max(end, axes.get_xlim()[1]))
+            axes.text(
+                start + 0.5,
+                problem.stage,
+                str(problem.action),
+                fontsize=8,
+                color=_MARK,
+                ha="center",
+                va="center",
+            )
+        else:
+            cell = rows[problem.stage][problem.index]
+            start, end = cell.start, cell.end
+        corner = start, problem.stage - 0.44
         axes.add_patch(
             Rectangle(
-                (start, problem.stage - 0.46),
-                end - start,
-                0.92,
-                fill=False,
-                edgecolor=_MARK,
-                linewidth=2.5,
-                zorder=5,
-                clip_on=False,
+                corner, end - start, 0.88, fill=False, edgecolor=_MARK, linewidth=2.5, zorder=5, clip_on=False
             )
         )
-
-
-def _place(problem: Problem) -> str:
-    return f"stage {problem.stage}, action {problem.index + 1} ({problem.action})"
+        top = (start + end) / 2, problem.stage - 0.44
+        axes.plot(*top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
 
 
 def _legend(figure: Figure, schedule: Schedule) -> None:
