@@ -198,10 +198,12 @@ class Run:
 
     def _introduce(self, peak: float) -> None:
         shape, world, deck = self.engine.shape, self.world, self.deck
-        axes = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in ("data", "context", "tensor"))
+        axes = " x ".join(
+            f"{axis} {self.mesh.size(axis)}" for axis in ("pipeline", "data", "context", "tensor")
+        )
         lines = [
             f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
-            f"{deck.precision.compute}, {world.size} ranks ({axes}) on {world.nodes} "
+            f"{deck.precision.compute}, {world.size} rank{'s' if world.size > 1 else ''} ({axes}) on {world.nodes} "
             f"node{'s' if world.nodes > 1 else ''}",
             f"{deck.data.tokens}: {format_count(self.corpus.file.tokens)} tokens; a step takes "
             f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
