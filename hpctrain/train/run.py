@@ -203,8 +203,8 @@ class Run:
         )
         lines = [
             f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
-            f"{deck.precision.compute}, {world.size} rank{'s' if world.size > 1 else ''} ({axes}) on {world.nodes} "
-            f"node{'s' if world.nodes > 1 else ''}",
+            f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
+            f"on {counted(world.nodes, 'node')}",
             f"{deck.data.tokens}: {format_count(self.corpus.file.tokens)} tokens; a step takes "
             f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
             f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
@@ -231,6 +231,11 @@ class Run:
             self.log.info("%s", line)
             if progress is not None:
                 progress.message(line)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def refuse_other_run(deck: Deck) -> None:
