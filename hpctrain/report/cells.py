@@ -102,7 +102,7 @@ def colour_of(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]
 def is_light(colour: tuple[float, float, float]) -> bool:
     """Whether black letters read better on it than white ones."""
     red, green, blue = colour
-    return 0.3 * red + 0.59 * green + 0.11 * blue > 2.2
+    return 0.3 * red + 0.59 * green + 0.11 * blue > 2
 
 
 def kinds_of(schedule: Schedule) -> list[Kind]:

@@ -74,7 +74,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
             fontsize=10,
             color=_MARK if problems else "#404040",
         )
-    _legend(figure, schedule)
+    _legend(figure, schedule, all_reached=all(cell.reached for row in rows for cell in row))
     return figure
 
 
@@ -119,7 +119,7 @@ def _write_numbers(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]
     if sum(map(len, rows)) > _MOST_NUMBERS:
         return
     digits = len(str(schedule.micro_batches - 1))
-    spans = sorted(cell.end - cell.start for row in rows for cell in row)
+    spans = sorted(cell.end - cell.start for row in rows for cell in row if cell.end > cell.start)
     typical = inches * spans[len(spans) // 4] if spans else 0.0
     size = min(10.0, max(6.0, 72 * 0.9 * typical / (0.62 * digits)))
     for stage, row in enumerate(rows):
@@ -187,7 +187,7 @@ def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequen
         axes.plot(*top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
 
 
-def _legend(figure: Figure, schedule: Schedule) -> None:
+def _legend(figure: Figure, schedule: Schedule, *, all_reached: bool) -> None:
     from matplotlib.patches import Patch
 
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)
@@ -201,6 +201,8 @@ def _legend(figure: Figure, schedule: Schedule) -> None:
         )
         for kind, chunk in entries
     ]
+    if not all_reached:
+        patches.append(Patch(facecolor="white", edgecolor="#707070", linestyle=":", label="never reached"))
     figure.legend(
         handles=patches,
         loc="outside lower center",
