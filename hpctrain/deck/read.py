@@ -195,6 +195,7 @@ class _Validation:
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
             bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in written}
         deck, wrong = self._validate(tables)
+        bad |= set(wrong)
         for full in wrong:
             section, _, name = full.partition(".")
             kind = plain_type(fields(section)[name])

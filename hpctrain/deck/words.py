@@ -21,6 +21,8 @@ def wanted(field: FieldInfo) -> str:
         return "true or false"
     if kind is str:
         return "text in quotes, not empty"
+    if get_origin(kind) is tuple:
+        return "a list of whole numbers"
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
     return ("a whole number" if kind is int else "a number") + _bounds(field)
@@ -52,7 +54,7 @@ def given(value: object, field: FieldInfo) -> str:
         case float() if kind is int:
             return f" (write {int(value)})" if value.is_integer() else ", not a fraction"
         case list():
-            return ", not a list"
+            return "" if get_origin(kind) is tuple else ", not a list"
         case dict():
             return ", not a section"
         case str() | int() | float():

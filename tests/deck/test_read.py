@@ -331,6 +331,15 @@ def test_what_follows_from_a_wrong_key_is_not_told() -> None:
     # mlp and so the tensor sizes that would do, and the decay's end, are not known here.
     assert len(problems(changed("hidden = 64", 'hidden = "a"').replace("tensor = 1", "tensor = 3"))) == 1
     assert len(problems(changed("steps = 20", "steps = 0") + "[learning_rate]\nwarmup = 30\n")) == 1
+    # A width beyond the largest still gave mlp a valid default; with the width, that default is unknown.
+    llama = SMALL.replace('"gpt2"', '"llama"').replace("tensor = 1", "tensor = 2")
+    assert len(problems(llama, "model.hidden=12000000")) == 1
+
+
+def test_a_list_of_whole_numbers() -> None:
+    told = "must be a list of whole numbers"
+    assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {told}, not text"]
+    assert problems(SMALL, "layout.split=[1, 1.5]") == [f"--set layout.split=[1, 1.5]: {told}"]
 
 
 # TOML itself.
