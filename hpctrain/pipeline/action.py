@@ -132,6 +132,15 @@ class Schedule:
         return schedule
 
 
+def stage_lines(text: str) -> tuple[int, ...]:
+    """The line of each stage, counted from 1, in a text that `Schedule.parse` reads."""
+    return tuple(
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    )
+
+
 def _parse_stage(words: list[str], place: str, problems: list[str]) -> Iterator[Action]:
     if words == [_IDLE]:
         return

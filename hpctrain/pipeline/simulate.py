@@ -73,7 +73,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     The schedule is to be a good one (see `hpctrain.pipeline.check`). Raises HpctrainError where it cannot
     come to its end, and for sequences of times that do not fit it.
     """
-    forward, input_gradient, weight_gradient, communication = _spread(times, schedule)
+    forward, input_gradient, weight_gradient, communication = spread(times, schedule)
     chunks, last = range(schedule.chunks), schedule.parts - 1
     ends: dict[tuple[bool, int, int], float] = {}  # (forward?, part, micro-batch): when its result is there
     waiting: dict[tuple[bool, int, int], int] = {}  # what is waited for, and the stage that waits
@@ -138,7 +138,7 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(peaks)
 
 
-def _spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:
+def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:
     """The times of every part, and of every boundary between parts."""
     problems: list[str] = []
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation
+from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, stage_lines
 
 ACTIONS = st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 999_999), st.integers(0, 999))
 SCHEDULES = st.builds(
@@ -35,7 +35,9 @@ def test_text_parses_back(schedule: Schedule) -> None:
 
 
 def test_text_without_header_and_with_comments_parses() -> None:
-    schedule = Schedule.parse("# by hand\n\n  F0 B0 \n# the last stage\nF0\tB0\n")
+    text = "# by hand\n\n  F0 B0 \n# the last stage\nF0\tB0\n"
+    schedule = Schedule.parse(text)
+    assert stage_lines(text) == (3, 5)
     assert schedule == Schedule(((Action("F", 0), Action("B", 0)),) * 2)
 
 

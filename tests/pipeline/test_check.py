@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpctrain.pipeline.action import Action, Schedule, stage_lines
+from hpctrain.pipeline.check import Problem, check, refusal
+from hpctrain.pipeline.generate import generate
+
+GOOD = [
+    "F0 B0",
+    "F0 I0 F1 I1 W0 W1",
+    "F1 B1 F0 B0\nF1 B1 F0 B0",  # micro-batches in any order
+    "F0 B0 F1 I1 W1\nF0 I0 W0 F1 B1",  # whole and split backward side by side
+    "F0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0",
+    "# 2 stages, 1 micro-batch, 2 chunks, v\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0",
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_good_schedules_have_no_problems(text: str) -> None:
+    assert check(Schedule.parse(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Missing.
+        ("F0 B0\nF0", ["stage 1, B0: is missing, and there are no I0 and W0 instead"]),
+        ("F0 B0 B1\nF0 B0 F1 B1", ["stage 0, F1: is missing"]),
+        ("F0 I0", ["stage 0, W0: is missing: I0 is only one piece of the backward"]),
+        ("F0 W0", ["stage 0, I0: is missing: W0 is only one piece of the backward"]),
+        ("F0 B0\n-", ["stage 1, F0: is missing", "stage 1, B0: is missing"]),
+        ("-", ["stage 0, F0: is missing", "stage 0, B0: is missing"]),
+        ("F0 F0.1 B0.1 B0\nF0 B0", ["stage 1, F0.1: is missing", "stage 1, B0.1: is missing"]),
+        # Doubled.
+        ("F0 F0 B0", ["stage 0, F0 (action 2): is doubled: it is action 1 already"]),
+        (
+            "F0 I0 W0 B0",
+            [f"stage 0, {it}): is doubled: B0 is the whole" for it in ("I0 (action 2", "W0 (action 3")],
+        ),
+        # Order on one stage.
+        ("B0 F0", ["stage 0, B0 (action 1): comes before F0, which it needs (action 2)"]),
+        ("F0 W0 I0", ["stage 0, W0 (action 2): comes before I0, which it needs (action 3)"]),
+        ("F0.1 F0 B0.1 B0", ["stage 0, F0.1 (action 1): comes before F0"]),
+        ("F0 F0.1 B0 B0.1", ["stage 0, B0 (action 3): comes before B0.1"]),
+        ("F0 F0.1 I0 I0.1 W0 W0.1", ["stage 0, I0 (action 3): comes before I0.1"]),
+        # Stages that wait for one another.
+        (
+            "F0 B0 F1 B1\nF0 F1 B0 B1",
+            [
+                "stage 0, B0 (action 2): deadlock: needs B0 of stage 1, where F1 comes first and waits, too",
+                "stage 1, F1 (action 2): deadlock: needs F1 of stage 0, where B0 comes first and waits, too",
+            ],
+        ),
+        (
+            "F0 I0 F1 W0 I1 W1\nF0 I0 F1 W0 I1 W1\nF0 F1 I0 I1 W0 W1",
+            [
+                "stage 1, I0 (action 2): deadlock: needs I0 of stage 2, where F1 comes first",
+                "stage 2, F1 (action 2): deadlock: needs F1 of stage 1, where I0 comes first",
+            ],
+        ),
+        # The same with blocking sends only: tensors in another order, and more than there is room for.
+        (
+            "F0 F1 B0 B1\nF1 B1 F0 B0",
+            [
+                "stage 0, F0 (action 1): deadlock where sends block: its send does not end: stage 1 does not "
+                "ask for it before that of micro-batch 1, and waits at F1",
+                "stage 1, F1 (action 1): deadlock where sends block: needs F1 of stage 0, where the send",
+            ],
+        ),
+        (
+            "F0 F1 F2 F3 F0.1 F1.1 F2.1 F3.1 B0.1 B1.1 B2.1 B3.1 B0 B1 B2 B3\n"
+            "F0 F0.1 F1 F2 F3 F1.1 F2.1 F3.1 B0.1 B1.1 B2.1 B3.1 B0 B1 B2 B3",
+            [
+                "stage 0, F3 (action 4): deadlock where sends block: its send does not end: stage 1 holds 2 "
+                "like it that it has not begun to work on, and waits at F0.1",
+                "stage 1, F0.1 (action 2): deadlock where sends block: needs F0.1 of stage 0",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_stage_action_and_reason(text: str, expected: list[str]) -> None:
+    problems = [str(problem) for problem in check(Schedule.parse(text))]
+    assert len(problems) == len(expected), problems
+    for told, start in zip(problems, expected, strict=True):
+        assert told.startswith(start)
+
+
+def test_activations_stay_within_the_limit() -> None:
+    schedule = generate("1f1b", 4, 8)
+    assert check(schedule, limit=4) == []
+    assert check(schedule, limit=2) == [
+        Problem(0, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
+        Problem(1, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
+    ]
+
+
+def test_activations_of_a_chunk_are_a_part_of_the_stages() -> None:
+    schedule = Schedule.parse("F0 F1 F0.1 F1.1 B0.1 B0 B1.1 B1")
+    assert check(schedule, limit=2) == []
+    (problem,) = check(schedule, limit=1.25)
+    assert (problem.index, problem.reason) == (2, "holds activations of 1.5 micro-batches; the limit is 1.25")
+
+
+def test_a_number_far_too_large_is_told_shortly() -> None:
+    assert len(check(Schedule.parse("F999999.999 B0"))) < 20
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+def test_any_change_of_a_good_schedule_that_breaks_it_is_found(name: str) -> None:
+    """Dropping and doubling always are; a swap where a run action by action stops, too."""
+    dice = random.Random(3)
+    good = generate(name, 3, 6)
+    for _ in range(60):
+        stages = [list(actions) for actions in good.stages]
+        stage, change = dice.randrange(3), dice.choice(["drop", "double", "swap"])
+        actions = stages[stage]
+        one, other = dice.sample(range(len(actions)), 2)
+        if change == "drop":
+            del actions[one]
+        elif change == "double":
+            actions.insert(other, actions[one])
+        else:
+            actions[one], actions[other] = actions[other], actions[one]
+        problems = check(Schedule(tuple(map(tuple, stages)), name))
+        if change != "swap":
+            assert any(problem.stage == stage for problem in problems)
+        elif not _comes_to_its_end(stages, good, dice):
+            assert problems
+            assert "sends block" not in problems[0].reason
+        else:
+            assert all("sends block" in problem.reason for problem in problems)
+
+
+def _comes_to_its_end(stages: list[list[Action]], good: Schedule, dice: random.Random) -> bool:
+    """Whether all can be done with sends that never block, told by doing it, one action at a time."""
+    done: set[tuple[str, int, int]] = set()
+    at = [0] * len(stages)
+    while True:
+        ready = []
+        for stage, actions in enumerate(stages):
+            if at[stage] < len(actions):
+                kind, micro_batch, part = (
+                    actions[at[stage]].kind,
+                    actions[at[stage]].micro_batch,
+                    good.part(stage, actions[at[stage]].chunk),
+                )
+                if kind == "F":
+                    free = part == 0 or ("F", micro_batch, part - 1) in done
+                elif kind == "W":
+                    free = ("back", micro_batch, part) in done
+                else:
+                    free = ("F", micro_batch, part) in done and (
+                        part == good.parts - 1 or ("back", micro_batch, part + 1) in done
+                    )
+                if free:
+                    ready.append((stage, "back" if kind in "BI" else kind, micro_batch, part))
+        if not ready:
+            return all(place == len(actions) for place, actions in zip(at, stages, strict=True))
+        stage, *what = dice.choice(ready)
+        done.add(tuple(what))
+        at[stage] += 1
+
+
+def test_a_refusal_names_file_and_line() -> None:
+    text = "# mine\nF0 B0\n\nF0\n"
+    problems = check(Schedule.parse(text))
+    assert refusal(problems, "mine.txt", stage_lines(text)).problems == (
+        "mine.txt:4: stage 1, B0: is missing, and there are no I0 and W0 instead",
+    )
+    assert refusal(problems).problems[0].startswith("schedule: stage 1, B0: is missing")

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.check import check
+from hpctrain.pipeline.generate import PLAIN, V_SHAPED, generate
+from hpctrain.pipeline.simulate import peak_activations
+
+
+NAMES = [*PLAIN, "interleaved", *V_SHAPED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_schedule_is_a_good_one_that_parses_back(name: str, stages: int) -> None:
+    for micro_batches in range(1, 9):
+        if name == "interleaved" and micro_batches % stages:
+            continue
+        schedule = generate(name, stages, micro_batches)
+        assert (schedule.name, schedule.stage_count, schedule.micro_batches) == (name, stages, micro_batches)
+        assert check(schedule) == []
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
+    schedule = generate(name, 4, 8)
+    for actions in schedule.stages:
+        for chunk in range(schedule.chunks):
+            for kinds in ("BI", "BW"):
+                order = [it.micro_batch for it in actions if it.kind in kinds and it.chunk == chunk]
+                assert order == list(range(8))
+
+
+def test_plain_schedules_in_full() -> None:
+    def lines(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> list[str]:
+        return str(generate(name, stages, micro_batches, chunks)).splitlines()[1:]
+
+    assert lines("naive", 2, 2) == ["F0 B0 F1 B1"] * 2
+    assert lines("gpipe", 2, 2) == ["F0 F1 B0 B1"] * 2
+    assert lines("1f1b", 3, 4) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    # Narayanan 2021, figure 4, its lower half for two devices.
+    assert lines("interleaved", 2, 4, 2) == [
+        "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
+    ]
+
+
+def test_activations_of_the_plain_schedules() -> None:
+    assert peak_activations(generate("naive", 4, 8)) == (1,) * 4
+    assert peak_activations(generate("gpipe", 4, 8)) == (8,) * 4
+    assert peak_activations(generate("1f1b", 4, 8)) == (4, 3, 2, 1)
+    assert peak_activations(generate("1f1b", 4, 2)) == (2, 2, 2, 1)
+    # Narayanan 2021: 1 + (p - 1)/(p v) times that of 1F1B on the first stage.
+    assert peak_activations(generate("interleaved", 4, 16, 2))[0] == 4 * (1 + 3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problems"),
+    [
+        (("1F1B", 2, 2), ["no schedule '1F1B': did you mean '1f1b'?"]),
+        (("zebra", 2, 2), ["no schedule 'zebra': known are naive, gpipe, 1f1b"]),
+        (
+            ("gpipe", 0, -1, 0),
+            [
+                "gpipe: stages = 0: must be from 1",
+                "gpipe: micro-batches = -1: must",
+                "gpipe: chunks = 0: must",
+            ],
+        ),
+        (("1f1b", 10_000, 1_000_000), ["1f1b: 10000 stages with 1000000 micro-batches are too much"]),
+        (("zb-h1", 2, 2, 2), ["zb-h1: chunks = 2: has one chunk a stage; 'interleaved' is the one"]),
+        (("zb-v", 2, 2, 3), ["zb-v: chunks = 3: has always 2, the two arms of its V"]),
+        (
+            ("interleaved", 4, 6, 1),
+            [
+                "interleaved: chunks = 1: needs 2 or more",
+                "interleaved: micro-batches = 6: must be a multiple of",
+            ],
+        ),
+        (
+            ("interleaved", 4, 3),
+            ["interleaved: micro-batches = 3: must be a multiple of the 4 stages, such as 4"],
+        ),
+    ],
+)
+def test_impossible_arguments_are_told_all_at_once(
+    arguments: tuple[str, int, int], problems: list[str]
+) -> None:
+    with pytest.raises(HpctrainError) as raised:
+        generate(*arguments)
+    assert len(raised.value.problems) == len(problems)
+    for told, expected in zip(raised.value.problems, problems, strict=True):
+        assert told.startswith(expected)
+
+
+def test_a_limit_of_activations_is_kept_or_refused() -> None:
+    assert generate("1f1b", 4, 8, memory_limit=4) == generate("1f1b", 4, 8)
+    with pytest.raises(
+        HpctrainError, match="gpipe: stage 0 holds activations of 8 micro-batches; the limit is 4"
+    ):
+        generate("gpipe", 4, 8, memory_limit=4)
