@@ -8,7 +8,6 @@ from hpctrain.pipeline.check import check
 from hpctrain.pipeline.generate import PLAIN, V_SHAPED, generate
 from hpctrain.pipeline.simulate import peak_activations
 
-
 NAMES = [*PLAIN, "interleaved", *V_SHAPED]
 
 
