@@ -48,7 +48,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
     comfortable = (0.10 + 0.08 * digits) / max(spans[len(spans) // 10], spans[-1] / 4) if spans else 1.0
     width = min(max(comfortable * total + 2.2, _INCHES_WIDE[0]), _INCHES_WIDE[1])
     reasons = list(map(str, problems))
-    lines = [line for reason in reasons[:4] for line in textwrap.wrap(reason, int(11 * width))]
+    lines = [line for reason in reasons[:4] for line in textwrap.wrap(reason, int(12 * width))]
     lines += [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
     height = 1.9 + 0.2 * len(lines) + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26)
     figure = Figure(figsize=(width, height), layout="constrained")
