@@ -11,21 +11,13 @@ from collections.abc import Callable, Mapping
 
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.dual_pipe import dual_pipe_v
+from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import Times, peak_activations
+from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
+from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 
-NAMES = (
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "dualpipe-v",
-)
 MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
 MOST_WORK = 10_000_000
 
@@ -95,9 +87,16 @@ PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-# Two chunks a stage in the shape of a V, found with given times within a limit of activations:
+# Two chunks a stage in the shape of a V, all but the last found with given times within a limit of activations:
 # (stages, micro_batches, times, memory_limit).
-V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {}
+V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    # The one that is written down, not searched for.
+    "dualpipe-v": lambda stages, micro_batches, _times, _limit: dual_pipe_v(stages, micro_batches),
+}
+NAMES = (*PLAIN, "interleaved", *V_SHAPED)
 
 
 def generate(
