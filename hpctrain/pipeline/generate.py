@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
-from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import Times, peak_activations
-from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
 from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 
@@ -87,7 +85,8 @@ PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-# Two chunks a stage in the shape of a V, all but the last found with given times within a limit of activations:
+# Two chunks a stage in the shape of a V, all but the last found with given times within a limit of
+# activations:
 # (stages, micro_batches, times, memory_limit).
 V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {
     "zb-v": zb_v,
