@@ -44,7 +44,8 @@ def test_a_normal_end_with_the_verbs_exit_code(run: Launch) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "total 1.0\n", "")
     done = run(2, "print('total', group.all_reduce(torch.ones(1)).item())\nreturn 75")
     assert done.returncode == 75
-    assert done.stdout.count("total 2.0") == 2
+    # The ranks write at the same time, so that their words may mix.
+    assert done.stdout.count("total") == done.stdout.count("2.0") == 2
     assert "hpctrain" not in done.stderr
 
 
