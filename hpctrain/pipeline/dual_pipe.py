@@ -15,7 +15,8 @@ from hpctrain.pipeline.action import Action, Schedule
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
     """Holds 2 p + 1 activations of a chunk, or p + 1/2 of a stage.
 
-    With F, I, W the times of a chunk and B = I + W, the bubble is (p - 1)(F + 2 B - 3 W). It is made for
+    With F, I = F, W the times of a chunk and B = I + W, the bubble is (p - 1)(F + B - 2 W), or DeepSeek's
+    (p - 1)(F&B + B - 3 W) where a forward and a backward side by side end together, after F&B. It is made for
     2 p micro-batches or more; with fewer, it is the order of 2 p without those that there are not.
     """
     full = max(micro_batches, 2 * stages)

@@ -49,13 +49,13 @@ def zb_v(stages: int, micro_batches: int, times: Times, memory_limit: float | No
 
 
 def v_half(stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
-    """Activations of p/2 + 1 micro-batches, and about half of 1F1B's bubble."""
+    """Activations of p/2 + 1 micro-batches, rounded down, and about half of 1F1B's bubble."""
     limit = (stages + 2) // 2 if memory_limit is None else memory_limit
     return _search("v-half", stages, micro_batches, times, limit)
 
 
 def v_min(stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
-    """Activations of (p + 4)/3 micro-batches, and about two thirds of 1F1B's bubble."""
+    """Activations of (p + 4)/3 micro-batches, rounded down, and about two thirds of 1F1B's bubble."""
     limit = (stages + 4) // 3 if memory_limit is None else memory_limit
     return _search("v-min", stages, micro_batches, times, limit)
 

@@ -1,0 +1,223 @@
+"""The V schedules: complete, within the papers' activations, with the papers' bubbles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline import v_schedule
+from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.pipeline.check import check
+from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.simulate import Times, simulate
+
+ALIKE = Times()
+# Measured by the zero-bubble paper on models of 1.5B and 6.2B parameters, milliseconds.
+SMALL = Times(18.522, 18.086, 9.337, 0.601)
+LARGE = Times(29.718, 29.444, 19.927, 0.527)
+UNEVEN = Times([1 + part % 3 for part in range(8)], 1, [0.1 * part for part in range(8)], 0.1)
+NAMES = ("zb-v", "v-half", "v-min", "dualpipe-v")
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few candidates, where any schedule will do and not only a quick one."""
+    monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)
+
+
+def most_activations(name: str, stages: int) -> float:
+    """The papers' tables, in micro-batches of a whole stage."""
+    return {
+        "zb-v": stages,
+        "v-half": (stages + 2) // 2,
+        "v-min": (stages + 4) // 3,
+        "dualpipe-v": stages + 0.5,
+    }[name]
+
+
+def bubble(name: str, stages: int, micro_batches: int, times: Times = ALIKE) -> float:
+    simulation = simulate(generate(name, stages, micro_batches, times=times), times)
+    return simulation.cost - simulation.ideal
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
+def test_complete_without_deadlock_within_the_papers_activations(name: str, stages: int) -> None:
+    limit = most_activations(name, stages)
+    for micro_batches in sorted({1, stages, 2 * stages - 1, 4 * stages} if stages < 6 else {3, 2 * stages}):
+        schedule = generate(name, stages, micro_batches)
+        assert (schedule.name, schedule.placement, schedule.chunks) == (name, "v", 2)
+        assert (schedule.stage_count, schedule.micro_batches) == (stages, micro_batches)
+        assert check(schedule, limit) == []
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "times", [SMALL, LARGE, UNEVEN, Times(1, 2, 0, 3), Times(0, 0, 0, 0), Times(1, 1, 4, 0.5)]
+)
+def test_good_for_any_times(name: str, times: Times) -> None:
+    for micro_batches in (2, 9):
+        schedule = generate(name, 4, micro_batches, times=times)
+        assert check(schedule, most_activations(name, 4)) == []
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_add_up_in_the_order_of_the_micro_batches(name: str) -> None:
+    """So that all schedules give the same gradients, bit for bit."""
+    for actions in generate(name, 4, 9, times=SMALL).stages:
+        for chunk, kinds in itertools.product((0, 1), ("F", "BI", "BW")):
+            order = [a.micro_batch for a in actions if a.chunk == chunk and a.kind in kinds]
+            assert order == list(range(9))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6, 8, 16])
+def test_zb_v_has_no_bubble_where_times_are_alike(stages: int) -> None:
+    for micro_batches in (2 * stages, 2 * stages + 1, 4 * stages):
+        assert bubble("zb-v", stages, micro_batches) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_v_half_and_v_min_have_parts_of_the_bubble_of_1f1b(stages: int) -> None:
+    """The paper: about p / 2m and 2p / 3m, where 1F1B has p / m, and no more with more micro-batches."""
+    plain = bubble("1f1b", stages, 4 * stages)
+    assert plain == pytest.approx(3 * (stages - 1))
+    assert bubble("v-half", stages, 4 * stages) <= 0.5 * plain
+    assert bubble("v-min", stages, 4 * stages) <= 0.67 * plain
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "known"), [("zb-v", LARGE, 0.0446), ("v-half", SMALL, 0.1719), ("v-min", LARGE, 0.2061)]
+)
+def test_better_than_1f1b_with_published_times(name: str, times: Times, known: float) -> None:
+    """ZB-V also than ZB-H2, with half of its activations. `known` is what this search reaches."""
+    plain, h2, found = (
+        simulate(generate(other, 8, 24, times=times), times) for other in ("1f1b", "zb-h2", name)
+    )
+    assert found.bubble_rate < plain.bubble_rate
+    assert found.bubble_rate <= known + 5e-5
+    assert max(found.peak_activations) <= most_activations(name, 8)
+    if name == "zb-v":
+        assert found.bubble_rate < h2.bubble_rate
+        assert max(found.peak_activations) == 8
+        assert max(h2.peak_activations) == 15
+
+
+@pytest.mark.parametrize("stages", [2, 4, 5])
+@pytest.mark.parametrize("times", [ALIKE, Times(2, 2, 1), Times(4, 4, 1)])
+def test_bubble_and_activations_of_dualpipe_v(stages: int, times: Times) -> None:
+    """Parts of the model take half of a stage's time; F = I, and B = I + W."""
+    forward, weight = times.forward / 2, times.weight_gradient / 2
+    backward = forward + weight
+    for micro_batches in (2 * stages, 2 * stages + 3):
+        simulation = simulate(generate("dualpipe-v", stages, micro_batches), times)
+        assert simulation.finish - simulation.ideal == pytest.approx(
+            (stages - 1) * (forward + backward - 2 * weight)
+        )
+        assert max(simulation.peak_activations) == (2 * stages + 1) / 2
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("forward", "weight", "together"), [(1, 1, 3), (2, 1, 5), (2, 2, 4.8), (4, 1, 7.2), (3, 2, 8)]
+)
+def test_bubble_of_dualpipe_v_is_deepseeks_where_pairs_end_together(
+    stages: int, forward: float, weight: float, together: float
+) -> None:
+    """Their table, for PP = 2 p parts: (PP/2 - 1)(F&B + B - 3W)."""
+    schedule = generate("dualpipe-v", stages, 3 * stages)
+    finish, work = run_in_pairs(schedule, forward, weight, together)
+    expected = (stages - 1) * (together + (forward + weight) - 3 * weight)
+    assert finish - work == pytest.approx(expected)
+
+
+def run_in_pairs(schedule: Schedule, forward: float, weight: float, together: float) -> tuple[float, float]:
+    """Finish, and work of the stage that has least, where F and the B after it are one piece of work."""
+    duration = {"F": forward, "I": forward, "W": weight, "B": forward + weight}
+    last = schedule.parts - 1
+    pieces = [list(in_pairs(schedule, stage)) for stage in range(schedule.stage_count)]
+    lengths = [[together if len(p) == 2 else duration[p[0].kind] for p in stage] for stage in pieces]
+    end: dict[tuple[bool, int, int], float] = {}
+    now, done = [0.0] * schedule.stage_count, [0] * schedule.stage_count
+    while any(done[stage] < len(pieces[stage]) for stage in range(schedule.stage_count)):
+        before = list(done)
+        for stage in range(schedule.stage_count):
+            for piece, length in list(zip(pieces[stage], lengths[stage], strict=True))[done[stage] :]:
+                results = [(a.kind == "F", schedule.part(stage, a.chunk), a) for a in piece if a.kind != "W"]
+                needs = [
+                    (True, part - 1 if is_forward else part, action.micro_batch)
+                    if is_forward or part == last
+                    else (False, part + 1, action.micro_batch)
+                    for is_forward, part, action in results
+                    if not (is_forward and part == 0)
+                ]
+                if any(need not in end for need in needs):
+                    break
+                now[stage] = max([now[stage], *(end[need] for need in needs)]) + length
+                end.update({(is_forward, part, a.micro_batch): now[stage] for is_forward, part, a in results})
+                done[stage] += 1
+        assert done != before, "no deadlock"
+    return max(now), min(map(sum, lengths))
+
+
+def in_pairs(schedule: Schedule, stage: int) -> Iterator[tuple[Action, ...]]:
+    """The last stage has nothing to overlap with its first backward."""
+    left, single = list(schedule.stages[stage]), stage == schedule.stage_count - 1
+    while left:
+        action = left.pop(0)
+        if action.kind == "F" and left and left[0].kind == "B" and not single:
+            yield action, left.pop(0)
+        else:
+            single = single and action.kind != "B"
+            yield (action,)
+
+
+def test_dualpipe_v_of_two_stages() -> None:
+    schedule = generate("dualpipe-v", 2, 4)
+    expected = (
+        "F0 F1 F2 F0.1 I0.1 W0.1 F1.1 F3 B1.1 F2.1 B0 B2.1 F3.1 B1 B3.1 I2 W2 I3 W3",
+        "F0 F0.1 F1 F1.1 F2 B0.1 F2.1 B0 F3 B1.1 F3.1 B1 B2.1 B2 I3.1 I3 W3.1 W3",
+    )
+    assert tuple(" ".join(map(str, actions)) for actions in schedule.stages) == expected
+
+
+def test_keeps_to_a_given_limit_and_gains_by_room() -> None:
+    costs = []
+    for limit in (1, 1.5, 2.9, 6):
+        schedule = generate("zb-v", 4, 6, times=SMALL, memory_limit=limit)
+        assert check(schedule, limit) == []
+        costs.append(simulate(schedule, SMALL).cost)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < 0.5 * costs[0]
+
+
+def test_a_limit_below_one_micro_batch_is_refused() -> None:
+    with pytest.raises(HpctrainError, match=r"v-min: activations of 0\.5 micro-batches: must be 1 or more"):
+        generate("v-min", 4, 8, memory_limit=0.5)
+    with pytest.raises(HpctrainError, match=r"dualpipe-v: stage \d holds activations of 4\.5"):
+        generate("dualpipe-v", 4, 8, memory_limit=4)
+
+
+def test_times_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(HpctrainError, match="forward has 3 numbers"):
+        generate("zb-v", 4, 8, times=Times([1, 2, 3]))
+
+
+@pytest.mark.usefixtures("short_search")
+def test_the_same_again() -> None:
+    assert generate("v-half", 5, 11, times=SMALL) == generate("v-half", 5, 11, times=SMALL)
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", NAMES)
+def test_many_stages(name: str) -> None:
+    schedule = generate(name, 16, 40, times=LARGE)
+    assert check(schedule, most_activations(name, 16)) == []
+    assert sum(action.kind == "F" for actions in schedule.stages for action in actions) == 16 * 40 * 2
+    assert Action("F", 39, 1) in schedule.stages[0]
