@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hpctrain.comm.ledger import Entry, Ledger
 from hpctrain.comm.library import MPI
+from hpctrain.comm.timeline import Span
 from hpctrain.comm.transport import Operation, Pending, Transport
 
 Result = TypeVar("Result", bound="Tensor | None")
@@ -30,7 +31,7 @@ Result = TypeVar("Result", bound="Tensor | None")
 class Work(Generic[Result]):
     """An operation under way (or done), which keeps its tensors alive until it is waited for."""
 
-    __slots__ = ("_entry", "_held", "_pending", "_result")
+    __slots__ = ("_entry", "_held", "_pending", "_result", "_span")
 
     def __init__(
         self,
@@ -38,10 +39,12 @@ class Work(Generic[Result]):
         pending: Pending | None = None,
         entry: Entry | None = None,
         held: set[Work[Any]] | None = None,
+        span: Span | None = None,
     ) -> None:
         self._result = result
         self._pending = pending
         self._entry = entry
+        self._span = span
         self._held = held
         if pending is not None and held is not None:
             held.add(self)
@@ -78,10 +81,15 @@ class Work(Generic[Result]):
         self._pending = None
         if self._held is not None:
             self._held.discard(self)
+        if self._span is not None:
+            self._span.end = perf_counter()
 
     def _count(self, began: float) -> None:
+        seconds = perf_counter() - began
         if self._entry is not None:
-            self._entry.seconds += perf_counter() - began
+            self._entry.seconds += seconds
+        if self._span is not None:
+            self._span.inside += seconds
 
 
 class Group:
@@ -410,8 +418,11 @@ class Group:
     def _enter(
         self, operation: str, bytes_moved: int, began: float, pending: Pending | None, result: Result
     ) -> Work[Result]:
-        entry = self.ledger.enter(self.name, operation, bytes_moved, perf_counter() - began)
-        return Work(result, pending, entry, self._held)
+        ended = perf_counter()
+        entry = self.ledger.enter(self.name, operation, bytes_moved, ended - began)
+        timeline = self.ledger.timeline
+        span = None if timeline is None else timeline.record(self.name, operation, began, ended, bytes_moved)
+        return Work(result, pending, entry, self._held, span)
 
     def _share(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)

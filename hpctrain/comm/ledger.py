@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
+from hpctrain.comm.timeline import PHASES, Timeline
+
 
 @dataclass(slots=True)
 class Entry:
@@ -27,22 +29,28 @@ class Entry:
 class Ledger:
     """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other.
 
-    `phase_seconds` is the host's time in each phase that has ended.
+    `phase_seconds` is the host's time in each phase that has ended. A `timeline`, where there is one, gets
+    every call of a group and every phase with its start and end.
     """
 
     def __init__(self) -> None:
         self._phase, self._since = "other", perf_counter()
+        self.timeline: Timeline | None = None
         self.phase_seconds: dict[str, float] = {}
         self._entries: dict[tuple[str, str, str], Entry] = {}
 
     @property
     def phase(self) -> str:
-        """The present phase; setting it ends the one before."""
+        """The present phase; setting another ends it."""
         return self._phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
+        if phase == self._phase:
+            return
         now = perf_counter()
+        if self.timeline is not None:
+            self.timeline.record(PHASES, self._phase, self._since, now)
         self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 

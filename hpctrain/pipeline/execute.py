@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -93,65 +94,81 @@ class _Pass:
         ledger = self.executor.ledger
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "forward" if action.kind == "F" else "backward"
-            if action.kind == "F":
-                self._forward(action)
-            elif action.kind == "W":
-                compute_all(self.held.pop((action.chunk, action.micro_batch)))
-            else:
-                self._backward(action)
+            self._do(action)
             self.sends = [send for send in self.sends if not send[0].test()]
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize"
         return self.total
 
-    def _forward(self, action: Action) -> None:
+    def _do(self, action: Action) -> None:
+        received = self._receive(action)
+        began = perf_counter()
+        passed_on = self._compute(action, received)
+        timeline = self.executor.ledger.timeline
+        if timeline is not None:  # before its sending, so that it is over where its message arrives
+            timeline.action(str(action), began, torch.is_grad_enabled())
+        if passed_on is not None:
+            self._send(action, passed_on)
+
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Do an action on what it needs from another part; what the next part needs of it."""
+        if action.kind == "F":
+            return self._forward(action, received)
+        if action.kind == "W":
+            compute_all(self.held.pop((action.chunk, action.micro_batch)))
+            return None
+        return self._backward(action, received)
+
+    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor | None:
         model, batch = self.executor.models[action.chunk], self.micro_batches[action.micro_batch]
-        part = self.schedule.part(self.stage, action.chunk)
-        hidden = None
-        if part > 0:
-            hidden = self._receive(Message("F", action.micro_batch, action.chunk))
+        if hidden is not None:
             hidden.requires_grad_(torch.is_grad_enabled())
         key = (action.chunk, action.micro_batch)
-        if part == self.last:
+        if self.schedule.part(self.stage, action.chunk) == self.last:
             loss = model.loss(batch.inputs, batch.terms, hidden)
             added = loss.detach().double()
             self.total = added if self.total is None else self.total + added
             if loss.requires_grad:
                 self.ends[key] = (hidden, loss)
-            return
+            return None
         output = model(batch.inputs, hidden)
         if output.requires_grad:
             # The graph is kept by its end alone, so that the output's memory goes with its sending.
             self.ends[key] = (hidden, get_gradient_edge(output))
-        self._send("F", action.micro_batch, part + 1, output.detach())
+        passed_on: Tensor = output.detach()
+        return passed_on
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         key = (action.chunk, action.micro_batch)
-        part = self.schedule.part(self.stage, action.chunk)
         hidden, end = self.ends.pop(key)
-        gradient = None
-        if part < self.last:
-            gradient = self._receive(Message("B", action.micro_batch, action.chunk))
         queue = self.executor.queue
         queue.deferring = action.kind == "I"
         torch.autograd.backward(end, gradient)
         queue.deferring = False
         if action.kind == "I":
             self.held[key] = queue.take()
-        if part > 0:
-            assert hidden is not None and hidden.grad is not None
-            self._send("B", action.micro_batch, part - 1, hidden.grad)
+        if hidden is None:
+            return None
+        assert hidden.grad is not None
+        return hidden.grad
 
-    def _send(self, kind: str, micro_batch: int, part: int, tensor: Tensor) -> None:
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        """Hand the result of an action to the part that needs it, on this stage or another."""
+        part = self.schedule.part(self.stage, action.chunk) + (1 if action.kind == "F" else -1)
         stage, chunk = self.schedule.home(part)
         if stage == self.stage:
-            self.local[Message(kind, micro_batch, chunk)] = tensor
+            self.local[Message("F" if action.kind == "F" else "B", action.micro_batch, chunk)] = tensor
         else:
             tensor = tensor.contiguous()
             self.sends.append((self.executor.group.start_send(tensor, stage), tensor))
 
-    def _receive(self, message: Message) -> Tensor:
+    def _receive(self, action: Action) -> Tensor | None:
+        """Wait for what an action needs from another part: nothing at the model's ends, and for W."""
+        first = 0 if action.kind == "F" else self.last
+        if action.kind == "W" or self.schedule.part(self.stage, action.chunk) == first:
+            return None
+        message = Message("F" if action.kind == "F" else "B", action.micro_batch, action.chunk)
         here = self.local.pop(message, None)
         return here if here is not None else self.mailbox.take(message)
 

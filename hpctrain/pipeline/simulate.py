@@ -116,7 +116,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
                 if waiter is not None:
                     runnable.append(waiter)
     _demand_end(schedule, starts_by_stage)
-    return _summary(schedule, starts_by_stage, ends_by_stage)
+    return summarize(schedule, starts_by_stage, ends_by_stage)
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
@@ -187,7 +187,10 @@ def _demand_end(schedule: Schedule, done: list[list[float]]) -> None:
         raise HpctrainError(problems)
 
 
-def _summary(schedule: Schedule, starts: list[list[float]], ends: list[list[float]]) -> Simulation:
+def summarize(
+    schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
+) -> Simulation:
+    """Cost, ideal and idle times of a schedule whose actions start and end so, simulated or measured."""
     spans = [last[-1] - first[0] for first, last in zip(starts, ends, strict=True) if first]
     work = [
         math.fsum(end - start for start, end in zip(first, last, strict=True))
