@@ -251,7 +251,7 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
             f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)',
             ("layout.schedule",),
         )
-    if layout.split is not None:
+    if layout.split is not None and layout.split != "balanced":
         if len(layout.split) != parts or min(layout.split) < 1:
             yield Problem(
                 "layout.split",

@@ -53,6 +53,13 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = key(
         "Where to compute; auto: on GPUs where every rank has one.", "auto"
     )
+    trace: bool = key(
+        "Record what every rank does when, into trace.json with each checkpoint; `hpctrain plot` draws it.",
+        False,
+    )
+    trace_steps: int = key(
+        "Steps that a trace holds: the newest, so that it does not grow with the run.", 3, unit="steps", ge=1
+    )
 
 
 class Model(Section):
@@ -129,8 +136,10 @@ class Layout(Section):
         derived="2 where the schedule needs two, else 1",
         ge=1,
     )
-    split: tuple[int, ...] | None = key(
-        "Layers of each part of the model, from first to last.", None, derived="even", strict=False
+    split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
+        'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
+        None,
+        derived="even",
     )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(

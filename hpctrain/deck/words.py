@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -22,7 +22,7 @@ def wanted(field: FieldInfo) -> str:
     if kind is str:
         return "text in quotes, not empty"
     if get_origin(kind) is tuple:
-        return "a list of whole numbers"
+        return either(["a list of whole numbers", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
     return ("a whole number" if kind is int else "a number") + _bounds(field)
@@ -31,15 +31,22 @@ def wanted(field: FieldInfo) -> str:
 def plain_type(field: FieldInfo) -> Any:
     """The type of a key, without None."""
     if get_origin(field.annotation) in {Union, UnionType}:
-        return next(kind for kind in get_args(field.annotation) if kind is not type(None))
+        kind = next(kind for kind in get_args(field.annotation) if kind is not type(None))
+        return get_args(kind)[0] if get_origin(kind) is Annotated else kind
     return field.annotation
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    """The words that the key may hold, where they are fixed; perhaps among other values."""
+    annotation = field.annotation
+    kinds = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
+    return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def given(value: object, field: FieldInfo) -> str:
     """What was given in place of `wanted`, as the end of a sentence; "" where the value shows it."""
-    kind = plain_type(field)
-    if get_origin(kind) is Literal:
-        choices = [str(choice) for choice in get_args(kind)]
+    kind, choices = plain_type(field), _choices(field)
+    if choices and (get_origin(kind) is Literal or isinstance(value, str)):
         near = get_close_matches(str(value).lower(), choices, n=1)
         return f" (did you mean {toml_value(near[0])}?)" if near else ""
     match value:

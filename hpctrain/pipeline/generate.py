@@ -95,6 +95,8 @@ V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {
     # The one that is written down, not searched for.
     "dualpipe-v": lambda stages, micro_batches, _times, _limit: dual_pipe_v(stages, micro_batches),
 }
+SEARCHED = frozenset(V_SHAPED) - {"dualpipe-v"}
+"""Schedules for which the times matter."""
 NAMES = (*PLAIN, "interleaved", *V_SHAPED)
 
 

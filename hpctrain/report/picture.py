@@ -74,7 +74,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
             fontsize=10,
             color=_MARK if problems else "#404040",
         )
-    _legend(figure, schedule, all_reached=all(cell.reached for row in rows for cell in row))
+    add_legend(figure, schedule, all_reached=all(cell.reached for row in rows for cell in row))
     return figure
 
 
@@ -187,7 +187,8 @@ def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequen
         axes.plot(*top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
 
 
-def _legend(figure: Figure, schedule: Schedule, *, all_reached: bool) -> None:
+def add_legend(figure: Figure, schedule: Schedule, *, all_reached: bool = True) -> None:
+    """Tell the colours of the schedule's kinds and chunks below the figure."""
     from matplotlib.patches import Patch
 
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, learning rate, throughput and gradient norm over the steps, runs overlaid."""
+"""Pictures of runs: loss, learning rate, throughput and gradient norm, overlaid; traced schedules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import InputOutputError
+from hpctrain.report.comparison import draw_comparison
+from hpctrain.report.recorded import TRACE_FILE, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 from hpctrain.units import format_count
 
@@ -58,16 +60,18 @@ def plot_runs(
 ) -> list[Path]:
     """Draw runs over one another as PNG files and give their paths.
 
-    They go to `out_dir`, by default `plots/` of the run directory, or of the current one for several runs.
-    InputOutputError, with all problems at once, for directories without metrics, and where nothing can be
-    written.
+    Where a run has a trace, its schedule is drawn, too, as it ran and as simulated. The files go to
+    `out_dir`, by default `plots/` of the run directory, or of the current one for several runs.
+    InputOutputError, with all problems at once, for directories without metrics, for a broken trace, and
+    where nothing can be written.
     """
     runs = load_runs([Path(run_dir) for run_dir in run_dirs])
+    figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, [Path(run_dir) for run_dir in run_dirs])
     folder = Path(out_dir) if out_dir is not None else Path(run_dirs[0] if len(runs) == 1 else ".") / "plots"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, figure in draw(runs, log_loss=log_loss).items():
+        for name, figure in figures.items():
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
     except OSError as error:
@@ -108,6 +112,20 @@ def draw(runs: Sequence[Run], *, log_loss: bool = False) -> dict[str, Figure]:
         "throughput": _throughput(runs),
         "grad_norm": _grad_norm(runs),
     }
+
+
+def draw_schedules(runs: Sequence[Run], run_dirs: Sequence[Path]) -> dict[str, Figure]:
+    """A figure for each run with a trace: `schedule`, of several runs with their names.
+
+    It shows the middle one of the steps recorded, as the first may still warm up.
+    """
+    figures: dict[str, Figure] = {}
+    for run, run_dir in zip(runs, run_dirs, strict=True):
+        steps = read_trace(run_dir / TRACE_FILE) if (run_dir / TRACE_FILE).exists() else []
+        if steps:
+            name = "schedule" if len(runs) == 1 else f"schedule_{run.name.replace('/', '_')}"
+            figures[name] = draw_comparison(run.name, steps[len(steps) // 2])
+    return figures
 
 
 def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:

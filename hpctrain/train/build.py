@@ -23,10 +23,10 @@ from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import even_split, parts_of
+from hpctrain.pipeline.split import parts_of
 from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
-from hpctrain.train.schedule import make_schedule
+from hpctrain.train.place import Placement, place_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,8 +35,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Engine:
     """Everything that computes: model, gradients, optimizer, on one mesh.
 
-    `models` are the parts of this rank's pipeline stage, by chunk; `schedule` gives the pipeline schedule
-    of a number of micro-batches, `plan` is that of the deck's batch.
+    `models` are the parts of this rank's pipeline stage, by chunk; `plan` is the pipeline schedule of the
+    deck's batch.
     """
 
     world: World
@@ -50,8 +50,13 @@ class Engine:
     loss_scale: LossScale
     learning_rate: LearningRate
     positions: torch.Tensor
-    schedule: Callable[[int], Schedule]
+    placement: Placement
     plan: Schedule
+
+    @property
+    def schedule(self) -> Callable[[int], Schedule]:
+        """The pipeline schedule of a number of micro-batches."""
+        return self.placement.schedule
 
     @property
     def model(self) -> Transformer:
@@ -118,9 +123,9 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     )
     shape = ModelShape.of(deck, settled)
     dtype = DTYPES[deck.precision.compute]
-    schedule = make_schedule(deck, mesh.size("data"))
-    plan = schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
-    models = build_parts(deck, shape, groups, plan, mesh.coordinate("pipeline"))
+    placement = place_layers(deck, shape, groups, mesh, dtype)
+    plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
+    models = build_parts(shape, groups, plan, placement.split, mesh.coordinate("pipeline"))
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
     replicas = mesh.group("data", "context")
     buckets = [
@@ -147,7 +152,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         shape=shape,
         groups=groups,
         models=models,
-        schedule=schedule,
+        placement=placement,
         plan=plan,
         buckets=buckets,
         synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline")),
@@ -169,10 +174,12 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
 
 
 def build_parts(
-    deck: Deck, shape: ModelShape, groups: LayerGroups, schedule: Schedule, stage: int
+    shape: ModelShape, groups: LayerGroups, schedule: Schedule, counts: Sequence[int], stage: int
 ) -> list[Transformer]:
-    """The parts of the model that one stage holds, by chunk. Tied embeddings of one stage are one table."""
-    counts = list(deck.layout.split or even_split(shape.layers, schedule.parts))
+    """The parts of the model that one stage holds, by chunk; `counts` are the blocks of every part.
+
+    Tied embeddings of one stage are one table.
+    """
     models: list[Transformer] = []
     for part in parts_of(schedule, counts, stage):
         embedding = next((model.embedding for model in models if model.embedding is not None), None)

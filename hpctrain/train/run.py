@@ -17,10 +17,13 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.write import save
+from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.report.trace import write_trace
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.build import (
     DTYPES,
@@ -38,6 +41,9 @@ from hpctrain.train.progress import Progress
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.verify import verify_layout
 from hpctrain.units import format_bytes, format_count
+
+TRACED_SPANS = 2_000_000
+"""In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
 
 
 class Run:
@@ -89,11 +95,15 @@ class Run:
             else None
         )
         world.ledger.reset()
+        if deck.run.trace:
+            most = TRACED_SPANS // (deck.run.trace_steps * world.size)
+            world.ledger.timeline = Timeline(deck.run.trace_steps, most)
         try:
             while self.state.step < deck.run.steps:
                 self._train_step(peak, metrics, progress)
             self._finish(progress)
         finally:
+            world.ledger.timeline = None
             if progress is not None:
                 progress.close()
             if metrics is not None:
@@ -103,6 +113,8 @@ class Run:
 
     def _train_step(self, peak: float, metrics: MetricsWriter | None, progress: Progress | None) -> None:
         deck, state, world = self.deck, self.state, self.world
+        if world.ledger.timeline is not None:
+            world.ledger.timeline.begin(state.step + 1)
         started = time.perf_counter()
         result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
         seconds = time.perf_counter() - started
@@ -162,6 +174,16 @@ class Run:
         self.world.ledger.phase = "step"
         self.saved = path
         self.log.info("checkpoint %s written in %.2f s", path, time.perf_counter() - started)
+        timeline = self.world.ledger.timeline
+        if timeline is not None:
+            write_trace(self.folder / TRACE_FILE, timeline, self.mesh, self.engine.plan)
+            if timeline.dropped:
+                self.log.warning(
+                    "%s leaves out some communication: this rank alone had %d operations too many in the "
+                    "steps it holds; with a smaller run.trace_steps, all may have room",
+                    self.folder / TRACE_FILE,
+                    timeline.dropped,
+                )
 
     def restore(self, path: Path) -> None:
         """Read parameters, moments and state of a checkpoint that any number of ranks wrote."""
@@ -222,8 +244,10 @@ class Run:
         if self.world.rank != 0:
             return
         self.world.ledger.write(self.folder / "ledger.json")
+        trace = self.folder / TRACE_FILE
         lines = [
             f"metrics     {self.folder / 'metrics.jsonl'} (`hpctrain plot {self.folder}` draws them)",
+            f"trace       {trace} (ui.perfetto.dev opens it)" if self.deck.run.trace else "",
             f"checkpoint  {self.saved} ({format_bytes(self.saved.stat().st_size)})" if self.saved else "",
             f"skipped     {self.state.skipped} steps" if self.state.skipped else "",
         ]

@@ -8,13 +8,23 @@ from pathlib import Path
 
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.pipeline.action import Action, Schedule, accumulation
 from hpctrain.pipeline.check import check, refusal
-from hpctrain.pipeline.generate import NAMES, generate
+from hpctrain.pipeline.generate import NAMES, V_SHAPED, generate
+from hpctrain.pipeline.simulate import Times
 
 
-def make_schedule(deck: Deck, data_ranks: int) -> Callable[[int], Schedule]:
+def outline(deck: Deck) -> Schedule:
+    """The stages, chunks and placement of a schedule by name, which are known before any times are."""
+    layout = deck.layout
+    forward = tuple(Action("F", 0, chunk) for chunk in range(layout.chunks))
+    return Schedule((forward,) * layout.pipeline, "outline", "v" if layout.schedule in V_SHAPED else "loop")
+
+
+def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Callable[[int], Schedule]:
     """The deck's schedule as a function of the number of micro-batches.
+
+    `times`, the same on all ranks, are for schedules that are searched for (default: all alike).
 
     HpctrainError, the same on all ranks, where the schedule cannot be had for the deck's batch (or for the
     batches of its ramp), or where a file's schedule is wrong or would deadlock.
@@ -30,7 +40,7 @@ def make_schedule(deck: Deck, data_ranks: int) -> Callable[[int], Schedule]:
     @lru_cache(maxsize=64)
     def by_name(micro_batches: int) -> Schedule:
         chunks = layout.chunks if layout.schedule == "interleaved" else None
-        return generate(layout.schedule, layout.pipeline, micro_batches, chunks)
+        return generate(layout.schedule, layout.pipeline, micro_batches, chunks, times)
 
     sizes = {batch.global_size, *((batch.ramp_from,) if batch.ramp_from else ())}
     for size in sorted(sizes):

@@ -336,9 +336,12 @@ def test_what_follows_from_a_wrong_key_is_not_told() -> None:
     assert len(problems(llama, "model.hidden=12000000")) == 1
 
 
-def test_a_list_of_whole_numbers() -> None:
-    told = "must be a list of whole numbers"
-    assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {told}, not text"]
+def test_a_list_of_whole_numbers_or_a_word() -> None:
+    told = 'must be a list of whole numbers or "balanced"'
+    assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {told}"]
+    assert problems(SMALL, "layout.split=3") == [f"--set layout.split=3: {told}"]
+    meant = 'did you mean "balanced"?'
+    assert problems(SMALL, "layout.split=balance") == [f"--set layout.split=balance: {told} ({meant})"]
     assert problems(SMALL, "layout.split=[1, 1.5]") == [f"--set layout.split=[1, 1.5]: {told}"]
 
 

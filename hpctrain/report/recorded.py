@@ -1,0 +1,132 @@
+"""Steps as they ran, read from a trace: their bubble, and the times from which to simulate them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.timeline import SCHEDULE
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.simulate import Simulation, Times, summarize
+
+TRACE_FILE = "trace.json"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one pipeline as it ran: the actions of each stage in order, with start and end.
+
+    Actions start when what they need is there. Times are seconds from the first start.
+    """
+
+    step: int
+    schedule: Schedule
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+
+    def measured(self) -> Simulation:
+        """Cost, ideal and bubble, as the simulator defines them."""
+        return summarize(self.schedule, self.start, self.end)
+
+    def times(self) -> Times:
+        """The mean time of each kind of action in each part of the model, and of messages.
+
+        A part whose backward is never split has all of it as its input gradient's. A message takes the
+        time from the end of the action that makes it to the start of the one that needs it, counted where
+        the receiver had nothing else to do meanwhile; a boundary without such a case takes the mean of
+        the others, none at all where there is none.
+        """
+        schedule = self.schedule
+        kinds: dict[tuple[Kind, int], list[float]] = {}
+        for stage, actions in enumerate(schedule.stages):
+            for action, start, end in zip(actions, self.start[stage], self.end[stage], strict=True):
+                kinds.setdefault((action.kind, schedule.part(stage, action.chunk)), []).append(end - start)
+        means = {key: math.fsum(values) / len(values) for key, values in kinds.items()}
+        parts = range(schedule.parts)
+        return Times(
+            forward=[means.get(("F", part), 0.0) for part in parts],
+            input_gradient=[means.get(("I", part), means.get(("B", part), 0.0)) for part in parts],
+            weight_gradient=[means.get(("W", part), 0.0) for part in parts],
+            communication=self._message_times(),
+        )
+
+    def _message_times(self) -> list[float]:
+        """Seconds of a message over each boundary between parts."""
+        schedule = self.schedule
+        ends = {
+            (action.kind == "F", schedule.part(stage, action.chunk), action.micro_batch): end
+            for stage, actions in enumerate(schedule.stages)
+            for action, end in zip(actions, self.end[stage], strict=True)
+            if action.kind != "W"
+        }
+        seen: list[list[float]] = [[] for _ in range(schedule.parts - 1)]
+        for stage, actions in enumerate(schedule.stages):
+            free = -math.inf
+            for action, start, end in zip(actions, self.start[stage], self.end[stage], strict=True):
+                forward, part = action.kind == "F", schedule.part(stage, action.chunk)
+                other = part - 1 if forward else part + 1
+                if action.kind != "W" and 0 <= other < schedule.parts:
+                    sent = ends[forward, other, action.micro_batch]
+                    if schedule.home(other)[0] != stage and sent >= free:
+                        seen[min(part, other)].append(start - sent)
+                free = end
+        every = [time for boundary in seen for time in boundary]
+        overall = max(0.0, math.fsum(every) / len(every)) if every else 0.0
+        return [max(0.0, math.fsum(each) / len(each)) if each else overall for each in seen]
+
+
+def read_trace(path: Path) -> list[RecordedStep]:
+    """The recorded steps of the pipeline whose other coordinates are all 0, oldest first.
+
+    Raises InputOutputError for a file that cannot be read, or is no trace of a run.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputOutputError(f"{path}: not a whole JSON file; remove it, or run again") from error
+    try:
+        about = content["otherData"]
+        pipeline = {
+            rank: place["pipeline"]
+            for rank, place in enumerate(about["ranks"])
+            if not any(value for axis, value in place.items() if axis != "pipeline")
+        }
+        steps: dict[int, dict[int, list[tuple[float, float, str]]]] = {}
+        for event in content["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] == SCHEDULE and event["pid"] in pipeline:
+                stages = steps.setdefault(event["args"]["step"], {stage: [] for stage in pipeline.values()})
+                start, end = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
+                stages[pipeline[event["pid"]]].append((start, end, event["name"]))
+        return [_recorded(step, stages, about) for step, stages in sorted(steps.items())]
+    except (KeyError, TypeError, AttributeError, HpctrainError) as error:
+        raise InputOutputError(
+            f"{path}: not the trace of a run; one is written by a run with run.trace = true"
+        ) from error
+
+
+def _recorded(
+    step: int, stages: Mapping[int, list[tuple[float, float, str]]], about: Mapping[str, Any]
+) -> RecordedStep:
+    rows = [sorted(stages[stage]) for stage in sorted(stages)]
+    zero = min(row[0][0] for row in rows if row)
+    return RecordedStep(
+        step,
+        Schedule(
+            tuple(tuple(_action(name) for _, _, name in row) for row in rows),
+            about["schedule"],
+            about["placement"],
+        ),
+        tuple(tuple(start - zero for start, _, _ in row) for row in rows),
+        tuple(tuple(end - zero for _, end, _ in row) for row in rows),
+    )
+
+
+def _action(text: str) -> Action:
+    return Schedule.parse(text, "trace").stages[0][0]

@@ -1,0 +1,133 @@
+"""Traces: what every rank did when, in one file of Chrome trace JSON, which ui.perfetto.dev opens."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.comm.clock import clock_offset
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import AXES, Mesh
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Span, Timeline, lanes
+from hpctrain.errors import InputOutputError
+from hpctrain.pipeline.action import Schedule
+
+_PIECE = 16 * 2**20
+_ROWS = (SCHEDULE, EVALUATION, PHASES)
+
+
+def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) -> None:
+    """Gather all ranks' timelines into one file. Collective; the timeline pauses.
+
+    Processes are ranks, threads are rows: the schedule, evaluation, the phases of the step, and the groups
+    along the axes, each with as many rows as it has operations under way at once. Times are those of rank
+    0's clock. `schedule` tells name and placement. Raises InputOutputError on all ranks.
+    """
+    timeline.pause()
+    world = mesh.world
+    everyone = world.everyone
+    ahead = clock_offset(everyone, world.node)
+    first = min((span.start for _, span in timeline.spans()), default=math.inf) - ahead
+    zero = min(everyone.all_gather_object(first)) + ahead
+    text = ",\n".join(map(_dump, rank_events(timeline, mesh, zero))).encode()
+    sizes = everyone.all_gather_object(len(text))
+    dropped = sum(everyone.all_gather_object(timeline.dropped))
+    head = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": schedule.name,
+            "placement": schedule.placement,
+            "clock": "host",
+            "dropped": dropped,
+            "ranks": [mesh.coordinates(rank) for rank in range(world.size)],
+        },
+    }
+    error: OSError | None = None
+    pieces = _pieces(everyone, text, sizes)
+    if world.rank == 0:
+        error = _write(path, _dump(head)[:-1] + ',"traceEvents":[\n', pieces, "\n]}\n")
+    else:
+        for _ in pieces:
+            pass
+    with world.agreement():
+        if error is not None:
+            raise InputOutputError(f"{path}: the trace cannot be written: {error.strerror or error}")
+
+
+def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[str, Any]]:
+    """The events of this rank, microseconds since `zero` on its own clock."""
+    rank = mesh.world.rank
+    axes = [axis for axis in AXES if axis != "pipeline" and mesh.size(axis) > 1]
+    name = [f"rank {rank}", f"stage {mesh.coordinate('pipeline')}"]
+    name += [f"{axis} {mesh.coordinate(axis)}" for axis in axes]
+    yield _label("process_name", rank, 0, name=", ".join(name))
+    yield _label("process_sort_index", rank, 0, sort_index=rank)
+    rows: dict[str, list[tuple[int, Span]]] = {row: [] for row in _ROWS}
+    for step, span in timeline.spans():
+        rows.setdefault(span.row, []).append((step, span))
+    thread = 0
+    for row, found in rows.items():
+        places = lanes([span for _, span in found])
+        for lane in range(max(places, default=-1) + 1):
+            yield _label("thread_name", rank, thread + lane, name=row)
+            yield _label("thread_sort_index", rank, thread + lane, sort_index=thread + lane)
+        for (step, span), lane in zip(found, places, strict=True):
+            yield _event(rank, thread + lane, step, span, zero)
+        thread += max(places, default=-1) + 1
+
+
+def _event(rank: int, thread: int, step: int, span: Span, zero: float) -> dict[str, Any]:
+    # Both ends are rounded, not the length, so that what came after another still does.
+    start, end = round((span.start - zero) * 1e6, 3), round((span.end - zero) * 1e6, 3)
+    details: dict[str, Any] = {"step": step}
+    if span.row not in _ROWS:
+        details |= {"bytes": span.bytes, "inside_us": round(span.inside * 1e6, 3)}
+    place = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": thread}
+    return {"ph": "X", "name": span.name, "cat": span.row, **place, "args": details}
+
+
+def _label(kind: str, rank: int, thread: int, **value: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": value}
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _pieces(everyone: Group, text: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
+    """At rank 0 all ranks' texts with commas between, `_PIECE` bytes at most at a time; others send."""
+    for rank, size in enumerate(sizes):
+        if rank > 0 and everyone.rank == 0:
+            yield b",\n"
+        for start in range(0, size, _PIECE):
+            length = min(_PIECE, size - start)
+            if everyone.rank == rank:
+                piece = bytearray(text[start : start + length])
+                if rank == 0:
+                    yield bytes(piece)
+                else:
+                    everyone.send(torch.frombuffer(piece, dtype=torch.uint8), 0)
+            elif everyone.rank == 0:
+                yield everyone.recv(torch.empty(length, dtype=torch.uint8), rank).numpy().tobytes()
+
+
+def _write(path: Path, head: str, pieces: Iterator[bytes], tail: str) -> OSError | None:
+    """Write under a temporary name and rename; all pieces are taken in any case, as they are being sent."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(head.encode())
+            for piece in pieces:
+                file.write(piece)
+            file.write(tail.encode())
+        temporary.replace(path)
+    except OSError as error:
+        for _ in pieces:
+            pass
+        return error
+    return None

@@ -1,0 +1,246 @@
+"""How long layers, and the parts of a pipeline, take on this machine: measured, without waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Inputs, Part, Transformer
+from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.parallel.weight_grad import Computation, compute_all
+from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.execute import PreparedBatch
+from hpctrain.pipeline.simulate import Times
+from hpctrain.sharding.bucket import make_buckets
+
+_SECONDS = 1.0
+"""What the repetitions of one measurement may take, about."""
+
+_MOST_REPETITIONS = 7
+_PINGS = 5
+
+Measured = Mapping[tuple[Kind, int], float]
+"""Median seconds of a micro-batch by kind of action and chunk."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one micro-batch; a whole backward takes `input_gradient + weight_gradient`."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one micro-batch in each kind of layer, the same figures on all ranks.
+
+    `head` is final norm and loss; its weight gradient counts as forward, where it is computed.
+    `communication` is what hidden states need from one stage to the next.
+    """
+
+    block: PassTimes
+    embedding: PassTimes
+    head: PassTimes
+    communication: float
+
+    def of_parts(self, counts: Sequence[int]) -> Times:
+        """The times of every part of a pipeline whose parts hold so many blocks."""
+        last = len(counts) - 1
+
+        def seconds(name: str) -> list[float]:
+            block, first, final = (
+                getattr(passes, name) for passes in (self.block, self.embedding, self.head)
+            )
+            return [
+                count * block + (part == 0) * first + (part == last) * final
+                for part, count in enumerate(counts)
+            ]
+
+        return Times(
+            seconds("forward"),
+            seconds("input_gradient"),
+            seconds("weight_gradient"),
+            communication=self.communication,
+        )
+
+
+def measure_layers(
+    shape: ModelShape, groups: LayerGroups, mesh: Mesh, micro_size: int, dtype: torch.dtype
+) -> LayerTimes:
+    """Time one embedding, one block and one head with loss at their full size on this rank.
+
+    Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
+    or a few repetitions where they take longer, and the memory of a block and of the tables.
+    """
+    world, layers = mesh.world, shape.layers
+    models = [
+        Transformer(shape, groups, Part(0, 0, True, False)),
+        Transformer(shape, groups, Part(0, 1, False, False)),
+        Transformer(shape, groups, Part(layers, layers, False, True)),
+    ]
+    generator = torch.Generator(world.device).manual_seed(0)
+    for model in models:
+        for bucket in make_buckets(model.leaves(), groups.tensor, dtype, world.device, 1 << 62):
+            bucket.values.normal_(std=shape.initial_std, generator=generator)
+    batch = _random_batch(shape, groups, micro_size, world.device)
+
+    def repeated(times: int) -> list[Action]:
+        kinds: tuple[Kind, ...] = ("F", "I", "W")
+        return [Action(kind, 0, chunk) for chunk in range(3) for _ in range(times) for kind in kinds]
+
+    replay = Replay(models, groups, batch)
+    replay.run(repeated(1))
+    started = perf_counter()
+    world.everyone.barrier()
+    replay.run(repeated(1))
+    (longest,) = _slowest(world, [perf_counter() - started])
+    count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
+    measured = medians(replay.run(repeated(count)))
+    memory = replay.hidden
+    del replay, models
+    figures = [measured[kind, chunk] for chunk in range(3) for kind in ("F", "I", "W")]
+    figures.append(_ping(mesh.group("pipeline"), memory))
+    slowest = _slowest(world, figures)
+    embedding, block, head = (PassTimes(*slowest[first : first + 3]) for first in (0, 3, 6))
+    return LayerTimes(block, embedding, head, slowest[9])
+
+
+class Replay:
+    """Does actions on parts of a model, the stand-ins of neighbours' messages at hand, and times each.
+
+    `models` are the parts by chunk; every micro-batch is `batch`.
+    """
+
+    def __init__(self, models: Sequence[Transformer], groups: LayerGroups, batch: PreparedBatch) -> None:
+        self.models, self.queue, self.batch = models, groups.weight_gradients, batch
+        parameter = next(models[0].parameters())
+        self.device = parameter.device
+        size = models[0].hidden_shape(batch.inputs.tokens.shape[1])
+        generator = torch.Generator(self.device).manual_seed(1)
+        self.hidden = torch.randn(size, generator=generator, device=self.device).to(parameter.dtype)
+        self.gradient = self.hidden * 1e-3
+
+    def run(self, actions: Iterable[Action]) -> dict[tuple[Kind, int], list[float]]:
+        """Seconds of every action, by kind and chunk, in their order."""
+        seconds: dict[tuple[Kind, int], list[float]] = {}
+        ends: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge, Tensor | None]] = {}
+        held: dict[tuple[int, int], list[Computation]] = {}
+        for action in actions:
+            key = (action.chunk, action.micro_batch)
+            began = _now(self.device)
+            if action.kind == "F":
+                ends[key] = self._forward(self.models[action.chunk])
+            elif action.kind == "W":
+                compute_all(held.pop(key))
+            else:
+                hidden, end, gradient = ends.pop(key)
+                self.queue.deferring = action.kind == "I"
+                torch.autograd.backward(end, gradient)
+                self.queue.deferring = False
+                if action.kind == "I":
+                    held[key] = self.queue.take()
+                del hidden, end
+            seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
+        return seconds
+
+    def _forward(self, model: Transformer) -> tuple[Tensor | None, Tensor | GradientEdge, Tensor | None]:
+        """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
+        hidden = None if model.part.embeds else self.hidden.detach().requires_grad_()
+        if model.part.predicts:
+            return hidden, model.loss(self.batch.inputs, self.batch.terms, hidden), None
+        return hidden, get_gradient_edge(model(self.batch.inputs, hidden)), self.gradient
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def medians(seconds: Mapping[tuple[Kind, int], Sequence[float]]) -> Measured:
+    """The median of each kind of action of each chunk."""
+    return {key: median(values) for key, values in seconds.items()}
+
+
+def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> Times:
+    """The times of every part, from what each stage measured of its own; the slowest rank's of each.
+
+    A schedule without `I` and `W` counts the whole backward as input gradient. Collective.
+    """
+    stage = mesh.coordinate("pipeline")
+    figures = [0.0] * (3 * schedule.parts)
+    for chunk in range(schedule.chunks):
+        forward, whole, first, second = (measured.get((kind, chunk), 0.0) for kind in ("F", "B", "I", "W"))
+        # Where a schedule has both, the pieces tell more.
+        backward = (first, second) if first else (whole, 0.0)
+        part = schedule.part(stage, chunk)
+        figures[3 * part : 3 * part + 3] = (forward, *backward)
+    *slowest, communication = _slowest(mesh.world, [*figures, _ping(mesh.group("pipeline"), hidden)])
+    return Times(slowest[0::3], slowest[1::3], slowest[2::3], communication)
+
+
+def _random_batch(
+    shape: ModelShape, groups: LayerGroups, micro_size: int, device: torch.device
+) -> PreparedBatch:
+    positions = context_positions(groups.context, groups.context_form, shape.sequence)
+    generator = torch.Generator().manual_seed(0)
+    size = (positions.numel(), micro_size)
+    tokens, targets = (torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2))
+    positions = positions.to(device)
+    samples = torch.arange(micro_size, device=device)
+    return PreparedBatch(
+        Inputs(
+            tokens.to(device),
+            positions,
+            DropoutSource(0, 0, samples, positions) if shape.dropout else None,
+        ),
+        LossTerms(targets.to(device), torch.tensor(1.0 / targets.numel(), device=device), shape.z_loss),
+    )
+
+
+def _ping(pipeline: Group, hidden: Tensor) -> float:
+    """Seconds of a message to the next stage and back, halved; 0 for one stage. Collective."""
+    seconds = [0.0]
+    for first in range(min(2, pipeline.size)):
+        there = pipeline.rank % 2 == first
+        other = pipeline.rank + (1 if there else -1)
+        if not 0 <= other < pipeline.size:
+            continue
+        memory = hidden.clone()
+        found = []
+        for _ in range(_PINGS):
+            began = _now(hidden.device)
+            if there:
+                pipeline.send(memory, other)
+                pipeline.recv(memory, other)
+            else:
+                pipeline.recv(memory, other)
+                pipeline.send(memory, other)
+            found.append((_now(hidden.device) - began) / 2)
+        seconds.append(min(found))  # a busy machine only adds to it
+    return max(seconds)
+
+
+def _slowest(world: World, figures: Sequence[float]) -> list[float]:
+    found: list[float] = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
+    return found
