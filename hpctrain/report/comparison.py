@@ -19,7 +19,7 @@ _MILLISECONDS = 1e3
 
 
 def draw_comparison(name: str, step: RecordedStep) -> Figure:
-    """Two grids of a step of the run `name` over the same time, in milliseconds, each with its bubble: 1 - ideal / cost."""
+    """A step of the run `name` as two grids over the same time, each with its bubble: 1 - ideal / cost."""
     from matplotlib.figure import Figure
 
     schedule = step.schedule
