@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,13 @@ class Placement:
                 f"{name} {1e3 * passes.total:.3g} ms" for name, passes in kinds
             )
         return text
+
+
+def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
+    """The deck with a split that was found before, where it wants a balanced one."""
+    if split is None or deck.layout.split != "balanced":
+        return deck
+    return deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": tuple(split)})})
 
 
 def place_layers(

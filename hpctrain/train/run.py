@@ -37,6 +37,7 @@ from hpctrain.train.build import (
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
+from hpctrain.train.place import with_split
 from hpctrain.train.progress import Progress
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.verify import verify_layout
@@ -49,7 +50,10 @@ TRACED_SPANS = 2_000_000
 class Run:
     """One run of a deck on the ranks of the world, from `state` on."""
 
-    def __init__(self, world: World, deck: Deck, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, world: World, deck: Deck, checkpoint: Path | None = None, split: Sequence[int] | None = None
+    ) -> None:
+        """`split`, of a run that goes on in its old layout, stands in for one that would be measured."""
         torch.set_num_threads(deck.run.threads)
         world.use_device(deck.run.device)
         self.world = world
@@ -57,7 +61,7 @@ class Run:
         self.deck = settle_vocabulary(deck, self.corpus.file)
         self.mesh = make_mesh(self.deck, world)
         self.layout_check = verify_layout(self.deck, world, self.mesh) if deck.stability.verify_layout else ""
-        self.engine: Engine = build_engine(self.deck, world, self.mesh)
+        self.engine: Engine = build_engine(with_split(self.deck, split), world, self.mesh)
         self.folder = Path(self.deck.run.dir)
         self.state = TrainState()
         if checkpoint is not None:
@@ -206,6 +210,7 @@ class Run:
             "loss_scale": self.engine.loss_scale.value,
             "loss_scale_good_steps": self.engine.loss_scale.good_steps,
             "deck": deck_text(self.deck),
+            "split": list(self.engine.placement.split),
             "tokenizer": self.corpus.file.tokenizer_text,
             "ranks": self.world.size,
             "code_version": __version__,
@@ -231,6 +236,8 @@ class Run:
             f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
             f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
         ]
+        if self.mesh.size("pipeline") > 1:
+            lines.append(f"{deck.layout.schedule}: {self.engine.placement}")
         if self.layout_check:
             lines.append(self.layout_check)
         if self.saved is not None:
@@ -301,7 +308,8 @@ def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
     state = read_state(path, world.everyone)
     with world.agreement():
         deck = parse_deck(str(state["deck"]), [f"run.dir={path.parent.parent}", *overrides])
-    return Run(world, deck, checkpoint=path).train()
+        same = deck.layout == parse_deck(str(state["deck"])).layout
+    return Run(world, deck, path, state.get("split") if same else None).train()
 
 
 def find_checkpoint(world: World, target: Path) -> Path:
