@@ -85,11 +85,13 @@ class Work(Generic[Result]):
             self._span.end = perf_counter()
 
     def _count(self, began: float) -> None:
-        seconds = perf_counter() - began
+        now = perf_counter()
         if self._entry is not None:
-            self._entry.seconds += seconds
+            self._entry.seconds += now - began
         if self._span is not None:
-            self._span.inside += seconds
+            self._span.inside += now - began
+            if self._pending is None:
+                self._span.end = now
 
 
 class Group:
