@@ -43,7 +43,7 @@ from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.verify import verify_layout
 from hpctrain.units import format_bytes, format_count
 
-TRACED_SPANS = 2_000_000
+TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
 
 
