@@ -52,8 +52,8 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @click.option(
     "--against",
     multiple=True,
-    type=click.Choice(["torch-tensor", "torch-sequence"]),
-    help="Also torch's own tensor (and sequence) parallelism over gloo.",
+    type=click.Choice(["torch-tensor", "torch-sequence", "torch-pipeline", "torch-interleaved"]),
+    help="Also torch's own tensor (and sequence) parallelism, or pipeline, over gloo.",
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
 def train(

@@ -86,18 +86,22 @@ class _FeedForward(nn.Module):
         return output
 
 
-def _norm(shape: ModelShape) -> nn.Module:
+def torch_norm(shape: ModelShape) -> nn.Module:
+    """The norm of the model's family."""
     kind = nn.LayerNorm if shape.family == "gpt2" else nn.RMSNorm
     return kind(shape.hidden, eps=shape.norm_epsilon)
 
 
-class _Block(nn.Module):
+class TorchBlock(nn.Module):
+    """Attention and feed-forward in plain torch, [b, s, h]."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention_norm, self.attention = _norm(shape), _Attention(shape)
-        self.feed_forward_norm, self.feed_forward = _norm(shape), _FeedForward(shape)
+        self.attention_norm, self.attention = torch_norm(shape), _Attention(shape)
+        self.feed_forward_norm, self.feed_forward = torch_norm(shape), _FeedForward(shape)
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """[b, s, h] -> the same."""
         x = x + self.attention(self.attention_norm(x), rotary)
         output: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return output
@@ -111,8 +115,8 @@ class _Model(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if shape.family == "gpt2" else None
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
-        self.final_norm = _norm(shape)
+        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(shape.layers))
+        self.final_norm = torch_norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.embedding.weight

@@ -28,7 +28,9 @@ from hpctrain.model.attention import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.sharding.memory import SavedTensors, gpt_activation_bytes
+from hpctrain.train.bench_stages import Prediction, StageProbe, sentence, table
 from hpctrain.train.bench_torch import RIVALS, torch_step
+from hpctrain.train.bench_torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.train.build import DTYPES, build_engine, make_mesh
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.step import Step, TrainState
@@ -43,23 +45,30 @@ PHASES = ("forward", "backward", "synchronize", "step", "other")
 class Variant:
     """Something to time: `step` does one step on all ranks, `tokens` is this rank's part of its tokens.
 
-    `phases` gives the seconds spent in each phase since it was last asked.
+    `phases` gives the seconds spent in each phase since it was last asked. `split` are the blocks of each
+    part of the model; `probe` measures the stages of a pipeline.
     """
 
     name: str
     step: Callable[[], None]
     tokens: float
     phases: Callable[[], dict[str, float]]
+    split: tuple[int, ...] = ()
+    probe: StageProbe | None = None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase."""
+    """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase.
+
+    `pipeline` is the simulator's prediction, of a variant with stages.
+    """
 
     name: str
     tokens_per_s: list[float]
     mfu: float
     phase_ms: dict[str, float]
+    pipeline: Prediction | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class Comparison:
     """What to measure beside the deck's own layout, and how long.
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
-    over data ranks only. `against`: torch's own ways, by the names of `bench_torch.RIVALS`.
+    over data ranks only. `against`: torch's own ways, by the names of `bench_torch.RIVALS` and
+    `bench_torch_pipeline.PIPELINE_RIVALS`.
     """
 
     steps: int
@@ -95,14 +105,23 @@ def bench_train(
     if wish.against:
         start_gloo(world)
     for name in wish.against:
-        step = torch_step(RIVALS[name], deck, world)
+        if name in PIPELINE_RIVALS:
+            step = pipeline_step(name, deck, world, variants[0].split)
+        else:
+            step = torch_step(RIVALS[name], deck, world)
         tokens = deck.batch.global_size * deck.batch.sequence / world.size
         variants.append(Variant(name, step, tokens, dict))
     peak = _mean(world, measure_gemm_flops(DTYPES[deck.precision.compute], world.device))
     flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
     figures = [
-        Figures(name, rates, median(rates) * flops / (peak * world.size), phases)
-        for name, rates, phases in _measure(world, variants, wish)
+        Figures(
+            variant.name,
+            rates,
+            median(rates) * flops / (peak * world.size),
+            phases,
+            variant.probe.prediction() if variant.probe is not None else None,
+        )
+        for variant, rates, phases in _measure(world, variants, wish)
     ]
     if wish.against:
         stop_gloo()
@@ -142,7 +161,9 @@ def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -
         world.ledger.reset()
         return seconds
 
-    return Variant(name, one, batch * deck.batch.sequence / world.size, phases)
+    probe = StageProbe(engine, step) if mesh.size("pipeline") > 1 else None
+    tokens = batch * deck.batch.sequence / world.size
+    return Variant(name, one, tokens, phases, engine.placement.split, probe)
 
 
 def _independent(deck: Deck, world: World) -> Variant:
@@ -153,28 +174,31 @@ def _independent(deck: Deck, world: World) -> Variant:
 
 def _measure(
     world: World, variants: Sequence[Variant], wish: Comparison
-) -> list[tuple[str, list[float], dict[str, float]]]:
+) -> list[tuple[Variant, list[float], dict[str, float]]]:
     """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""
     rates: list[list[float]] = [[] for _ in variants]
     phases: list[dict[str, float]] = [{} for _ in variants]
     for turn in range(wish.rounds + 1):
         for index, variant in enumerate(variants):
-            variant.phases()
             world.everyone.barrier()
+            variant.phases()
             started = time.perf_counter()
             for _ in range(wish.steps if turn else 1):
                 variant.step()
-            rate = variant.tokens * wish.steps / (time.perf_counter() - started)
+            seconds = (time.perf_counter() - started) / wish.steps
+            rate = variant.tokens / seconds
             spent = variant.phases()
             # Ranks that wait for each other take as long as the slowest; independent ones add up.
             total = _mean(world, rate) * world.size
             if turn:
                 rates[index].append(total)
-                for phase, seconds in spent.items():
-                    phases[index][phase] = phases[index].get(phase, 0.0) + seconds
+                for phase, part in spent.items():
+                    phases[index][phase] = phases[index].get(phase, 0.0) + part
+                if variant.probe is not None:
+                    variant.probe(seconds, {phase: part / wish.steps for phase, part in spent.items()})
     count = wish.steps * wish.rounds
     return [
-        (variant.name, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
+        (variant, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
         for variant, rate, phase_sums in zip(variants, rates, phases, strict=True)
     ]
 
@@ -215,12 +239,12 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
         f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
         f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
     )
-    table = Table("variant", box=None)
+    rates = Table("variant", box=None)
     for title in ("tokens/s", "lowest", "highest", "mfu", "ratio"):
-        table.add_column(title, justify="right")
+        rates.add_column(title, justify="right")
     for row in figures:
         ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
-        table.add_row(
+        rates.add_row(
             row.name,
             format_count(median(row.tokens_per_s)),
             format_count(min(row.tokens_per_s)),
@@ -228,7 +252,7 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
             f"{row.mfu:.1%}",
             f"{median(ratios):.1%}",
         )
-    console.print(table)
+    console.print(rates)
     console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
     phases = Table("ms a step", box=None)
     for phase in PHASES:
@@ -237,3 +261,7 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
         if row.phase_ms:
             phases.add_row(row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES))
     console.print(phases)
+    for row in figures:
+        if row.pipeline is not None:
+            console.print(table(row.pipeline))
+            console.print(sentence(row.pipeline))
