@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hpctrain.comm.group import Group, Work
 from hpctrain.comm.world import World
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.vocabulary import LossTerms
@@ -20,6 +21,7 @@ from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.simulate import Times
 
 AWAKE = 0.001
+PAUSE = 0.00005
 
 
 @dataclass
@@ -43,6 +45,29 @@ class Clock:
     @property
     def span(self) -> float:
         return self.naps[-1][1] - self.naps[0][0]
+
+
+class PatientWork:
+    """A receive that is waited for asleep: ranks that wait leave the cores to those that wake up."""
+
+    def __init__(self, work: Work[Tensor]) -> None:
+        self.work = work
+
+    def wait(self) -> Tensor:
+        while not self.work.test():
+            time.sleep(PAUSE)
+        return self.work.wait()
+
+
+class PatientGroup:
+    """The pipeline axis, as far as the executor makes use of it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.empty, self.start_send = group.empty, group.start_send
+
+    def start_recv(self, tensor: Tensor, source: int) -> PatientWork:
+        return PatientWork(self.group.start_recv(tensor, source))
 
 
 class _Nap(torch.autograd.Function):
@@ -110,7 +135,8 @@ def run_asleep(
     naps = [cast(float, seconds) / schedule.chunks for seconds in whole]
     clock, queue = Clock(), WeightGradientQueue()
     models = [SleepingPart(naps, shape, clock, queue) for _ in range(schedule.chunks)]
-    executor = Executor(cast("list[Transformer]", models), world.everyone, queue, world.ledger)
+    group = cast(Group, PatientGroup(world.everyone))
+    executor = Executor(cast("list[Transformer]", models), group, queue, world.ledger)
     tokens = torch.zeros(4, 1, dtype=torch.int64)
     batch = PreparedBatch(Inputs(tokens, torch.arange(4)), LossTerms(tokens, torch.ones(()), 0.0))
     gc.collect()
