@@ -1,0 +1,107 @@
+"""A rank that dies in the middle of a step takes the job with it, soon and with a word."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DECK = """
+[run]
+title = "dying"
+steps = 1000
+[model]
+family = "gpt2"
+layers = 2
+hidden = 16
+heads = 2
+[data]
+tokens = "tokens.h5"
+[layout]
+pipeline = 2
+schedule = "{schedule}"
+[batch]
+global_size = 8
+micro_size = 1
+sequence = 16
+"""
+
+# A block a stage and 8 or 4 micro-batches a data rank: the call is in the middle of the second step.
+PROGRAM = """
+import os, signal, sys, time
+from hpctrain.cli.main import main
+from hpctrain.model import transformer
+
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", 0)))
+calls = 0
+forward = transformer.Block.forward
+
+def dying(self, *arguments):
+    global calls
+    calls += 1
+    if calls == {call} and rank == {rank}:
+        print("dies at", time.time(), file=sys.stderr, flush=True)
+        {death}
+    return forward(self, *arguments)
+
+transformer.Block.forward = dying
+sys.argv = ["hpctrain", "run", "deck.toml"]
+main()
+"""
+DEATHS = {
+    "raise": 'raise ArithmeticError("a layer broke")',
+    "exit": "os._exit(9)",
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.fixture
+def dies(tmp_path: Path, launch: Launch) -> Callable[[int, int, str, str], tuple[str, int, float]]:
+    """Let a run's rank die: what the job says on stderr, its exit code, seconds from death to the end."""
+
+    def run(ranks: int, rank: int, death: str, schedule: str) -> tuple[str, int, float]:
+        (tmp_path / "text.txt").write_text("hello world, " * 300)
+        (tmp_path / "deck.toml").write_text(DECK.format(schedule=schedule))
+        (tmp_path / "program.py").write_text(
+            PROGRAM.format(rank=rank, call=14 // (ranks // 2), death=DEATHS[death])
+        )
+        assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+        done = launch(ranks, "program.py")
+        ended = time.time()
+        died = [line for line in done.stderr.splitlines() if line.startswith("dies at")]
+        assert died, done.stderr
+        return done.stderr, done.returncode, ended - float(died[0].split()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "death", "schedule"),
+    [
+        (2, 1, "raise", "1f1b"),
+        (2, 1, "exit", "zb-h1"),
+        (4, 3, "raise", "1f1b"),
+        (4, 2, "kill", "gpipe"),
+    ],
+)
+def test_the_job_ends_within_ten_seconds(
+    dies: Callable[[int, int, str, str], tuple[str, int, float]],
+    ranks: int,
+    rank: int,
+    death: str,
+    schedule: str,
+) -> None:
+    said, code, seconds = dies(ranks, rank, death, schedule)
+    assert code != 0
+    assert seconds < 10
+    if death == "raise":
+        assert code == 70
+        assert "Traceback (most recent call last)" in said
+        assert "in dying" in said
+        assert "ArithmeticError: a layer broke" in said
+        assert f"rank {rank}" in said
