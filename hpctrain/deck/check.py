@@ -230,16 +230,25 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
     parts = layout.pipeline * layout.chunks
     made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
     if parts > layers:
+        least = 2 if layout.schedule in TWO_CHUNKS else 1
+        fewer = layers // layout.chunks
+        hint = (
+            f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {layers // layout.pipeline}"
+        )
+        possible = fewer >= least or layers // layout.pipeline >= least
         yield Problem(
             "layout.pipeline",
-            f"{made} needs {parts} layers or more, but model.layers = {layers} "
-            f"({max(1, layers // layout.chunks)} would do)",
+            f"{made} needs {parts} layers or more, but model.layers = {layers}"
+            + (f" ({hint} would do)" if possible else ""),
             ("layout.chunks", "model.layers"),
         )
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
+        exactly = key == "layout.chunks" and layout.schedule != "interleaved"
         yield Problem(
-            key, f'must be 2 or more with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
+            key,
+            f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"',
+            ("layout.schedule",),
         )
     elif layout.schedule in TWO_CHUNKS - {"interleaved"} and layout.chunks != 2:
         yield Problem(

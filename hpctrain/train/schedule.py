@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,10 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
             by_name(-(-size // whole))
         except HpctrainError as error:
             raise HpctrainError(
-                [deck.problem("layout.schedule", problem) for problem in error.problems]
+                [
+                    deck.problem("layout.schedule", problem.removeprefix(f"{layout.schedule}: "))
+                    for problem in error.problems
+                ]
             ) from None
     return by_name
 
@@ -59,9 +63,12 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
+        near = difflib.get_close_matches(deck.layout.schedule, NAMES, n=1)
+        hint = f' (did you mean "{near[0]}"?)' if near else ""
         raise HpctrainError(
             deck.problem(
-                "layout.schedule", f"must be one of {', '.join(NAMES)}, or a readable file of a schedule"
+                "layout.schedule",
+                f"must be one of {', '.join(NAMES)}, or a readable file of a schedule{hint}",
             )
         ) from None
     schedule = Schedule.parse(text, str(path))
