@@ -146,3 +146,112 @@ def test_help_and_mistakes_on_the_command_line(hpctrain: Launch) -> None:
     done = hpctrain(0, "rnu")
     assert done.returncode == 2
     assert 'did you mean "run"?' in done.stderr
+
+
+PIPELINE = """
+[layout]
+pipeline = 2
+"""
+GOOD = "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def pipelined(work: Path, keys: str, layers: int = 4) -> None:
+    """A deck pipeline.toml of two stages, with further keys of the layout from line 15 on."""
+    deck = DECK.replace("layers = 1", f"layers = {layers}").replace(
+        "[batch]", f"{PIPELINE.strip()}\n{keys}\n[batch]"
+    )
+    (work / "pipeline.toml").write_text(deck)
+
+
+@pytest.mark.parametrize(
+    ("layers", "keys", "sentence"),
+    [
+        (
+            1,
+            "",
+            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 1 needs 2 layers "
+            "or more, but model.layers = 1 (layout.pipeline = 1 would do)",
+        ),
+        (
+            4,
+            'schedule = "interleaved"\nchunks = 3',
+            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 3 needs 6 layers "
+            "or more, but model.layers = 4 (layout.chunks = 2 would do)",
+        ),
+        (
+            4,
+            'schedule = "zb-v"\nchunks = 1',
+            'pipeline.toml:15: layout.chunks = 1: must be 2 with layout.schedule = "zb-v"',
+        ),
+        (
+            4,
+            'schedule = "interleaved"\nchunks = 1',
+            'pipeline.toml:15: layout.chunks = 1: must be 2 or more with layout.schedule = "interleaved"',
+        ),
+        (
+            4,
+            'schedule = "1f1b"\nchunks = 2',
+            'pipeline.toml:15: layout.chunks = 2: must be 1 with layout.schedule = "1f1b" '
+            '("interleaved" takes more)',
+        ),
+        (
+            4,
+            'schedule = "1f2b"',
+            'pipeline.toml:14: layout.schedule = "1f2b": must be one of naive, gpipe, 1f1b, ',
+        ),
+        (4, "split = [1, 1]", "pipeline.toml:14: layout.split = [1, 1]: adds up to 2, not model.layers = 4"),
+        (
+            4,
+            "split = [1, 1, 2]",
+            "pipeline.toml:14: layout.split = [1, 1, 2]: must have a number of at least 1",
+        ),
+        (4, "split = [0, 4]", "pipeline.toml:14: layout.split = [0, 4]: must have a number of at least 1"),
+    ],
+    ids=str,
+)
+def test_pipelines_that_cannot_be(
+    hpctrain: Launch, work: Path, layers: int, keys: str, sentence: str
+) -> None:
+    pipelined(work, keys, layers)
+    ranks = 0 if keys else 2  # the deck alone is enough to see it
+    assert sentence in complaint(hpctrain(ranks, "run", "pipeline.toml"), 2)
+    assert not (work / "runs").exists()
+
+
+def test_a_schedule_that_needs_more_micro_batches(hpctrain: Launch, work: Path) -> None:
+    pipelined(work, 'schedule = "interleaved"')
+    said = complaint(hpctrain(2, "run", "pipeline.toml", "--set", "batch.global_size=3"), 2)
+    assert (
+        'pipeline.toml:14: layout.schedule = "interleaved": micro-batches = 3: must be a multiple of the '
+        "2 stages, such as 2 or 4"
+    ) in said
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("second", "sentences"),
+    [
+        ("F0 B0 F1 B1 F2 B2 F3 X3", ["orders.txt:2: 'X3' is no action; write F, B, I or W"]),
+        ("F0 B0 F1 B1 F2 B2 F3", ["orders.txt:2: stage 1, B3: is missing"]),
+        ("F0 B0 F1 B1 F2 B2 F3 B3 B3", ["orders.txt:2: stage 1, B3 (action 9): is doubled"]),
+        ("F0 B0 F1 B1 F2 B2 B3 F3", ["orders.txt:2: stage 1, B3 (action 7): comes before F3"]),
+        (
+            "F0 F1 B0 B1 F2 B2 F3 B3",
+            [
+                "orders.txt:1: stage 0, B0 (action 2): deadlock",
+                "orders.txt:2: stage 1, F1 (action 2): deadlock",
+            ],
+        ),
+    ],
+    ids=["unknown", "missing", "doubled", "order", "deadlock"],
+)
+def test_schedule_files_that_cannot_run(
+    hpctrain: Launch, work: Path, second: str, sentences: list[str]
+) -> None:
+    """One sentence for each stage that has a mistake, and the same ones from the verb schedule."""
+    pipelined(work, 'schedule = "orders.txt"')
+    (work / "orders.txt").write_text(f"{GOOD}\n{second}\n")
+    said = complaint(hpctrain(2, "run", "pipeline.toml"), 2, len(sentences))
+    assert all(sentence in said for sentence in sentences), said
+    assert complaint(hpctrain(0, "schedule", "orders.txt"), 2, len(sentences)) == said
+    assert not (work / "runs").exists()
