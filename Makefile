@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help run test install lint format bench clean
 
-RANKS ?= 1 2 4
+RANKS ?= 1 2 4 8
 ARGS ?=
 VENV ?= .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 export VENV
@@ -38,7 +38,7 @@ help:
 	@echo
 	@echo "Variables, all optional, as in: make test MPI=mpich RANKS=2"
 	@echo "  MPI=openmpi|mpich  which MPI (default: the module's mpicc, else Open MPI); mpich gets its own .venv-mpich"
-	@echo "  RANKS=\"1 2 4\"      rank counts of make test"
+	@echo "  RANKS=\"1 2 4 8\"    rank counts of make test; from 8 on only what is marked so"
 	@echo "  ARGS=\"-k bucket\"   more arguments for pytest"
 	@echo "  PYTHON=python3.12  interpreter, 3.10 or newer"
 	@echo "  HDF5_DIR=/prefix   parallel HDF5, where pkg-config and h5pcc do not lead to it"
@@ -56,7 +56,8 @@ test: install
 	@$(LAUNCHER); color=no; if [ -t 1 ]; then color=yes; fi; \
 	for ranks in $(RANKS); do \
 	  echo "== MPI tests, $$ranks ranks"; \
-	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --color=$$color --with-mpi -m mpi $(ARGS); \
+	  which=mpi; if [ $$ranks -ge 8 ]; then which="mpi and eight"; fi; \
+	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --color=$$color --with-mpi -m "$$which" $(ARGS); \
 	done
 
 $(QUICK)-data/tokens.h5: | install

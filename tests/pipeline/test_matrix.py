@@ -1,0 +1,99 @@
+"""Every schedule with every number of micro-batches, alone and with tensor and data ranks, is one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.pipeline import v_schedule
+from hpctrain.pipeline.generate import NAMES, PLAIN
+from hpctrain.train.step import StepResult, TrainState
+from tests.engines import Trainer, reference, small_deck, trainer
+
+MODEL = ("model.layers=8", "model.dropout=0.1", "model.tied=false", "batch.sequence=16")
+# Stages, tensor ranks, data ranks.
+LAYOUTS = {
+    2: [(2, 1, 1)],
+    4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)],
+    8: [(4, 2, 1), (4, 1, 2), (2, 2, 2)],
+}
+
+
+def first_step(run: Trainer, batch: int) -> tuple[StepResult, dict[str, Tensor]]:
+    """Figures and gradients of a first step at `batch`; parameters stay as they are."""
+    result = run.step(TrainState(), batch)
+    return result, {name: gradient.clone() for name, gradient in run.gradients().items()}
+
+
+def frozen(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(run.engine.optimizer, "step", lambda *_: None)
+    return run
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world.size not in LAYOUTS or world.size == 8:
+        pytest.skip(f"has no layout of {world.size} ranks")
+    demand_equality(world, monkeypatch, range(1, 9))
+
+
+@pytest.mark.eight
+@pytest.mark.mpi(min_size=8)
+def test_eight_ranks_are_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world.size != 8:
+        pytest.skip(f"has no layout of {world.size} ranks")
+    demand_equality(world, monkeypatch, (1, 3, 8))
+
+
+def demand_equality(world: World, monkeypatch: pytest.MonkeyPatch, counts: Sequence[int]) -> None:
+    """All layouts of the world's size, all schedules, these numbers of micro-batches."""
+    monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)  # any order will do, and not only a quick one
+    for stages, tensor, data in LAYOUTS[world.size]:
+        single = frozen(reference(world, small_deck(*MODEL)), monkeypatch)
+        unit = 2 * data
+        expected = {count: first_step(single, unit * count) for count in counts}
+        first: dict[tuple[int, str], Tensor] = {}
+        for name in NAMES:
+            deck = small_deck(
+                *MODEL,
+                f"layout.pipeline={stages}",
+                f"layout.tensor={tensor}",
+                f"layout.schedule={name}",
+                f"batch.global_size={unit * 4}",
+            )
+            run = frozen(trainer(world, deck), monkeypatch)
+            shards = {
+                s.parameter.shard.name: s.parameter.shard for b in run.engine.buckets for s in b.segments
+            }
+            tried = []
+            for count in counts:
+                if not can_be_had(run.engine.schedule, count):
+                    continue
+                tried.append(count)
+                case = f"{name}, {stages} stages, tensor {tensor}, data {data}, {count} micro-batches"
+                result, gradients = first_step(run, unit * count)
+                single_result, whole = expected[count]
+                assert result.loss == pytest.approx(single_result.loss, rel=1e-6), case
+                assert result.grad_norm == pytest.approx(single_result.grad_norm, rel=1e-5), case
+                for key, gradient in gradients.items():
+                    scale = whole[key.replace(".key.bias", ".query.bias")].abs().max()
+                    difference = (gradient - shards[key].take(whole[key])).abs().max()
+                    assert difference <= 1e-5 * scale, (case, key)
+                    assert torch.equal(gradient, first.setdefault((count, key), gradient)), (case, key)
+            assert tried == [c for c in counts if name != "interleaved" or c % stages == 0]
+            assert len(run.engine.models) == (1 if name in PLAIN else 2)
+
+
+def can_be_had(schedule: Callable[[int], object], micro_batches: int) -> bool:
+    try:
+        schedule(micro_batches)
+    except HpctrainError:
+        return False
+    return True
