@@ -72,16 +72,18 @@ class Trainer:
     def gradients(self) -> dict[str, Tensor]:
         """This rank's piece of every gradient, by name."""
         return {
-            segment.parameter.shard.name: segment.view(bucket.gradients)
+            segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.buckets
+            for flat in [bucket.whole(bucket.own_gradients)]
             for segment in bucket.segments
         }
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's piece of every parameter, by name."""
         return {
-            segment.parameter.shard.name: segment.view(bucket.values)
+            segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.buckets
+            for flat in [bucket.whole(bucket.own_values)]
             for segment in bucket.segments
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -13,46 +13,61 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 
 
-def training_entries(buckets: Sequence[Bucket], moments: Sequence[Moments], mesh: Mesh) -> list[Entry]:
-    """Entries `/model/<name>`, `/master/<name>` (half precision only) and `/optimizer/<moment>/<name>`."""
-    entries = []
+def training_entries(
+    buckets: Sequence[Bucket], moments: Sequence[Moments], mesh: Mesh, writing: bool = False
+) -> list[Entry]:
+    """Entries `/model/<name>`, `/master/<name>` (half precision only) and `/optimizer/<moment>/<name>`.
+
+    Each rank has its own elements of them; for `writing`, what another stage writes is left out.
+    """
+    entries: list[Entry] = []
     for bucket, moment in zip(buckets, moments, strict=True):
         flats: dict[str, Tensor] = {
-            "/model": bucket.values,
+            "/model": bucket.own_values,
             "/optimizer/exp_avg": moment.exp_avg,
             "/optimizer/exp_avg_sq": moment.exp_avg_sq,
         }
-        if moment.master is not bucket.values:
+        if moment.master is not bucket.own_values:
             flats["/master"] = moment.master
-        for segment in bucket.segments:
-            shard = segment.parameter.shard
-            copy, copies = replica(shard, bucket.group.rank, bucket.group.size, mesh)
-            for place, flat in flats.items():
-                values = flat[segment.start : segment.start + segment.length]
-                entries.append(Entry(f"{place}/{shard.name}", shard, values, copy=copy, copies=copies))
+        for place, flat in flats.items():
+            entries += _entries(place, flat, bucket, mesh, writing)
     return entries
 
 
 def model_entries(buckets: Sequence[Bucket], mesh: Mesh) -> list[Entry]:
     """Entries `/model/<name>` alone, for reading a model without its training state."""
     return [
-        Entry(
-            f"/model/{segment.parameter.shard.name}",
-            segment.parameter.shard,
-            bucket.values[segment.start : segment.start + segment.length],
-            0,
-            *replica(segment.parameter.shard, bucket.group.rank, bucket.group.size, mesh),
-        )
-        for bucket in buckets
-        for segment in bucket.segments
+        entry for bucket in buckets for entry in _entries("/model", bucket.own_values, bucket, mesh, False)
     ]
 
 
-def replica(shard: Shard, data_rank: int, data_ranks: int, mesh: Mesh) -> tuple[int, int]:
-    """(number of this copy, copies) of a piece over the data x context, tensor and pipeline axes."""
+def _entries(place: str, flat: Tensor, bucket: Bucket, mesh: Mesh, writing: bool) -> Iterator[Entry]:
+    """Entries of the bucket's own elements, in `flat`.
+
+    Tied embeddings lie on two stages. Where they are whole there, they are copies of each other; slices are
+    cut in other places on the two, so that the first stage's alone are written.
+    """
+    sharding = bucket.sharding
+    whole = sharding.stage == 0
+    copy_holders = sharding.group if whole else sharding.replicas
+    for segment, values, offset in bucket.owned(flat):
+        shard = segment.parameter.shard
+        if writing and not whole and shard.stage_copy > 0:
+            continue
+        copy, copies = replica(shard, copy_holders.rank, copy_holders.size, mesh, over_stages=whole)
+        yield Entry(f"{place}/{shard.name}", shard, values, offset, copy, copies)
+
+
+def replica(
+    shard: Shard, data_rank: int, data_ranks: int, mesh: Mesh, over_stages: bool = True
+) -> tuple[int, int]:
+    """(number of this copy, copies) of a piece that `data_ranks` hold, over the tensor axis too, and over the
+    pipeline's if `over_stages`.
+    """
     if "tensor" in shard.split:
         copy, copies = shard.copy, shard.copies
     else:
         copy, copies = mesh.coordinate("tensor"), mesh.size("tensor")
     within = data_ranks * copies
-    return shard.stage_copy * within + data_rank * copies + copy, shard.stage_copies * within
+    stage, stages = (shard.stage_copy, shard.stage_copies) if over_stages else (0, 1)
+    return stage * within + data_rank * copies + copy, stages * within

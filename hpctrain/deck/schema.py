@@ -141,10 +141,35 @@ class Layout(Section):
         None,
         derived="even",
     )
+    zero: int = key(
+        "What is cut over the data and context ranks: 1 optimizer state, 2 gradients too, 3 parameters too.",
+        0,
+        ge=0,
+        le=3,
+    )
+    zero_group: int | Literal["node"] | None = key(
+        'Ranks over which layout.zero cuts, copied across; "node": those of a node.',
+        None,
+        unit="ranks",
+        derived="all data x context ranks",
+    )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(
         "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",
         "ring",
+    )
+
+
+class Memory(Section):
+    """What a rank keeps, and where."""
+
+    keep_gathered: int = key(
+        "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
+    )
+    accumulate: Literal["whole", "sliced"] = key(
+        "Gradients between the micro-batches of a step (layout.zero = 2 and 3): whole, summed over the ranks "
+        "once, or sliced, summed after every micro-batch: less memory, more traffic.",
+        "whole",
     )
 
 
@@ -259,6 +284,7 @@ class Deck(Section):
     optimizer: Optimizer
     learning_rate: LearningRate
     precision: Precision
+    memory: Memory
     communication: Communication
     checkpoint: Checkpoint
     stability: Stability

@@ -20,9 +20,9 @@ from hpctrain.parallel.shard import Parameter, Shard
 _CHUNK = 1 << 16
 
 
-def _normal_piece(shard: Shard, seed: int, deviation: float) -> Tensor:
-    """The local piece of a normal tensor [rows, ...], fp32 on the CPU, padding zero."""
-    key, result = key_of(seed, shard.name), np.zeros(shard.local, np.float32)
+def _fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
+    """Fill `target`, the elements from `offset` on of the local piece of a normal tensor [rows, ...]."""
+    key, width = key_of(seed, shard.name), prod(shard.local[1:])
     strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     rows, *others = (
         (np.arange(extent, dtype=np.uint64) + np.uint64(start)) * np.uint64(stride)
@@ -33,22 +33,32 @@ def _normal_piece(shard: Shard, seed: int, deviation: float) -> Tensor:
         within = within[..., None] + offsets
     inside = tuple(slice(0, extent) for extent in shard.extent[1:])
     count = max(1, _CHUNK // max(1, within.size))
-    for first in range(0, rows.size, count):
+    end = offset + target.numel()
+    target.zero_()
+    for first in range(offset // width // count * count, min(rows.size, -(-end // width)), count):
         chunk = rows[first : first + count]
         indices = chunk.reshape(-1, *(1,) * within.ndim) + within
-        here = (slice(first, first + chunk.size), *inside)
-        result[here] = normal(key, indices) * deviation
-    return torch.from_numpy(result)
+        values = np.zeros((chunk.size, *shard.local[1:]), np.float32)
+        here = (slice(None), *inside)
+        values[here] = normal(key, indices) * deviation
+        start = first * width
+        low, high = max(start, offset), min(start + values.size, end)
+        target[low - offset : high - offset] = torch.from_numpy(
+            values.reshape(-1)[low - start : high - start]
+        )
 
 
-def initialize(targets: Iterable[tuple[Parameter, Tensor]], shape: ModelShape, seed: int) -> None:
-    """Fill each parameter's tensor (its master weights, of the local piece's shape); padding is zero."""
+def initialize(targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int) -> None:
+    """Fill flat fp32 tensors, each the elements of a parameter's local piece from an offset on.
+
+    Padding is zero.
+    """
     deviations = {
         "normal": shape.initial_std,
         "residual": shape.initial_std / sqrt(2 * shape.layers),
     }
-    for parameter, target in targets:
+    for parameter, target, offset in targets:
         if parameter.initial in deviations:
-            target.copy_(_normal_piece(parameter.shard, seed, deviations[parameter.initial]))
+            _fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])
         else:
             target.fill_(1.0 if parameter.initial == "ones" else 0.0)

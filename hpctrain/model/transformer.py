@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.random import DropoutSource, dropout
+from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.vocabulary import LossTerms, VocabularyEmbedding, VocabularyLoss, vocabulary_shard
 
@@ -60,6 +62,11 @@ class Block(nn.Module):
         self.attention = Attention(f"{name}.attention", shape, groups)
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
         self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
+
+    @property
+    def unit(self) -> Parameter:
+        """The parameter that stands for the block, see Residency."""
+        return self.attention_norm.weight
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, source: DropoutSource | None, positions: Tensor
@@ -108,6 +115,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
+        self.residency = Residency()
         self.part = part if part is not None else Part.whole(shape.layers)
         self.embedding: VocabularyEmbedding | None = None
         self.positions: PositionEmbedding | None = None
@@ -124,6 +132,8 @@ class Transformer(nn.Module):
                 table = self.embedding.table
             if shape.tied and table is not None:
                 table.uses = 2
+                # Lookup and head of one stage's two chunks add in an order that the schedule decides.
+                table.apart = self.embedding is None
             else:
                 name = "embedding.tokens.weight" if shape.tied else "head.weight"
                 table = self._table(name, shape.tied)
@@ -139,12 +149,23 @@ class Transformer(nn.Module):
             shard = replace(shard, stage_copy=part.tied_stage, stage_copies=part.tied_stages)
         return Parameter(shard)
 
-    def leaves(self) -> Iterator[list[Parameter]]:
-        """The parameters of each layer in the order of the forward pass; one layer's stay together."""
-        for module in self.modules():
-            parameters = [p for p in module.parameters(recurse=False) if isinstance(p, Parameter)]
-            if parameters:
-                yield parameters
+    def block_list(self) -> list[Block]:
+        """The blocks of this part."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """What computes together, in the order of the forward pass: embedding, blocks, final norm, head.
+
+        Of each unit its layers' parameters; those of one layer stay together. Every parameter once.
+        """
+        units: list[list[nn.Module | None]] = [[self.embedding, self.positions]]
+        units += [[block] for block in self.blocks]
+        if self.part.predicts:
+            units += [[self.final_norm], [getattr(self, "head", None)]]
+        for unit in units:
+            leaves = [leaf for module in unit if module is not None for leaf in _leaves(module)]
+            if leaves:
+                yield leaves
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
@@ -153,9 +174,10 @@ class Transformer(nn.Module):
         """
         positions = self._local(inputs.positions)
         if self.embedding is not None:
-            x: Tensor = self.embedding(inputs.tokens)
-            if self.positions is not None:
-                x = self.positions(x, positions)
+            with self.residency.held(self.embedding.table):
+                x: Tensor = self.embedding(inputs.tokens)
+                if self.positions is not None:
+                    x = self.positions(x, positions)
             x = dropout(x, inputs.dropout, 0, positions, self.shape.dropout)
         else:
             assert hidden is not None
@@ -163,14 +185,19 @@ class Transformer(nn.Module):
         rotary = None
         if self.shape.family == "llama":
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
-        for block in self.blocks:
-            x = block(x, rotary, inputs.dropout, positions)
-        return self.final_norm(x) if self.part.predicts else x
+        for block in self.block_list():
+            compute = partial(block, rotary=rotary, source=inputs.dropout, positions=positions)
+            x = self.residency.around(block.unit, compute, x)
+        if self.part.predicts:
+            x = self.residency.around(self.final_norm.weight, self.final_norm, x)
+        return x
 
     def loss(self, inputs: Inputs, terms: LossTerms, hidden: Tensor | None = None) -> Tensor:
         """Sum of the cross-entropies over this rank's tokens, fp32; see VocabularyLoss."""
         assert self.loss_head is not None
-        loss: Tensor = self.loss_head(self(inputs, hidden), terms)
+        x = self(inputs, hidden)
+        with self.residency.held(self.loss_head.weight[0]):
+            loss: Tensor = self.loss_head(x, terms)
         return loss
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
@@ -185,7 +212,8 @@ class Transformer(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self(Inputs(tokens.t().contiguous(), positions))
         assert self.loss_head is not None
-        return self.loss_head.logits(hidden).transpose(0, 1)
+        with self.residency.held(self.loss_head.weight[0]):
+            return self.loss_head.logits(hidden).transpose(0, 1)
 
     def _local(self, positions: Tensor) -> Tensor:
         """The positions of this rank's rows between the split layers."""
@@ -195,4 +223,12 @@ class Transformer(nn.Module):
 
 def parameter_list(model: Transformer) -> list[Parameter]:
     """All parameters, each once, in the order of the forward pass."""
-    return [parameter for leaf in model.leaves() for parameter in leaf]
+    return [parameter for unit in model.units() for leaf in unit for parameter in leaf]
+
+
+def _leaves(module: nn.Module) -> Iterator[list[Parameter]]:
+    """The parameters of each of a module's layers."""
+    for layer in module.modules():
+        parameters = [p for p in layer.parameters(recurse=False) if isinstance(p, Parameter)]
+        if parameters:
+            yield parameters

@@ -13,9 +13,9 @@ from hpctrain.sharding.bucket import Bucket
 
 @dataclass(frozen=True)
 class Moments:
-    """The optimizer state of one bucket, flat, fp32, of the bucket's length.
+    """The optimizer state of the elements of one bucket that are this rank's (`Bucket.own`), flat, fp32.
 
-    `master` is the bucket's own `values` where those are fp32.
+    `master` is the bucket's own `own_values` where those are fp32.
     """
 
     master: Tensor
@@ -66,7 +66,7 @@ class AdamW:
         """
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
-        device = self.buckets[0].values.device
+        device = self.buckets[0].own_values.device
         # The fused kernel divides by grad_scale while it reads: no pass over the gradients is added.
         self._torch.grad_scale = torch.tensor(gradient_divisor, device=device)  # type: ignore[attr-defined]
         self._torch.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
@@ -74,13 +74,21 @@ class AdamW:
         self.publish()
 
     def publish(self) -> None:
-        """Copy the master weights into the parameters."""
+        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
+        works = []
         for bucket, moments in zip(self.buckets, self.moments, strict=True):
-            if moments.master is not bucket.values:
-                bucket.values.copy_(moments.master)
+            if moments.master is not bucket.own_values:
+                bucket.own_values.copy_(moments.master)
+            works.append(bucket.start_refresh())
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def _ranges(self, bucket: Bucket) -> tuple[slice, slice]:
-        return slice(0, bucket.decayed), slice(bucket.decayed, bucket.length)
+        """The decayed and the other elements of the bucket's own."""
+        own = bucket.own
+        border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
+        return slice(0, border), slice(border, own.stop - own.start)
 
     def _parameters(self, decayed: bool) -> list[Tensor]:
         parameters = []
@@ -88,7 +96,7 @@ class AdamW:
             part = self._ranges(bucket)[0 if decayed else 1]
             parameter = moments.master[part]
             if parameter.numel():
-                parameter.grad = bucket.gradients[part]
+                parameter.grad = bucket.own_gradients[part]
                 parameters.append(parameter)
         return parameters
 
@@ -112,6 +120,6 @@ class AdamW:
 
 
 def _moments(bucket: Bucket) -> Moments:
-    values = bucket.values
+    values = bucket.own_values
     master = values if values.dtype == torch.float32 else values.float()
     return Moments(master, torch.zeros_like(master), torch.zeros_like(master))

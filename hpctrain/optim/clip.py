@@ -10,6 +10,9 @@ from torch import Tensor
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 
+_PIECE = 1 << 16
+"""Elements that are squared in fp64 at a time: few enough for the cache."""
+
 
 def counts_here(shard: Shard, tensor_rank: int) -> bool:
     """Whether this tensor rank counts the piece: the first of all ranks that hold the same one."""
@@ -19,16 +22,23 @@ def counts_here(shard: Shard, tensor_rank: int) -> bool:
 
 
 def local_square_norm(buckets: Sequence[Bucket], tensor_rank: int) -> Tensor:
-    """Sum of squares, fp64 0-dim, of the gradients that this rank counts."""
-    gradients = [
-        segment.view(bucket.gradients)
-        for bucket in buckets
-        for segment in bucket.segments
-        if segment.parameter.requires_grad and counts_here(segment.parameter.shard, tensor_rank)
-    ]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=buckets[0].gradients.device)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    """Sum of squares, fp64 0-dim, of the gradients that this rank counts.
+
+    The ranks that share a bucket count a slice each, whatever they hold besides. The sum is one in fp64, so
+    that single precision does not show how it was cut.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=buckets[0].own_gradients.device)
+    for bucket in buckets:
+        if bucket.sharding.replicas.rank > 0:
+            continue
+        own = bucket.own_gradients
+        counted = own if bucket.own == bucket.slice else own[bucket.slice]
+        for segment, elements, _ in bucket.cut(counted, bucket.slice):
+            if segment.parameter.requires_grad and counts_here(segment.parameter.shard, tensor_rank):
+                for piece in elements.split(_PIECE):
+                    squares = piece.double()
+                    total += torch.dot(squares, squares)
+    return total
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

@@ -86,14 +86,18 @@ class Parameter(nn.Parameter):
     parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
     parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
     `decayed` says whether weight decay applies, `uses` how many additions to `gradient` one
-    backward pass of one micro-batch makes.
+    backward pass of one micro-batch makes. A table whose two uses add in an order that depends on the
+    schedule is `apart`: its Bucket gives it `lookups`, a second buffer for one of them.
     """
 
     shard: Shard
     decayed: bool
     initial: Initial
     uses: int
-    gradient: Tensor | None
+    _gradient: Tensor | None
+    apart: bool
+    lookups: Tensor | None
+    open_gradient: Callable[[], None] | None
     on_added: Callable[[Parameter], None] | None
 
     def __new__(  # noqa: D102
@@ -106,12 +110,26 @@ class Parameter(nn.Parameter):
         self.decayed = decayed
         self.initial = initial
         self.uses = 1
-        self.gradient = None
+        self.apart = False
+        self.lookups = None
+        self._gradient = None
+        self.open_gradient = None
         self.on_added = None
         return self
 
     def __init__(self, shard: Shard, decayed: bool = True, initial: Initial = "normal") -> None:
         """See the class; the work is done in __new__, as torch requires."""
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The buffer; one that is there only while it is used is opened by asking for it."""
+        if self._gradient is None and self.open_gradient is not None:
+            self.open_gradient()
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, buffer: Tensor | None) -> None:
+        self._gradient = buffer
 
     def added(self) -> None:
         """Tell the Bucket that one addition to `gradient` is complete."""

@@ -59,14 +59,15 @@ class _Lookup(torch.autograd.Function):
         layer: VocabularyEmbedding = ctx.layer
         if layer.groups.sequence_parallel:
             output_gradient = layer.groups.tensor.all_gather(output_gradient.contiguous())
-        gradient = layer.table.gradient
+        table = layer.table
+        gradient = table.lookups if table.lookups is not None else table.gradient
         assert gradient is not None
         indices, *outside = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
         gradient.index_add_(0, indices.reshape(-1), rows)
-        layer.table.added()
+        table.added()
         return None, None, None
 
 

@@ -1,22 +1,30 @@
-"""Buckets: flat buffers of neighbouring layers' parameters and gradients.
+"""Buckets: flat buffers of neighbouring layers' parameters, gradients and optimizer state.
 
-Parameters are views into `values`, their fp32 gradients views into `gradients`. A Bucket knows when
-its gradients are final, and starts their synchronization then, while backward goes on.
+A bucket's buffers live whole on every rank of its data x context group, or cut into one slice a rank
+(ZeRO, arXiv 1910.02054): optimizer state from stage 1 on, gradients from stage 2 on, parameters in stage 3.
+What is cut is whole for a while: gradients from the first addition of a step until they are summed,
+parameters while they are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group
+from hpctrain.comm.group import Group, Work
 from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.pool import Pool
 
 ALIGNMENT = 64
-"""Buckets are padded to a multiple of so many elements times the ranks that share them."""
+"""Buckets are padded to a multiple of so many elements times the ranks that share them.
+
+So is their decayed part: every slice begins and ends where vector instructions do, and an element's
+update has the same bits in whatever slice it lies.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,89 +40,297 @@ class Segment:
         return flat[self.start : self.start + self.length].view(self.parameter.shape)
 
 
-class Bucket:
-    """Parameters of neighbouring layers in flat buffers of one length on one data x context group.
+@dataclass(frozen=True)
+class Sharding:
+    """How buckets lie on the ranks of the data x context group.
 
-    Decayed parameters come first: elements `0 .. decayed` take weight decay. The rest is padding to
-    a multiple of ALIGNMENT and of the group's ranks, and stays zero. Without `gradients`, for a model that
-    is not trained, that buffer is empty and the parameters have none.
+    `stage` is that of ZeRO. Slices are cut over `group`, all of data x context or, in hybrid sharding, a part
+    of it; `replicas` are the ranks of all parts that hold the same slice, one where there is one part.
+    """
+
+    stage: int
+    group: Group
+    replicas: Group
+
+    @staticmethod
+    def whole(group: Group, alone: Group) -> Sharding:
+        """Nothing is cut. `alone` is any group of one rank."""
+        return Sharding(0, group, alone)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where parameters lie in a bucket that `ranks` share; needs no memory.
+
+    Decayed parameters come first: elements `0 .. decayed`, padded to ALIGNMENT, take weight decay. `used`
+    counts the elements of parameters, the rest is padding and stays zero.
+    """
+
+    segments: tuple[Segment, ...]
+    decayed: int
+    length: int
+    used: int
+
+    @staticmethod
+    def of(leaves: Sequence[Sequence[Parameter]], ranks: int) -> BucketLayout:
+        """Lay out some layers' parameters.
+
+        Decayed before the others, layers with whole gradients before those with partial ones; each
+        layer's parameters of a kind stay behind each other.
+        """
+        by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
+        segments: list[Segment] = []
+        start = decayed = 0
+        for kind in (True, False):
+            for parameter in (p for leaf in by_kind for p in leaf if p.decayed is kind):
+                segments.append(Segment(parameter, start, parameter.shard.elements))
+                start += parameter.shard.elements
+            if kind:
+                start = decayed = _round_up(start, ALIGNMENT)
+        used = sum(segment.length for segment in segments)
+        return BucketLayout(tuple(segments), decayed, _round_up(start, ALIGNMENT * ranks), used)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class Bucket:
+    """One BucketLayout in memory.
+
+    `own` are the elements whose optimizer state is this rank's: all of them in stage 0, else its slice.
+    `own_values` and `own_gradients` are those elements. `values` is None in stage 3 while not gathered.
+    Without `trained`, for a model that is not trained, there are no gradients and the parameters have none.
     """
 
     def __init__(
         self,
-        leaves: Sequence[Sequence[Parameter]],
-        group: Group,
+        layout: BucketLayout,
+        sharding: Sharding,
         dtype: torch.dtype,
-        device: torch.device,
-        gradients: bool = True,
+        pool: Pool,
+        gradient_dtype: torch.dtype = torch.float32,
+        trained: bool = True,
     ) -> None:
-        self.group, self.dtype = group, dtype
-        self.segments = _lay_out(leaves)
-        self.decayed = sum(s.length for s in self.segments if s.parameter.decayed)
-        used = sum(segment.length for segment in self.segments)
-        step = ALIGNMENT * group.size
-        self.length = -(-used // step) * step
-        self.values = group.empty((self.length,), dtype).to(device).zero_()
-        self.gradients = group.empty((self.length if gradients else 0,), torch.float32).to(device).zero_()
+        self.layout, self.sharding, self.dtype, self.pool = layout, sharding, dtype, pool
+        self.gradient_dtype = gradient_dtype
+        self.segments, self.decayed, self.length = layout.segments, layout.decayed, layout.length
+        group, stage = sharding.group, sharding.stage
+        share = self.length // group.size
+        self.slice = slice(group.rank * share, (group.rank + 1) * share)
+        self.own = self.slice if stage > 0 else slice(0, self.length)
+
+        self.values: Tensor | None = None
+        if stage < 3:
+            self.values = _zeros(group, self.length, dtype)
+            self.own_values = self.values[self.own]
+            self._show(self.values)
+        else:
+            self.own_values = _zeros(group, share, dtype)
+            self.hide_values()
+        self._gradients: Tensor | None = None
+        self.own_gradients = _zeros(group, 0, gradient_dtype)
+        if trained and stage < 2:
+            self._gradients = _zeros(group, self.length, gradient_dtype)
+            self.own_gradients = self._gradients[self.own]
+            self._show_gradients(self._gradients)
+        elif trained:
+            self.own_gradients = _zeros(group, share, gradient_dtype)
         for segment in self.segments:
             parameter = segment.parameter
-            parameter.data = segment.view(self.values)
-            parameter.gradient = segment.view(self.gradients) if gradients else None
-        self.missing: dict[Parameter, int] = {}
+            parameter.open_gradient = self.open_gradients if trained and stage > 1 else None
+            if parameter.apart and trained:
+                parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
+        self._added: dict[Parameter, int] = {}
+        self._behind: set[Parameter] = set()
+        self._passes = self._rounds = 1
+        self._summing: deque[Tensor] = deque()
+        self._summed = False
 
-    def expect(self, passes: int) -> None:
-        """Expect the additions of `passes` backward passes (micro-batches), in any order."""
-        self.missing = {
-            segment.parameter: segment.parameter.uses * passes
-            for segment in self.segments
-            if segment.parameter.requires_grad
-        }
+    # Parameters
+
+    def start_gather(self) -> Work[Tensor]:
+        """Start to make the values whole, in stage 3; hand the result to `show_values`."""
+        whole = self.pool.take(self.length, self.dtype)
+        return self.sharding.group.start_all_gather(self.own_values, whole)
+
+    def show_values(self, whole: Tensor) -> None:
+        """Let the parameters be views into these whole values."""
+        self.values = whole
+        self._show(whole)
+
+    def hide_values(self) -> None:
+        """Take the whole values away from the parameters, in stage 3."""
+        if self.values is not None:
+            self.pool.give(self.values)
+            self.values = None
+        for segment in self.segments:
+            # One element seen as many: of the right shape, yet without memory.
+            segment.parameter.data = self.own_values.new_zeros(1).expand(segment.parameter.shard.local)
+
+    def start_refresh(self) -> Work[Tensor] | None:
+        """Start to bring the other ranks' slices, which they have updated, into whole values."""
+        if self.sharding.stage in (0, 3) or self.sharding.group.size == 1:
+            return None
+        assert self.values is not None
+        return self.sharding.group.start_all_gather(self.own_values, self.values)
+
+    def _show(self, whole: Tensor) -> None:
+        for segment in self.segments:
+            segment.parameter.data = segment.view(whole)
+
+    # Gradients
+
+    @property
+    def gradients(self) -> Tensor:
+        """The whole gradients, opened if they are not there."""
+        self.open_gradients()
+        assert self._gradients is not None
+        return self._gradients
+
+    def open_gradients(self) -> None:
+        """Have whole gradients, zero where they were not there."""
+        if self._gradients is None:
+            self._gradients = self.pool.take(self.length, self.gradient_dtype).zero_()
+            self._show_gradients(self._gradients)
+
+    def start_reduce(self) -> Work[Tensor]:
+        """Start to sum the gradients over the group: whole in stage 0, else this rank's slice alone.
+
+        From stage 2 on they are taken away; `close_gradients` fetches this rank's slice of the sums.
+        """
+        group, whole = self.sharding.group, self.gradients
+        if self.sharding.stage == 0:
+            return group.start_all_reduce(whole)
+        if self.sharding.stage > 1:
+            self._summing.append(whole)
+            self._gradients = None
+            self._show_gradients(None)
+        return group.start_reduce_scatter(whole, whole[self.slice])
+
+    def close_gradients(self) -> None:
+        """Keep this rank's slice of the gradients whose sum is complete, and free the rest."""
+        if self.sharding.stage < 2:
+            return
+        summed = self._summing.popleft()
+        if self._summed:
+            self.own_gradients.add_(summed[self.slice])
+        else:
+            self.own_gradients.copy_(summed[self.slice])
+            self._summed = True
+        self.pool.give(summed)
+
+    def merge_lookups(self) -> None:
+        """Add what was kept apart of gradients with two sources, so that their order does not matter."""
+        for segment in self.segments:
+            lookups = segment.parameter.lookups
+            if lookups is not None:
+                segment.view(self.gradients).add_(lookups)
+                lookups.zero_()
+
+    def _show_gradients(self, whole: Tensor | None) -> None:
+        for segment in self.segments:
+            segment.parameter.gradient = segment.view(whole) if whole is not None else None
+
+    # Counting additions
+
+    def start(self, passes: int, each: bool = False) -> None:
+        """Zero gradients; expect the additions of `passes` backward passes (micro-batches), in any order.
+
+        The gradients are final after all of them, with `each` after every one.
+        """
+        if self._gradients is not None:
+            self._gradients.zero_()
+        self._summed = False
+        self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
+        self._rounds, self._passes = (passes, 1) if each else (1, passes)
+        self._behind = set(self._added)
 
     def added(self, parameter: Parameter) -> bool:
         """Note one addition; true when the bucket's gradients are final."""
-        left = self.missing[parameter] - 1
-        if left:
-            self.missing[parameter] = left
-        else:
-            del self.missing[parameter]
-        return not self.missing
+        self._added[parameter] += 1
+        if self._added[parameter] == self._passes * parameter.uses:
+            self._behind.discard(parameter)
+            if not self._behind:
+                self._rounds -= 1
+                if self._rounds:
+                    # Some parameters may be ahead by a pass already.
+                    self._passes += 1
+                    self._behind = {p for p, n in self._added.items() if n < self._passes * p.uses}
+                    assert self._behind, "a layer added twice before the others added once"
+                return True
+        return False
+
+    @property
+    def final(self) -> bool:
+        """Whether all additions of the step are there."""
+        return not self._behind
+
+    def missing(self) -> Parameter:
+        """A parameter of which additions are missing."""
+        return next(iter(self._behind))
+
+    # Slices
+
+    def owned(self, flat: Tensor) -> Iterator[tuple[Segment, Tensor, int]]:
+        """Each parameter's elements within `own`, of a flat tensor of that length: the segment, the
+        elements, and the place of the first of them in the parameter's local piece.
+        """
+        yield from self.cut(flat, self.own)
+
+    def cut(self, flat: Tensor, part: slice) -> Iterator[tuple[Segment, Tensor, int]]:
+        """As `owned`, of any part of the bucket that `flat` holds; parameters outside it have no elements."""
+        for segment in self.segments:
+            first = min(max(segment.start, part.start), part.stop)
+            last = max(min(segment.start + segment.length, part.stop), first)
+            elements = flat[first - part.start : last - part.start]
+            yield segment, elements, max(0, min(first - segment.start, segment.length))
+
+    def whole(self, own: Tensor) -> Tensor:
+        """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
+        return own if self.sharding.stage == 0 else self.sharding.group.all_gather(own)
 
 
-def _lay_out(leaves: Sequence[Sequence[Parameter]]) -> list[Segment]:
-    """Decayed before the others, layers with whole gradients before those with partial ones; each
-    layer's parameters of a kind stay behind each other.
+def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
+    return group.empty((length,), dtype).zero_()
+
+
+def bucket_layouts(
+    units: Iterable[Sequence[Sequence[Parameter]]], ranks: int, bucket_bytes: int, by_unit: bool
+) -> Iterator[BucketLayout]:
+    """Cut a model into bucket layouts, in the order of the forward pass.
+
+    `units` are what computes together (a block, the embedding), each a list of layers' parameters. With
+    `by_unit` every unit is one bucket; else layers are joined up to about `bucket_bytes` of fp32
+    gradients. A layer is never cut; one larger than that is a bucket of its own.
     """
-    by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
-    ordered = [p for decayed in (True, False) for leaf in by_kind for p in leaf if p.decayed is decayed]
-    segments, start = [], 0
-    for parameter in ordered:
-        segments.append(Segment(parameter, start, parameter.numel()))
-        start += parameter.numel()
-    return segments
-
-
-def make_buckets(
-    leaves: Iterable[Sequence[Parameter]],
-    group: Group,
-    dtype: torch.dtype,
-    device: torch.device,
-    bucket_bytes: int,
-    gradients: bool = True,
-) -> list[Bucket]:
-    """Cut the layers, in the order of the forward pass, into Buckets of about `bucket_bytes` of fp32
-    gradients. A layer is never cut; one layer larger than that is a bucket of its own. `gradients` as in
-    Bucket.
-    """
-    buckets: list[Bucket] = []
+    if by_unit:
+        for unit in units:
+            yield BucketLayout.of(unit, ranks)
+        return
     pending: list[Sequence[Parameter]] = []
     size = 0
-    for leaf in leaves:
-        leaf_bytes = 4 * sum(parameter.numel() for parameter in leaf)
+    for leaf in (leaf for unit in units for leaf in unit):
+        leaf_bytes = 4 * sum(parameter.shard.elements for parameter in leaf)
         if pending and size + leaf_bytes > bucket_bytes:
-            buckets.append(Bucket(pending, group, dtype, device, gradients))
+            yield BucketLayout.of(pending, ranks)
             pending, size = [], 0
         pending.append(leaf)
         size += leaf_bytes
     if pending:
-        buckets.append(Bucket(pending, group, dtype, device, gradients))
-    return buckets
+        yield BucketLayout.of(pending, ranks)
+
+
+def make_buckets(
+    units: Iterable[Sequence[Sequence[Parameter]]],
+    sharding: Sharding,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    gradient_dtype: torch.dtype = torch.float32,
+    trained: bool = True,
+    pool: Pool | None = None,
+) -> list[Bucket]:
+    """The buckets of `bucket_layouts` in memory, one a unit in stage 3. Arguments as there and in Bucket."""
+    pool = pool if pool is not None else Pool(sharding.group.empty)
+    layouts = bucket_layouts(units, sharding.group.size, bucket_bytes, by_unit=sharding.stage == 3)
+    return [Bucket(layout, sharding, dtype, pool, gradient_dtype, trained) for layout in layouts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,61 +15,86 @@ from hpctrain.sharding.bucket import Bucket, Segment
 
 
 class GradientSynchronizer:
-    """Sums gradients over the data x context group while backward goes on.
+    """Sums gradients over the ranks that train on other tokens while backward goes on.
 
     A bucket is final after every parameter's additions of all micro-batches of the step, whatever
-    their order. Then the gradients that are partial over the tensor axis are summed there (those of
+    their order; with `each`, for buckets that are cut, after those of every micro-batch, whose sums are then
+    added to the slices. Then the gradients that are partial over the tensor axis are summed there (those of
     heads that several ranks share over `sharing`, the ranks that hold the same heads), and the
-    bucket's all-reduce over data x context starts; `finish` waits for it, and then sums tied embeddings
-    over the two stages of the pipeline that hold them.
+    bucket's own reduction starts. Tied embeddings on two stages of the pipeline are summed over these
+    before that, at the end of the step. `finish` waits for everything.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], tensor: Group, sharing: Group, pipeline: Group | None = None
+        self,
+        buckets: Sequence[Bucket],
+        tensor: Group,
+        sharing: Group,
+        pipeline: Group | None = None,
+        each: bool = False,
     ) -> None:
-        self.buckets = buckets
-        self._tied = [
-            (pipeline, segment.view(bucket.gradients))
-            for bucket in buckets
-            for segment in bucket.segments
-            if pipeline is not None and segment.parameter.shard.stage_copies > 1
-        ]
+        self.buckets, self._pipeline, self._each = buckets, pipeline, each
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket, tensor, sharing) for bucket in buckets}
-        self._works: list[Work[Tensor]] = []
-        for parameter in self._bucket:
+        self._tied = {
+            bucket: [s for s in bucket.segments if s.parameter.shard.stage_copies > 1] for bucket in buckets
+        }
+        self._under_way: deque[tuple[Bucket, Work[Tensor]]] = deque()
+        for parameter, bucket in self._bucket.items():
             parameter.on_added = self._added
+            if parameter.open_gradient is not None:
+                parameter.open_gradient = _opener(self, bucket)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_mover(parameter))
 
     def start(self, micro_batches: int) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients."""
         for bucket in self.buckets:
-            bucket.gradients.zero_()
-            bucket.expect(micro_batches)
+            bucket.start(micro_batches, self._each and bucket.sharding.stage > 1 and not self._tied[bucket])
 
     def finish(self) -> None:
         """Wait until all gradients are summed."""
         for bucket in self.buckets:
-            assert not bucket.missing, f"no gradient of {next(iter(bucket.missing)).shard.name}"
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        for group, gradient in self._tied:
-            _sum_over_ends(group, gradient)
+            assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
+            if self._tied[bucket]:
+                assert self._pipeline is not None
+                for segment in self._tied[bucket]:
+                    _sum_over_ends(self._pipeline, segment.view(bucket.gradients))
+                self._under_way.append((bucket, bucket.start_reduce()))
+        self._complete(0)
+        for bucket in self.buckets:
+            if bucket.sharding.replicas.size > 1:
+                bucket.sharding.replicas.all_reduce(bucket.own_gradients)
+
+    def open(self, bucket: Bucket) -> None:
+        """Have whole gradients of a bucket that is cut, in the memory of those that are summed by now."""
+        self._complete(1)
+        bucket.open_gradients()
 
     def _added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
         if bucket.added(parameter):
             self._synchronize(bucket)
-        elif self._works:
-            self._works[-1].test()
+        elif self._under_way:
+            self._under_way[-1][1].test()
 
     def _synchronize(self, bucket: Bucket) -> None:
+        bucket.merge_lookups()
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
-        if bucket.group.size > 1:
-            self._works.append(bucket.group.start_all_reduce(bucket.gradients))
+        if not self._tied[bucket]:
+            self._under_way.append((bucket, bucket.start_reduce()))
+
+    def _complete(self, but: int) -> None:
+        """Complete the reductions under way, `but` for so many of the latest."""
+        while len(self._under_way) > but:
+            bucket, work = self._under_way.popleft()
+            work.wait()
+            bucket.close_gradients()
+
+
+def _opener(synchronizer: GradientSynchronizer, bucket: Bucket) -> Callable[[], None]:
+    return lambda: synchronizer.open(bucket)
 
 
 def _sum_over_ends(pipeline: Group, gradient: Tensor) -> None:
@@ -102,9 +128,9 @@ def _mover(parameter: Parameter) -> Callable[[Tensor], None]:
     """A hook for parameters of torch's own layers: move `.grad` into the fp32 buffer."""
 
     def move(_: Tensor) -> None:
-        assert parameter.gradient is not None
         if parameter.grad is None:  # of a layer that adds to the buffer by itself
             return
+        assert parameter.gradient is not None
         parameter.gradient.add_(parameter.grad)
         parameter.grad = None
         parameter.added()
@@ -117,12 +143,17 @@ def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) ->
 
     Compares wrapping sums of the bit patterns, weighted by position.
     """
-    segments = [(bucket, segment) for bucket in buckets for segment in bucket.segments]
-    whole = [(bucket, s) for bucket, s in segments if "tensor" not in s.parameter.shard.split]
-    names = {
-        *_differing(segments, buckets[0].group),
-        *_differing(whole, tensor),
-    }
+    everything = [part for bucket in buckets for part in bucket.owned(bucket.own_values)]
+    whole = [(s, values, place) for s, values, place in everything if "tensor" not in s.parameter.shard.split]
+    names = {*_differing(whole, tensor), *_differing(everything, buckets[0].sharding.replicas)}
+    if buckets[0].sharding.stage < 3:
+        copies = [
+            (segment, segment.view(bucket.values), 0)
+            for bucket in buckets
+            for segment in bucket.segments
+            if bucket.values is not None
+        ]
+        names |= {*_differing(copies, buckets[0].sharding.group)}
     found = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if found:
         raise HpctrainError(
@@ -130,15 +161,15 @@ def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) ->
         )
 
 
-def _differing(segments: Sequence[tuple[Bucket, Segment]], group: Group) -> list[str]:
-    """Names of the parameters that are not the same on all ranks of the group."""
-    if not segments or group.size == 1:
+def _differing(parts: Sequence[tuple[Segment, Tensor, int]], group: Group) -> list[str]:
+    """Names of the parameters whose values are not the same on all ranks of the group."""
+    if not parts or group.size == 1:
         return []
-    sums = torch.stack([_fingerprint(segment.view(bucket.values)) for bucket, segment in segments])
+    sums = torch.stack([_fingerprint(values) for _, values, _ in parts])
     gathered = group.all_gather(sums.unsqueeze(0))
     return [
         segment.parameter.shard.name
-        for index, (_, segment) in enumerate(segments)
+        for index, (segment, _, _) in enumerate(parts)
         if not bool((gathered[:, index] == gathered[0, index]).all())
     ]
 

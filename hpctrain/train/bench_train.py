@@ -217,8 +217,11 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     rotary = None
     if shape.family == "llama":
         rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
-    with SavedTensors([bucket.values for bucket in engine.buckets]) as saved:
-        engine.model.blocks[0](x, rotary, source, positions)
+    first = engine.model.block_list()[0]
+    with engine.residency.held(first.unit):
+        parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+        with SavedTensors(parameters) as saved:
+            first(x, rotary, source, positions)
     text = f"activations of one layer on one rank: {format_bytes(saved.bytes)} measured"
     if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
         formula = gpt_activation_bytes(shape, micro, tensor, local)

@@ -16,15 +16,18 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import initialize
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer, parameter_list
+from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.residency import Residency
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import parts_of
-from hpctrain.sharding.bucket import Bucket, make_buckets
+from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.gather import Gatherer
+from hpctrain.sharding.pool import Pool
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 from hpctrain.train.place import Placement, place_layers
 
@@ -46,6 +49,7 @@ class Engine:
     models: list[Transformer]
     buckets: list[Bucket]
     synchronizer: GradientSynchronizer
+    residency: Residency
     optimizer: AdamW
     loss_scale: LossScale
     learning_rate: LearningRate
@@ -127,14 +131,26 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
     models = build_parts(shape, groups, plan, placement.split, mesh.coordinate("pipeline"))
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
-    replicas = mesh.group("data", "context")
+    sharding = make_sharding(deck, mesh)
+    pool = Pool(sharding.group.empty)
     buckets = [
         bucket
         for model in models
         for bucket in make_buckets(
-            model.leaves(), replicas, dtype, world.device, deck.communication.bucket_bytes
+            model.units(),
+            sharding,
+            dtype,
+            deck.communication.bucket_bytes,
+            pool=pool,
         )
     ]
+    residency = Residency()
+    if sharding.stage == 3:
+        blocks = [block for model in models for block in model.block_list()]
+        kept = blocks[len(blocks) - min(len(blocks), deck.memory.keep_gathered) :]
+        residency = Gatherer(buckets, [block.unit for block in kept])
+    for model in models:
+        model.residency = residency
     optimizer = AdamW(
         buckets,
         betas=(deck.optimizer.beta1, deck.optimizer.beta2),
@@ -144,6 +160,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     _initialize(models, optimizer, deck.run.seed)
     if deck.stability.check_parameters:
         check_replicas(buckets, groups.tensor, world.everyone)
+    each = deck.memory.accumulate == "sliced"
     rate = deck.learning_rate
     scaled = deck.precision.compute == "fp16"
     return Engine(
@@ -155,7 +172,8 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         placement=placement,
         plan=plan,
         buckets=buckets,
-        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline")),
+        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline"), each),
+        residency=residency,
         optimizer=optimizer,
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
@@ -171,6 +189,36 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         ),
         positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
     )
+
+
+def make_sharding(deck: Deck, mesh: Mesh) -> Sharding:
+    """Over which ranks the deck's ZeRO stage cuts parameters, gradients and optimizer state. Collective."""
+    everyone, world = mesh.group("data", "context"), mesh.world
+    stage, size = deck.layout.zero, everyone.size
+    if stage and deck.layout.zero_group is not None:
+        size = zero_group_size(deck, mesh)
+    if stage == 0 or size == everyone.size:
+        return Sharding(stage, everyone, mesh.part("data", 1))
+    first = everyone.rank // size * size
+    group = world.split(everyone.axes, everyone.ranks[first : first + size], mesh.transport, everyone)
+    same = everyone.ranks[everyone.rank % size :: size]
+    return Sharding(stage, group, world.split(("replicas",), same, mesh.transport, everyone))
+
+
+def zero_group_size(deck: Deck, mesh: Mesh) -> int:
+    """Ranks of one ZeRO group; HpctrainError on all ranks where the data x context ranks do not make such."""
+    everyone, wish = mesh.group("data", "context"), deck.layout.zero_group
+    if wish != "node":
+        size = wish
+    else:
+        nodes = everyone.all_gather_object(mesh.world.node)
+        size = nodes.count(nodes[0])
+        if nodes != [nodes[place // size * size] for place in range(len(nodes))] or len(nodes) % size:
+            raise HpctrainError(
+                deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
+            )
+    assert isinstance(size, int) and everyone.size % size == 0, (size, everyone.size)
+    return size
 
 
 def build_parts(
@@ -189,14 +237,12 @@ def build_parts(
 
 
 def _initialize(models: Sequence[Transformer], optimizer: AdamW, seed: int) -> None:
-    """Fill the fp32 master weights from the seed, then the parameters from them."""
-    masters = {
-        segment.parameter: segment.view(moments.master)
+    """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
+    targets = (
+        (segment.parameter, values, offset)
         for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
-        for segment in bucket.segments
-    }
-    for model in models:
-        initialize(
-            ((parameter, masters[parameter]) for parameter in parameter_list(model)), model.shape, seed
-        )
+        for segment, values, offset in bucket.owned(moments.master)
+        if values.numel()
+    )
+    initialize(targets, models[0].shape, seed)
     optimizer.publish()

@@ -29,7 +29,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.train.build import DTYPES
 from hpctrain.train.run import find_checkpoint
 
@@ -240,12 +240,11 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(ModelShape.of(deck, deck.model.vocabulary), groups)
     buckets = make_buckets(
-        model.leaves(),
-        mesh.group("data", "context"),
+        model.units(),
+        Sharding.whole(mesh.group("data", "context"), mesh.group("pipeline")),
         DTYPES[deck.precision.compute],
-        world.device,
         deck.communication.bucket_bytes,
-        gradients=False,
+        trained=False,
     )
     load(path, world.everyone, model_entries(buckets, mesh))
     return model, tokenizer

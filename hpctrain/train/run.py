@@ -173,7 +173,7 @@ class Run:
         path = checkpoint_path(folder, self.state.step)
         started = time.perf_counter()
         self.world.ledger.phase = "checkpoint"
-        save(path, self.world.everyone, self._entries(), self._state())
+        save(path, self.world.everyone, self._entries(writing=True), self._state())
         keep(folder, self.deck.checkpoint.keep, self.world.everyone)
         self.world.ledger.phase = "step"
         self.saved = path
@@ -200,8 +200,8 @@ class Run:
             self.engine.loss_scale.value = float(state["loss_scale"])
             self.engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
 
-    def _entries(self) -> list[Any]:
-        return list(training_entries(self.engine.buckets, self.engine.optimizer.moments, self.mesh))
+    def _entries(self, writing: bool = False) -> list[Any]:
+        return training_entries(self.engine.buckets, self.engine.optimizer.moments, self.mesh, writing)
 
     def _state(self) -> dict[str, Any]:
         return {

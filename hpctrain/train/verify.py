@@ -87,6 +87,8 @@ def on_one_rank(deck: Deck) -> Deck:
         "tensor": 1,
         "context": 1,
         "sequence_parallel": False,
+        "zero": 0,
+        "zero_group": None,
     }
     return deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
 
@@ -168,8 +170,8 @@ def _on_one_rank(deck: Deck, world: World, batch: int) -> dict[str, Tensor]:
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[str, Shard, Tensor]]:
     """Name, Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
     for bucket in engine.buckets:
+        flat = bucket.whole(bucket.own_gradients if gradients else bucket.own_values)
         for segment in bucket.segments:
-            flat = bucket.gradients if gradients else bucket.values
             yield segment.parameter.shard.name, segment.parameter.shard, segment.view(flat)
 
 

@@ -8,7 +8,7 @@ import torch
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer, parameter_list
 from hpctrain.parallel.vocabulary import LossTerms
-from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone
 
@@ -104,7 +104,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
             parameter.add_(torch.randn_like(parameter) * 0.05)
     groups = alone(world)
     model = Transformer(shape, groups)
-    buckets = make_buckets(model.leaves(), groups.tensor, torch.float32, torch.device("cpu"), 10_000)
+    buckets = make_buckets(model.units(), Sharding.whole(groups.tensor, groups.tensor), torch.float32, 10_000)
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():
         for parameter in parameter_list(model):

@@ -9,7 +9,7 @@ from torch import Tensor
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.sharding.bucket import Bucket, make_buckets
+from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from tests.engines import alone
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight": (3,)}
@@ -24,7 +24,8 @@ def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]
         [parameters["b.weight"]],
         [parameters["norm.weight"]],
     ]
-    buckets = make_buckets(leaves, alone(world).tensor, dtype, torch.device("cpu"), 200)
+    one = alone(world).tensor
+    buckets = make_buckets([[leaf] for leaf in leaves], Sharding.whole(one, one), dtype, 200)
     assert len(buckets) == 2
     torch.manual_seed(3)
     for parameter in parameters.values():

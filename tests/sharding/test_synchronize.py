@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import alone, small_deck, trainer
 
@@ -82,7 +82,7 @@ def test_buckets_have_the_size_asked_for(world: World) -> None:
     shape = trainer(world.alone(), small_deck()).engine.shape
     model = Transformer(shape, groups)
     limit = 30_000
-    buckets = make_buckets(model.leaves(), groups.tensor, torch.float32, torch.device("cpu"), limit)
+    buckets = make_buckets(model.units(), Sharding.whole(groups.tensor, groups.tensor), torch.float32, limit)
     used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
     assert sum(used) == 4 * shape.parameters
     assert all(size <= limit for size in used)

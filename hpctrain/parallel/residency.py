@@ -1,0 +1,36 @@
+"""Whether parameters are in memory when a layer computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from hpctrain.parallel.shard import Parameter
+
+
+class Residency:
+    """Parameters that are always there. Whoever keeps them elsewhere overrides all methods.
+
+    A parameter stands for all that computes together with it.
+    """
+
+    @contextmanager
+    def step(self, kind: Hashable) -> Iterator[None]:  # noqa: ARG002
+        """One step, training or evaluation, of a `kind` that uses parameters in one order."""
+        yield
+
+    @contextmanager
+    def held(self, parameter: Parameter) -> Iterator[None]:  # noqa: ARG002
+        """The parameter is there within."""
+        yield
+
+    def around(
+        self,
+        parameter: Parameter,  # noqa: ARG002
+        compute: Callable[[Tensor], Tensor],
+        x: Tensor,
+    ) -> Tensor:
+        """`compute(x)`, whose forward and backward have the parameter there."""
+        return compute(x)

@@ -1,0 +1,124 @@
+"""Parameters of which a rank keeps a slice, gathered for as long as a layer computes with them (ZeRO-3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Work
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.bucket import Bucket
+
+
+class Gatherer(Residency):
+    """Gathers a bucket when it is needed, the next one ahead, and frees it after use.
+
+    A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
+    second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
+    those of the parameters in `kept` stay until the end of the step.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], kept: Collection[Parameter] = ()) -> None:
+        self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
+        self._kept = {self._bucket[parameter] for parameter in kept}
+        self._holds: Counter[Bucket] = Counter()
+        self._coming: dict[Bucket, Work[Tensor]] = {}
+        self._orders: dict[Hashable, list[Bucket]] = {}
+        self._known: list[Bucket] = []
+        self._seen: list[Bucket] = []
+
+    @contextmanager
+    def step(self, kind: Hashable) -> Iterator[None]:
+        """One step of a kind; steps of a kind use parameters in one order. Nothing is gathered after it."""
+        self._known, self._seen = self._orders.get(kind, []), []
+        yield
+        for bucket, work in self._coming.items():
+            bucket.show_values(work.wait())
+        for bucket in self._bucket.values():
+            if bucket.values is not None:
+                bucket.hide_values()
+        self._coming.clear()
+        self._holds.clear()
+        self._orders[kind] = self._seen
+        self._known, self._seen = [], []
+
+    @contextmanager
+    def held(self, parameter: Parameter) -> Iterator[None]:
+        """Gathered within."""
+        bucket = self._bucket[parameter]
+        self.enter(bucket)
+        yield
+        self.leave(bucket)
+
+    def around(self, parameter: Parameter, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`compute(x)`, gathered in its forward and again in its backward."""
+        bucket = self._bucket[parameter]
+        recording = torch.is_grad_enabled()
+        if recording:
+            if not x.requires_grad and any(s.parameter.requires_grad for s in bucket.segments):
+                x = x.detach().requires_grad_()  # so that the end of its backward is seen
+            x = _AfterBackward.apply(x, self, bucket)
+        self.enter(bucket)
+        y = compute(x)
+        self.leave(bucket)
+        if recording:
+            y = _BeforeBackward.apply(y, self, bucket)
+        return y
+
+    def enter(self, bucket: Bucket) -> None:
+        """Have the bucket gathered, and start to gather the one that will be needed next."""
+        if bucket.values is None:
+            work = self._coming.pop(bucket, None) or bucket.start_gather()
+            bucket.show_values(work.wait())
+        self._holds[bucket] += 1
+        self._seen.append(bucket)
+        following = self._following()
+        if following is not None and following.values is None and following not in self._coming:
+            self._coming[following] = following.start_gather()
+
+    def leave(self, bucket: Bucket) -> None:
+        """Free the bucket, unless it is still in use, to be kept, or needed next."""
+        self._holds[bucket] -= 1
+        if not self._holds[bucket] and bucket not in self._kept and self._following() is not bucket:
+            bucket.hide_values()
+
+    def _following(self) -> Bucket | None:
+        """What will be needed next, as far as the recorded order holds."""
+        place = len(self._seen)
+        if place >= len(self._known) or self._known[place - 1] is not self._seen[-1]:
+            return None
+        return self._known[place]
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes x on; its gradient comes when a unit's backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gatherer: Gatherer, bucket: Bucket) -> Tensor:
+        ctx.gatherer, ctx.bucket = gatherer, bucket
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gatherer.leave(ctx.bucket)
+        return gradient, None, None
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """Passes y on; its gradient comes when a unit's backward is about to begin."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gatherer: Gatherer, bucket: Bucket) -> Tensor:
+        ctx.gatherer, ctx.bucket = gatherer, bucket
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gatherer.enter(ctx.bucket)
+        return gradient, None, None
