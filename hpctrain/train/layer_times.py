@@ -24,7 +24,7 @@ from hpctrain.parallel.weight_grad import Computation, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import Times
-from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.bucket import Sharding, make_buckets
 
 _SECONDS = 1.0
 """What the repetitions of one measurement may take, about."""
@@ -98,10 +98,10 @@ def measure_layers(
         Transformer(shape, groups, Part(0, 1, False, False)),
         Transformer(shape, groups, Part(layers, layers, False, True)),
     ]
-    generator = torch.Generator(world.device).manual_seed(0)
+    generator, alone = torch.Generator(world.device).manual_seed(0), mesh.part("data", 1)
     for model in models:
-        for bucket in make_buckets(model.leaves(), groups.tensor, dtype, world.device, 1 << 62):
-            bucket.values.normal_(std=shape.initial_std, generator=generator)
+        for bucket in make_buckets(model.units(), Sharding.whole(alone, alone), dtype, 1 << 62):
+            bucket.own_values.normal_(std=shape.initial_std, generator=generator)
     batch = _random_batch(shape, groups, micro_size, world.device)
 
     def repeated(times: int) -> list[Action]:
