@@ -241,6 +241,9 @@ class Bucket:
         """
         if self._gradients is not None:
             self._gradients.zero_()
+        for segment in self.segments:
+            if segment.parameter.lookups is not None:
+                segment.parameter.lookups.zero_()
         self._summed = False
         self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each else (1, passes)
