@@ -1,0 +1,258 @@
+"""Files that stand in for memory: flat tensors that wait on a disk, read and written by threads of their own.
+
+Every rank has a folder of its own in the offload folder, named after its host and process. It goes when
+the rank leaves; what a crash leaves behind goes when the next run starts there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from errno import EACCES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.outcome import describe
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.units import format_bytes
+
+THREADS = 4
+_PREFIX = "offload"
+_LARGEST_CALL = 1 << 30
+
+
+class Transfer:
+    """A read or write under way."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Until it is complete. InputOutputError, naming the file and the cause, where it has failed."""
+        self._future.result()
+
+
+class ScratchFile:
+    """A file of a Scratch, whose space is taken. Its tensors are contiguous, in host memory."""
+
+    def __init__(self, path: Path, size: int, threads: ThreadPoolExecutor, descriptor: int) -> None:
+        self.path, self.size = path, size
+        self._threads, self._descriptor = threads, descriptor
+
+    def start_read(self, offset: int, tensor: Tensor) -> Transfer:
+        """Start to fill a tensor from the file's byte `offset` on; it is not to be used until then."""
+        return Transfer(self._threads.submit(self._read, offset, _memory(tensor)))
+
+    def start_write(self, offset: int, tensor: Tensor) -> Transfer:
+        """Start to write a tensor at the file's byte `offset`; it is not to be changed until then."""
+        return Transfer(self._threads.submit(self._write, offset, _memory(tensor)))
+
+    def _read(self, offset: int, memory: memoryview) -> None:
+        self._check(offset, memory.nbytes)
+        try:
+            while memory:
+                count = os.preadv(self._descriptor, [memory[:_LARGEST_CALL]], offset)
+                if count == 0:
+                    raise self._gone("was cut short")
+                memory, offset = memory[count:], offset + count
+        except OSError as error:
+            raise self._failed("read", error) from None
+
+    def _write(self, offset: int, memory: memoryview) -> None:
+        self._check(offset, memory.nbytes)
+        try:
+            while memory:
+                count = os.pwrite(self._descriptor, memory[:_LARGEST_CALL], offset)
+                memory, offset = memory[count:], offset + count
+        except OSError as error:
+            raise self._failed("written", error) from None
+
+    def _check(self, offset: int, count: int) -> None:
+        """A file that was removed can still be read here, yet its contents would vanish with this process."""
+        assert offset >= 0 and offset + count <= self.size, (self.path, offset, count, self.size)
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise self._failed("read", error) from None
+        if status.st_nlink == 0:
+            raise self._gone("was removed")
+        if status.st_size < self.size:
+            raise self._gone("was cut short")
+
+    def _gone(self, what: str) -> InputOutputError:
+        return InputOutputError(
+            f"{self.path}: this file of offloaded memory {what} while the run needed it; "
+            "the run can go on from its last checkpoint (`hpctrain resume`)"
+        )
+
+    def _failed(self, done: str, error: OSError) -> InputOutputError:
+        return InputOutputError(
+            f"{self.path}: this file of offloaded memory cannot be {done}: {error.strerror or error}; "
+            "the run can go on from its last checkpoint (`hpctrain resume`)"
+        )
+
+
+class ScratchTensor:
+    """A flat tensor that lies in a ScratchFile: the `length` elements from the byte `offset` on.
+
+    Slices, with step 1, lie there too. Empty ones are never read or written.
+    """
+
+    def __init__(self, file: ScratchFile, offset: int, length: int, dtype: torch.dtype) -> None:
+        self.file, self.offset, self.length, self.dtype = file, offset, length, dtype
+
+    def __getitem__(self, part: slice) -> ScratchTensor:
+        first, last, step = part.indices(self.length)
+        assert step == 1
+        start = self.offset + first * self.dtype.itemsize
+        return ScratchTensor(self.file, start, max(0, last - first), self.dtype)
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.length
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.length * self.dtype.itemsize
+
+    def start_read(self, tensor: Tensor) -> Transfer:
+        """Start to fill a tensor of this length and type; as ScratchFile.start_read."""
+        assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
+        return self.file.start_read(self.offset, tensor)
+
+    def start_write(self, tensor: Tensor) -> Transfer:
+        """Start to write a tensor of this length and type; as ScratchFile.start_write."""
+        assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
+        return self.file.start_write(self.offset, tensor)
+
+    def load(self) -> Tensor:
+        """Read into new memory."""
+        tensor = torch.empty(self.length, dtype=self.dtype)
+        self.start_read(tensor).wait()
+        return tensor
+
+    def store(self, tensor: Tensor) -> None:
+        """Write, and wait for it."""
+        self.start_write(tensor).wait()
+
+
+class Scratch:
+    """This rank's files in the offload folder, gone after `close` and at the process's end."""
+
+    def __init__(self, folder: Path, rank: int, need: int) -> None:
+        """Make a folder for this rank's files, and look whether `need` bytes will fit beside what is there.
+
+        `need` is what this rank will ask for, with that of others who share the disk where nobody has
+        asked for space yet. HpctrainError if the folder cannot be written to or is too small.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES), str(folder))
+            status = os.statvfs(folder)
+            free = status.f_bavail * status.f_frsize
+            if free < need:
+                raise HpctrainError(
+                    f"{folder}: offloading needs {format_bytes(need)} on this disk, of which "
+                    f"{format_bytes(free)} are free (memory.offload_dir may name another folder)"
+                )
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
+        except OSError as error:
+            raise HpctrainError(
+                f"{folder}: cannot be written to for offloading: {describe(error)} "
+                "(memory.offload_dir may name another folder)"
+            ) from None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
+        self._descriptors: list[int] = []
+        self._end = weakref.finalize(
+            self, _remove, folder, self.folder, self._threads, self._descriptors, os.getpid()
+        )
+
+    def file(self, name: str, size: int) -> ScratchFile:
+        """A new file of `size` bytes, zeros, whose space on the disk is taken at once.
+
+        InputOutputError where the disk does not have it.
+        """
+        path = self.folder / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._descriptors.append(descriptor)
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            raise InputOutputError(
+                f"{path}: cannot take {format_bytes(size)} of the disk for offloading: "
+                f"{error.strerror or error}"
+            ) from None
+        return ScratchFile(path, size, self._threads, descriptor)
+
+    def close(self) -> None:
+        """Wait for what is under way and remove all files."""
+        self._end()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files of processes of this host that are no more."""
+    host = f"{_PREFIX}-{_host()}-"
+    for left in folder.glob(f"{_PREFIX}-*"):
+        pid, _, rest = left.name.removeprefix(host).partition("-")
+        if left.name.startswith(host) and pid.isdigit():
+            started = rest.partition("-")[0]
+            if _start_time(int(pid)) != started:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _owner() -> str:
+    return f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "_")
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process of this host started, so that a later one of the same number is another one."""
+    try:
+        # The second field, the command's name in parentheses, may hold blanks.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "0"
+
+
+def _remove(
+    parent: Path, folder: Path, threads: ThreadPoolExecutor, descriptors: list[int], owner: int
+) -> None:
+    if os.getpid() != owner:
+        return  # a forked child, which leaves its parent's files alone
+    threads.shutdown()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        parent.rmdir()  # if it is empty
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    # A view of bytes, since numpy does not know all of torch's types.
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
