@@ -60,20 +60,28 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def add_weight_gradient(gradient: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
-    """gradient [n, k] += output_gradient [..., n]^T inputs [..., k], summed in fp32."""
+def add_weight_gradient(weights: Sequence[Parameter], output_gradient: Tensor, inputs: Tensor) -> None:
+    """Gradient of fused weights, [n, k] += output_gradient [..., n]^T inputs [..., k], summed in fp32."""
     left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
     right = inputs.reshape(-1, inputs.shape[-1])
+    first = [buffer for weight in weights if (buffer := weight.first_gradient()) is not None]
+    assert len(first) in {0, len(weights)}, "fused weights have their gradients added together"
+    gradient = joined(first or [_buffer(weight) for weight in weights])
     if left.dtype == gradient.dtype:
-        gradient.addmm_(left, right)
+        gradient.addmm_(left, right, beta=0 if first else 1)
+    elif first:
+        gradient.copy_(left @ right)
     else:
         gradient.add_(left @ right)
 
 
-def add_bias_gradient(gradient: Tensor, output_gradient: Tensor) -> None:
-    """gradient [n] += output_gradient [..., n] summed in fp32 over all but the last dim."""
-    rows = output_gradient.reshape(-1, output_gradient.shape[-1])
-    gradient.add_(rows.sum(0, dtype=gradient.dtype))
+def add_bias_gradient(biases: Sequence[Parameter], output_gradient: Tensor) -> None:
+    """Gradient of fused biases, [n] += output_gradient [..., n] summed over all but the last dim.
+
+    The sum itself is one in fp32, of which the type of `output_gradient` is kept, as of a weight's.
+    """
+    gradient = joined([_buffer(bias) for bias in biases])
+    gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
 
 
 def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
@@ -118,15 +126,13 @@ class _SplitLinear(nn.Module):
 
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
-            gradient = joined([_buffer(parameter) for parameter in self.weights])
-            add_weight_gradient(gradient, output_gradient, inputs)
+            add_weight_gradient(self.weights, output_gradient, inputs)
             for parameter in self.weights:
                 parameter.added()
 
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
         if self.biases and self.biases[0].requires_grad:
-            gradient = joined([_buffer(parameter) for parameter in self.biases])
-            add_bias_gradient(gradient, output_gradient)
+            add_bias_gradient(self.biases, output_gradient)
             for parameter in self.biases:
                 parameter.added()
 

@@ -95,6 +95,7 @@ class Parameter(nn.Parameter):
     initial: Initial
     uses: int
     _gradient: Tensor | None
+    _stale: bool
     apart: bool
     lookups: Tensor | None
     open_gradient: Callable[[], None] | None
@@ -113,6 +114,7 @@ class Parameter(nn.Parameter):
         self.apart = False
         self.lookups = None
         self._gradient = None
+        self._stale = False
         self.open_gradient = None
         self.on_added = None
         return self
@@ -122,14 +124,33 @@ class Parameter(nn.Parameter):
 
     @property
     def gradient(self) -> Tensor | None:
-        """The buffer; one that is there only while it is used is opened by asking for it."""
-        if self._gradient is None and self.open_gradient is not None:
-            self.open_gradient()
-        return self._gradient
+        """The buffer, to add to; one that is there only while it is used is opened by asking for it."""
+        buffer = self._buffer()
+        if self._stale and buffer is not None:
+            buffer.zero_()
+            self._stale = False
+        return buffer
 
     @gradient.setter
     def gradient(self, buffer: Tensor | None) -> None:
         self._gradient = buffer
+
+    def forget_gradient(self) -> None:
+        """Begin again from zero; what the buffer holds does not count from now on."""
+        self._stale = True
+
+    def first_gradient(self) -> Tensor | None:
+        """The buffer, to overwrite, if nothing has been added since `forget_gradient`; else None."""
+        buffer = self._buffer()
+        if buffer is None or not self._stale:
+            return None
+        self._stale = False
+        return buffer
+
+    def _buffer(self) -> Tensor | None:
+        if self._gradient is None and self.open_gradient is not None:
+            self.open_gradient()
+        return self._gradient
 
     def added(self) -> None:
         """Tell the Bucket that one addition to `gradient` is complete."""

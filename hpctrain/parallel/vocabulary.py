@@ -195,8 +195,7 @@ class _Loss(torch.autograd.Function):
             if gradient is not None and of_logits is not None:
                 torch.mm(of_logits, weight, out=gradient[part])
                 if table.requires_grad:
-                    assert table.gradient is not None
-                    add_weight_gradient(table.gradient, of_logits, rows[part])
+                    add_weight_gradient([table], of_logits, rows[part])
         ctx.head = head
         if gradient is not None:
             ctx.save_for_backward(gradient.view_as(whole))

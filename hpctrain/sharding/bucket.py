@@ -71,6 +71,13 @@ class BucketLayout:
     length: int
     used: int
 
+    @property
+    def gaps(self) -> list[slice]:
+        """The padding."""
+        ends = [0, *(segment.start + segment.length for segment in self.segments)]
+        starts = [*(segment.start for segment in self.segments), self.length]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     @staticmethod
     def of(leaves: Sequence[Sequence[Parameter]], ranks: int) -> BucketLayout:
         """Lay out some layers' parameters.
@@ -189,9 +196,13 @@ class Bucket:
         return self._gradients
 
     def open_gradients(self) -> None:
-        """Have whole gradients, zero where they were not there."""
+        """Have whole gradients; those that were not there begin from zero."""
         if self._gradients is None:
-            self._gradients = self.pool.take(self.length, self.gradient_dtype).zero_()
+            self._gradients = self.pool.take(self.length, self.gradient_dtype)
+            for gap in self.layout.gaps:
+                self._gradients[gap].zero_()
+            for segment in self.segments:
+                segment.parameter.forget_gradient()
             self._show_gradients(self._gradients)
 
     def start_reduce(self) -> Work[Tensor]:
@@ -200,6 +211,8 @@ class Bucket:
         From stage 2 on they are taken away; `close_gradients` fetches this rank's slice of the sums.
         """
         group, whole = self.sharding.group, self.gradients
+        for segment in self.segments:
+            assert segment.parameter.gradient is not None  # zero by now where nothing was added
         if self.sharding.stage == 0:
             return group.start_all_reduce(whole)
         if self.sharding.stage > 1:
@@ -239,9 +252,8 @@ class Bucket:
 
         The gradients are final after all of them, with `each` after every one.
         """
-        if self._gradients is not None:
-            self._gradients.zero_()
         for segment in self.segments:
+            segment.parameter.forget_gradient()
             if segment.parameter.lookups is not None:
                 segment.parameter.lookups.zero_()
         self._summed = False
