@@ -15,7 +15,7 @@ from hpctrain.pipeline.generate import NAMES, PLAIN
 from hpctrain.train.step import StepResult, TrainState
 from tests.engines import Trainer, reference, small_deck, trainer
 
-MODEL = ("model.layers=8", "model.dropout=0.1", "model.tied=false", "batch.sequence=16")
+MODEL = ("model.layers=8", "model.dropout=0.1", "batch.sequence=16")
 # Stages, tensor ranks, data ranks.
 LAYOUTS = {
     2: [(2, 1, 1)],
@@ -36,12 +36,14 @@ def frozen(run: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, tied: str
 ) -> None:
+    """Tied embeddings lie on two stages, or with V-shaped schedules in two chunks of one."""
     if world.size not in LAYOUTS or world.size == 8:
         pytest.skip(f"has no layout of {world.size} ranks")
-    demand_equality(world, monkeypatch, range(1, 9))
+    demand_equality(world, monkeypatch, tied, range(1, 9) if tied == "false" else (1, 5))
 
 
 @pytest.mark.eight
@@ -49,20 +51,21 @@ def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(
 def test_eight_ranks_are_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     if world.size != 8:
         pytest.skip(f"has no layout of {world.size} ranks")
-    demand_equality(world, monkeypatch, (1, 3, 8))
+    demand_equality(world, monkeypatch, "false", (1, 3, 8))
 
 
-def demand_equality(world: World, monkeypatch: pytest.MonkeyPatch, counts: Sequence[int]) -> None:
+def demand_equality(world: World, monkeypatch: pytest.MonkeyPatch, tied: str, counts: Sequence[int]) -> None:
     """All layouts of the world's size, all schedules, these numbers of micro-batches."""
+    model = (*MODEL, f"model.tied={tied}")
     monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)  # any order will do, and not only a quick one
     for stages, tensor, data in LAYOUTS[world.size]:
-        single = frozen(reference(world, small_deck(*MODEL)), monkeypatch)
+        single = frozen(reference(world, small_deck(*model)), monkeypatch)
         unit = 2 * data
         expected = {count: first_step(single, unit * count) for count in counts}
         first: dict[tuple[int, str], Tensor] = {}
         for name in NAMES:
             deck = small_deck(
-                *MODEL,
+                *model,
                 f"layout.pipeline={stages}",
                 f"layout.tensor={tensor}",
                 f"layout.schedule={name}",
