@@ -1,11 +1,13 @@
-"""Which blocks each part of a pipeline holds."""
+"""Which blocks each part of a pipeline holds, and these parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hpctrain.model.transformer import Part
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Part, Transformer
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 
 _ROUNDING = 1e-9
@@ -86,3 +88,18 @@ def parts_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Part
         tied = stages.index(stage) if part in {0, last} else 0
         found.append(Part(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
     return found
+
+
+def build_parts(
+    shape: ModelShape, groups: LayerGroups, schedule: Schedule, counts: Sequence[int], stage: int
+) -> list[Transformer]:
+    """The parts of the model that one stage holds, by chunk; `counts` are the blocks of every part.
+
+    Tied embeddings of one stage are one table.
+    """
+    models: list[Transformer] = []
+    for part in parts_of(schedule, counts, stage):
+        embedding = next((model.embedding for model in models if model.embedding is not None), None)
+        table = embedding.table if embedding is not None else None
+        models.append(Transformer(shape, groups, part, table))
+    return models

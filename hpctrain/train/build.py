@@ -24,7 +24,7 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import parts_of
+from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
@@ -219,21 +219,6 @@ def zero_group_size(deck: Deck, mesh: Mesh) -> int:
             )
     assert isinstance(size, int) and everyone.size % size == 0, (size, everyone.size)
     return size
-
-
-def build_parts(
-    shape: ModelShape, groups: LayerGroups, schedule: Schedule, counts: Sequence[int], stage: int
-) -> list[Transformer]:
-    """The parts of the model that one stage holds, by chunk; `counts` are the blocks of every part.
-
-    Tied embeddings of one stage are one table.
-    """
-    models: list[Transformer] = []
-    for part in parts_of(schedule, counts, stage):
-        embedding = next((model.embedding for model in models if model.embedding is not None), None)
-        table = embedding.table if embedding is not None else None
-        models.append(Transformer(shape, groups, part, table))
-    return models
 
 
 def _initialize(models: Sequence[Transformer], optimizer: AdamW, seed: int) -> None:

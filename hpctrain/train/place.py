@@ -14,8 +14,8 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
 from hpctrain.pipeline.split import balanced_split, even_split
+from hpctrain.pipeline.wanted import make_schedule, outline
 from hpctrain.train.layer_times import LayerTimes, measure_layers
-from hpctrain.train.schedule import make_schedule, outline
 
 
 @dataclass(frozen=True)

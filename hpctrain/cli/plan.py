@@ -1,0 +1,32 @@
+"""`hpctrain plan`: what a deck will hold on every rank, before any rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command(name="plan")
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Ranks of the run.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help='Ranks of a node, for layout.zero_group = "node".',
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def command(
+    deck: Path, ranks: int, overrides: tuple[str, ...], ranks_per_node: int | None, as_json: bool
+) -> None:
+    """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save."""
+    from hpctrain.plan.deck import plan_deck
+    from hpctrain.plan.words import plan_text
+
+    plan = plan_deck(deck, ranks, overrides, ranks_per_node)
+    click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

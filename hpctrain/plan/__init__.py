@@ -1,0 +1,1 @@
+"""What a deck will cost, told from the deck alone."""

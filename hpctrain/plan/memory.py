@@ -1,0 +1,202 @@
+"""The memory that every rank of a deck will hold, told from the deck alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from hpctrain.deck.schema import Deck
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Part
+from hpctrain.parallel.vocabulary import CHUNK_ELEMENTS, CHUNK_ROWS
+from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.pipeline.execute import AHEAD
+from hpctrain.pipeline.split import even_split, parts_of
+from hpctrain.pipeline.wanted import make_schedule
+from hpctrain.plan.activations import part_activations
+from hpctrain.plan.model import DTYPES, PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
+from hpctrain.sharding.accounts import Account, storage_bytes
+
+MOMENT_BYTES = 4
+"""Of an element of a moment, or of a master weight: fp32."""
+
+REHEARSED_MICRO_BATCHES = 3
+"""Without pipeline stages: a first, one between and a last one; more take no more memory."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What every rank of one pipeline stage holds: blocks, elements of parameters that lie there, bytes."""
+
+    stage: int
+    blocks: int
+    parameters: int
+    memory: Account
+
+    def row(self) -> dict[str, int]:
+        """As written into JSON."""
+        here = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
+        return here | self.memory.row()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding."""
+
+    parameters_total: int
+    sizes: Mapping[str, int]
+    zero_group: int
+    schedule: str
+    micro_batches: int
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def largest(self) -> StageMemory:
+        """The stage whose ranks hold most."""
+        return max(self.stages, key=lambda stage: stage.memory.total)
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        return {
+            "parameters_total": self.parameters_total,
+            "ranks": prod(self.sizes.values()),
+            "layout": dict(self.sizes),
+            "zero_group": self.zero_group,
+            "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
+            "stages": [stage.row() for stage in self.stages],
+        }
+
+
+def plan_memory(
+    deck: Deck,
+    ranks: int,
+    vocabulary: int,
+    libraries: int = 0,
+    ranks_per_node: int | None = None,
+    split: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
+
+    `libraries` are the bytes that a process holds without a model; `split` the blocks of every part, where
+    these are known already. Raises HpctrainError as a run would, and where `layout.zero_group = "node"` needs
+    `ranks_per_node`.
+    """
+    sizes = axis_sizes(deck, ranks)
+    shape = ModelShape.of(deck, vocabulary)
+    zero_group = zero_group_size(deck, sizes, ranks_per_node)
+    micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * sizes["data"]))
+    schedule = make_schedule(deck, sizes["data"])(micro_batches)
+    counts = _split(deck, shape, schedule, split)
+    itemsize = DTYPES[deck.precision.compute].itemsize
+    rehearsal = accumulation(min(micro_batches, REHEARSED_MICRO_BATCHES))
+    found: dict[object, tuple[Account, int]] = {}
+    stages = []
+    for number in range(schedule.stage_count):
+        parts = parts_of(schedule, counts, number)
+        # Stages in the middle differ, if at all, in the micro-batches whose activations they hold.
+        kind = tuple((part.last - part.first, part.embeds, part.predicts) for part in parts)
+        if kind not in found:
+            planned = plan_stage(deck, shape, sizes, schedule, counts, number, zero_group)
+            if deck.layout.zero > 1:
+                for _ in range(2):  # the second step gathers ahead, in the order of the first
+                    rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
+            used = sum(bucket.layout.used for bucket in planned.buckets)
+            found[kind] = _states(planned, itemsize), used
+        states, used = found[kind]
+        memory = replace(
+            states,
+            activation=_activations(deck, shape, sizes, schedule, number, parts),
+            buffer=states.buffer + _messages(deck, shape, sizes, schedule, number),
+            other=libraries + _workspace(deck, shape, sizes, parts),
+        )
+        blocks = sum(part.last - part.first for part in parts)
+        stages.append(StageMemory(number, blocks, used, memory))
+    return MemoryPlan(shape.parameters, sizes, zero_group, schedule.name, micro_batches, tuple(stages))
+
+
+def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[int] | None) -> Sequence[int]:
+    """Blocks of every part; even where a run would measure first."""
+    if split is not None:
+        return split
+    wanted = deck.layout.split
+    return even_split(shape.layers, schedule.parts) if wanted is None or wanted == "balanced" else wanted
+
+
+def _states(planned: PlannedStage, itemsize: int) -> Account:
+    """Parameters, gradients, optimizer state, and what these take turns in."""
+    buckets = planned.buckets
+    parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]
+    values = storage_bytes(
+        bucket.own_values if bucket.sharding.stage == 3 else bucket.values for bucket in buckets
+    )
+    gradients = storage_bytes(
+        [*(bucket.own_gradients for bucket in buckets), *(parameter.lookups for parameter in parameters)]
+    )
+    owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
+    copies = 2 if itemsize == MOMENT_BYTES else 3  # two moments, and master weights of 16-bit parameters
+    return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=planned.pool.bytes)
+
+
+def _activations(
+    deck: Deck,
+    shape: ModelShape,
+    sizes: Mapping[str, int],
+    schedule: Schedule,
+    stage: int,
+    parts: Sequence[Part],
+) -> int:
+    """The most that a stage's forwards keep at once, until the end of their backwards."""
+    itemsize = DTYPES[deck.precision.compute].itemsize
+    each = [
+        part_activations(
+            shape,
+            part,
+            deck.batch.micro_size,
+            itemsize,
+            sizes["tensor"],
+            sizes["context"],
+            deck.layout.sequence_parallel,
+        )
+        for part in parts
+    ]
+    alive = peak = 0
+    for action in schedule.stages[stage]:
+        if action.kind == "F":
+            alive += each[action.chunk]
+            peak = max(peak, alive)
+        elif action.kind != "I":
+            alive -= each[action.chunk]
+    return peak
+
+
+def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:
+    """Hidden states and their gradients on their way between stages."""
+    if schedule.stage_count == 1:
+        return 0
+    tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
+    if deck.layout.sequence_parallel:
+        tokens //= sizes["tensor"]
+    one = tokens * shape.hidden * DTYPES[deck.precision.compute].itemsize
+    senders = {stage - 1, stage + 1} & set(range(schedule.stage_count))
+    return (AHEAD + 1) * len(senders) * one
+
+
+def _workspace(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], parts: Sequence[Part]) -> int:
+    """What computing needs in passing, at its peak: the loss of a chunk of tokens, or a block's backward."""
+    itemsize = DTYPES[deck.precision.compute].itemsize
+    tensor = sizes["tensor"]
+    tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
+    inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
+    block = tokens * (3 * inner + 3 * shape.hidden) * itemsize
+    if itemsize < MOMENT_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
+        block += inner * shape.hidden * itemsize
+    loss = 0
+    if any(part.predicts for part in parts):
+        rows = -(-shape.vocabulary // tensor)
+        chunk = min(tokens, max(CHUNK_ROWS, CHUNK_ELEMENTS // rows))
+        loss = chunk * rows * MOMENT_BYTES
+        if itemsize < MOMENT_BYTES:
+            loss += (2 * chunk * rows + rows * shape.hidden) * itemsize
+    return max(block, loss)

@@ -1,0 +1,224 @@
+"""The model of a deck on ranks that are not there: the run's own objects, in memory that is not there either.
+
+Parameters, buckets and what synchronizes and gathers them are those that a run builds; their tensors lie
+on torch's device "meta", which keeps shapes alone. A rehearsal of a step then finds what memory buckets take
+turns in, and at the same time what each axis sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.library import MPI
+from hpctrain.comm.mesh import AXES
+from hpctrain.comm.transport import Transport
+from hpctrain.deck.check import data_ranks
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.shard import Parameter
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.split import build_parts
+from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.gather import Gatherer
+from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.synchronize import GradientSynchronizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+META = torch.device("meta")
+
+
+class _Nowhere(Transport):
+    """Moves nothing, at once."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.limit = rank, size, 2**62
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    all_reduce = reduce = broadcast = all_gather = reduce_scatter = gather = scatter = _nothing
+    all_to_all = send = recv = barrier = _nothing
+
+
+def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -> Group:
+    """A group that knows its rank and size alone; what it is asked to move, the ledger counts."""
+    nowhere = _Nowhere(rank, size)
+    place = cast(MPI.Intracomm, nowhere)  # of which a Group asks rank and size
+    return Group(axes, tuple(range(size)), place, nowhere, nowhere, META, ledger, set())
+
+
+@dataclass
+class PlannedStage:
+    """What one rank of a pipeline stage holds, the first along the other axes.
+
+    The others of the stage hold as much: what does not divide is padded alike.
+    """
+
+    models: list[Transformer]
+    buckets: list[Bucket]
+    pool: Pool
+    synchronizer: GradientSynchronizer
+    residency: Residency
+    ledger: Ledger
+
+
+def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
+    """Ranks along each axis; HpctrainError where the deck does not fit so many."""
+    layout = deck.layout
+    data = data_ranks(deck, ranks)
+    sizes = dict.fromkeys(AXES, 1)
+    return sizes | {
+        "pipeline": layout.pipeline,
+        "data": data,
+        "context": layout.context,
+        "tensor": layout.tensor,
+    }
+
+
+def zero_group_size(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int | None) -> int:
+    """Ranks over which layout.zero cuts."""
+    everyone, wish = sizes["data"] * sizes["context"], deck.layout.zero_group
+    if deck.layout.zero == 0 or wish is None:
+        return everyone
+    if wish != "node":
+        return wish
+    if ranks_per_node is None:
+        raise HpctrainError(
+            deck.problem(
+                "layout.zero_group", "the plan needs to know a node's ranks: give --ranks-per-node N"
+            )
+        )
+    size = max(1, min(everyone, ranks_per_node // sizes["tensor"]))
+    if everyone % size:
+        raise HpctrainError(
+            deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
+        )
+    return size
+
+
+def plan_stage(
+    deck: Deck,
+    shape: ModelShape,
+    sizes: Mapping[str, int],
+    schedule: Schedule,
+    split: Sequence[int],
+    stage: int,
+    zero_group: int,
+) -> PlannedStage:
+    """A stage of the pipeline as the run builds it, without its memory."""
+    ledger = Ledger()
+
+    def group(size: int, *axes: str, rank: int = 0) -> Group:
+        return planned_group(axes, rank, size, ledger)
+
+    layer_groups = LayerGroups(
+        group(sizes["tensor"], "tensor"),
+        group(sizes["context"], "context"),
+        deck.layout.sequence_parallel,
+        deck.layout.context_form,
+    )
+    everyone = sizes["data"] * sizes["context"]
+    sharding = Sharding(
+        deck.layout.zero,
+        group(zero_group, "data", "context"),
+        group(everyone // zero_group if deck.layout.zero else 1, "replicas"),
+    )
+    pool = Pool(sharding.group.empty)
+    with META:
+        models = build_parts(shape, layer_groups, schedule, split, stage)
+        buckets = [
+            bucket
+            for model in models
+            for bucket in make_buckets(
+                model.units(),
+                sharding,
+                DTYPES[deck.precision.compute],
+                deck.communication.bucket_bytes,
+                pool=pool,
+            )
+        ]
+    residency = Residency()
+    if sharding.stage == 3:
+        blocks = [block for model in models for block in model.block_list()]
+        kept = blocks[len(blocks) - min(len(blocks), deck.memory.keep_gathered) :]
+        residency = Gatherer(buckets, [block.unit for block in kept])
+    sharing = group(max(1, sizes["tensor"] // shape.key_value_heads), "tensor")
+    synchronizer = GradientSynchronizer(
+        buckets,
+        layer_groups.tensor,
+        sharing,
+        group(sizes["pipeline"], "pipeline", rank=stage),
+        deck.memory.accumulate == "sliced",
+    )
+    return PlannedStage(models, buckets, pool, synchronizer, residency, ledger)
+
+
+def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
+    """One step of the stage at `place`, as far as buckets are concerned.
+
+    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.
+    """
+    stage.synchronizer.start(schedule.micro_batches)
+    with META, stage.residency.step("plan"):
+        for action in schedule.stages[place]:
+            model = stage.models[action.chunk]
+            if action.kind == "F":
+                _forward(model, stage.residency)
+            elif action.kind == "W":
+                for block in reversed(model.block_list()):
+                    _add(p for p in _of(block) if p.decayed)
+            else:
+                _backward(model, stage.residency, action.kind == "I")
+        stage.synchronizer.finish()
+
+
+def _forward(model: Transformer, residency: Residency) -> None:
+    for unit in model.units():
+        with residency.held(unit[0][0]):
+            pass
+    if model.loss_head is not None:
+        table = model.loss_head.weight[0]
+        with residency.held(table):
+            # The loss adds to the head's gradient as soon as it has the logits.
+            assert not table.requires_grad or table.gradient is not None
+
+
+def _backward(model: Transformer, residency: Residency, waiting: bool) -> None:
+    """Head, final norm, blocks and embedding; with `waiting` the matrices of blocks wait for their W."""
+    if model.loss_head is not None:
+        _add([model.loss_head.weight[0]])
+        with residency.held(model.final_norm.weight):
+            _add(_of(model.final_norm))
+    for block in reversed(model.block_list()):
+        with residency.held(block.unit):
+            _add(p for p in _of(block) if not (waiting and p.decayed))
+    if model.embedding is not None:
+        if model.positions is not None:
+            _add(_of(model.positions))
+        _add([model.embedding.table])
+
+
+def _of(module: nn.Module) -> list[Parameter]:
+    """A module's parameters, the last one first, as backward comes to them."""
+    return [
+        parameter for parameter in reversed(list(module.parameters())) if isinstance(parameter, Parameter)
+    ]
+
+
+def _add(parameters: Iterable[Parameter]) -> None:
+    """One addition to each gradient."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            assert parameter.gradient is not None
+            parameter.added()

@@ -1,0 +1,98 @@
+"""A plan in words and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpctrain.plan.deck import DeckPlan
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.sharding.accounts import Account
+from hpctrain.units import format_bytes, format_count
+
+KINDS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "activation": "activations",
+    "buffer": "buffers",
+    "other": "other",
+}
+SAVINGS_TOLD = 4
+
+
+def plan_text(plan: DeckPlan) -> str:
+    """What every rank holds, where most of it goes, and what would save most."""
+    deck, memory = plan.deck, plan.memory
+    axes = " x ".join(f"{axis} {memory.sizes[axis]}" for axis in ("pipeline", "data", "context", "tensor"))
+    lines = [
+        f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, "
+        f"{deck.precision.compute}, {plan.ranks} rank{'s' if plan.ranks > 1 else ''} ({axes}), "
+        f"layout.zero = {deck.layout.zero}",
+        "",
+        *memory_table(memory),
+        "",
+        _most(memory),
+    ]
+    if plan.savings:
+        lines += ["What would save most, each by itself:"]
+        lines += table(
+            [
+                (f"  --set {saving.change}", f"-{format_bytes(saving.saved)}", format_bytes(saving.total))
+                for saving in plan.savings[:SAVINGS_TOLD]
+            ]
+        )
+    if deck.layout.split == "balanced":
+        lines += ["", 'layout.split = "balanced" is measured when the run starts; here layers go evenly.']
+    return "\n".join(lines) + "\n"
+
+
+def memory_table(memory: MemoryPlan) -> list[str]:
+    """The bytes of one rank of every stage; stages alike share a line."""
+    rows = [("a rank of", "blocks", *KINDS.values(), "total")]
+    groups: list[tuple[list[int], int, Account]] = []
+    for stage in memory.stages:
+        if groups and groups[-1][1:] == (stage.blocks, stage.memory):
+            groups[-1][0].append(stage.stage)
+        else:
+            groups.append(([stage.stage], stage.blocks, stage.memory))
+    for stages, blocks, account in groups:
+        name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
+        if len(memory.stages) == 1:
+            name = "the run"
+        sizes = [format_bytes(account.kinds()[kind]) for kind in KINDS]
+        rows.append((name, str(blocks), *sizes, format_bytes(account.total)))
+    return table(rows)
+
+
+def comparison_table(predicted: Account, measured: Account) -> list[str]:
+    """What was predicted of a rank beside what it held."""
+    rows = [("memory of a rank", "predicted", "measured", "")]
+    pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in KINDS.items()]
+    for name, there, here in [*pairs, ("total", predicted.total, measured.total)]:
+        ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""
+        rows.append((name, format_bytes(there), format_bytes(here), ratio))
+    return table(rows)
+
+
+def _most(memory: MemoryPlan) -> str:
+    """Where most bytes go, on the ranks that hold most."""
+    largest = memory.largest
+    kinds = sorted(largest.memory.kinds().items(), key=lambda item: -item[1])[:2]
+    shares = " and ".join(
+        f"{format_bytes(size)} of {KINDS[kind]} ({100 * size / largest.memory.total:.0f}%)"
+        for kind, size in kinds
+    )
+    where = f"A rank of stage {largest.stage}" if len(memory.stages) > 1 else "A rank"
+    return f"{where} holds at most {format_bytes(largest.memory.total)}; most of it is {shares}."
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns, the first one to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
