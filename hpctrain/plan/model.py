@@ -25,6 +25,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
@@ -177,7 +178,7 @@ def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
                 _forward(model, stage.residency)
             elif action.kind == "W":
                 for block in reversed(model.block_list()):
-                    _add(p for p in _of(block) if p.decayed)
+                    _add(p for p in _of(block) if p in _waiting(block))
             else:
                 _backward(model, stage.residency, action.kind == "I")
         stage.synchronizer.finish()
@@ -195,18 +196,23 @@ def _forward(model: Transformer, residency: Residency) -> None:
 
 
 def _backward(model: Transformer, residency: Residency, waiting: bool) -> None:
-    """Head, final norm, blocks and embedding; with `waiting` the matrices of blocks wait for their W."""
+    """Head, final norm, blocks and embedding; with `waiting` the linear layers of blocks wait for their W."""
     if model.loss_head is not None:
         _add([model.loss_head.weight[0]])
         with residency.held(model.final_norm.weight):
             _add(_of(model.final_norm))
     for block in reversed(model.block_list()):
         with residency.held(block.unit):
-            _add(p for p in _of(block) if not (waiting and p.decayed))
+            apart = _waiting(block) if waiting else set()
+            _add(p for p in _of(block) if p not in apart)
     if model.embedding is not None:
         if model.positions is not None:
             _add(_of(model.positions))
-        _add([model.embedding.table])
+        table = model.embedding.table
+        if table.lookups is None:
+            _add([table])
+        elif table.requires_grad:
+            table.added()
 
 
 def _of(module: nn.Module) -> list[Parameter]:
@@ -214,6 +220,17 @@ def _of(module: nn.Module) -> list[Parameter]:
     return [
         parameter for parameter in reversed(list(module.parameters())) if isinstance(parameter, Parameter)
     ]
+
+
+def _waiting(block: nn.Module) -> set[Parameter]:
+    """The parameters whose gradients are computed in W where backward is split."""
+    found: set[Parameter] = set()
+    for layer in block.modules():
+        if isinstance(layer, ColumnLinear):
+            found |= {*layer.weights, *layer.biases}
+        elif isinstance(layer, RowLinear):
+            found |= {*layer.weights}
+    return found
 
 
 def _add(parameters: Iterable[Parameter]) -> None:
