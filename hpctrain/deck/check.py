@@ -32,6 +32,7 @@ def check_deck(deck: Deck) -> list[Problem]:
         *_tensor(deck),
         *_context(deck),
         *_pipeline(deck),
+        *_zero(deck),
         *_batch(deck),
         *_schedule(deck),
         *_devices(deck),
@@ -78,13 +79,35 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
                 keys,
             )
         ]
-    return list(
-        _global_batch(
+    return [
+        *_global_batch(
             batch.micro_size,
             data,
             {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from},
+        ),
+        *_zero_groups(deck, data * layout.context),
+    ]
+
+
+def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
+    """ZeRO over so many data x context ranks."""
+    layout = deck.layout
+    among = f"{_many(ranks, 'data x context rank')}"
+    size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
+    if ranks % size:
+        yield Problem(
+            "layout.zero_group",
+            f"must divide the {among} ({_or(nearest(size, divisors(ranks)))} would)",
+            ("layout.data", "layout.context"),
         )
-    )
+    elif layout.zero == 3 and size == 1:
+        key, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
+        yield Problem(
+            key,
+            "cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 or 2 would do "
+            f"(there {'is' if ranks == 1 else 'are'} {among})",
+            others,
+        )
 
 
 def _global_batch(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[Problem]:
@@ -273,6 +296,18 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
                 f"adds up to {sum(layout.split)}, not model.layers = {layers}",
                 ("model.layers",),
             )
+
+
+def _zero(deck: Deck) -> Iterator[Problem]:
+    zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
+    if isinstance(group, int) and group < 1:
+        yield Problem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
+    elif group is not None and not zero:
+        yield Problem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
+    if memory.keep_gathered and zero != 3:
+        yield Problem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
+    if memory.accumulate == "sliced" and zero < 2:
+        yield Problem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
 
 
 def _batch(deck: Deck) -> Iterator[Problem]:

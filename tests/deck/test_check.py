@@ -112,6 +112,13 @@ def test_what_fits(overrides: list[str]) -> None:
                 '(1, 2, 4 or 8 would; the form "ring" does not ask for it)'
             ],
         ),
+        (["layout.zero_group=2"], ["layout.zero_group=2: needs layout.zero of 1, 2 or 3, not 0"]),
+        (
+            ["layout.zero_group=0", "layout.zero=1"],
+            ['layout.zero_group=0: must be a number of ranks, 1 or more, or "node"'],
+        ),
+        (["memory.keep_gathered=1"], ["memory.keep_gathered=1: needs layout.zero = 3, not 0"]),
+        (["memory.accumulate=sliced"], ["memory.accumulate=sliced: needs layout.zero of 2 or 3, not 0"]),
         (
             ["layout.sequence_parallel=true"],
             [
@@ -280,3 +287,27 @@ def test_divisors_and_nearest() -> None:
     assert divisors(1) == [1]
     assert nearest(10, divisors(36)) == [4, 6, 9, 12]
     assert nearest(5, [100], count=4) == [100]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "told"),
+    [
+        (["layout.zero=3"], 1, "layout.zero=3: cuts parameters over a single rank, but needs two or more; "),
+        (["layout.zero=3", "layout.tensor=4"], 4, "layout.zero=3: cuts parameters over a single rank"),
+        (["layout.zero=3", "layout.zero_group=1"], 4, "layout.zero_group=1: cuts parameters over a single"),
+        (
+            ["layout.zero=2", "layout.zero_group=3"],
+            8,
+            "layout.zero_group=3: must divide the 8 data x context ranks (1, 2, 4 or 8 would)",
+        ),
+    ],
+)
+def test_groups_of_zero_that_cannot_be(overrides: list[str], ranks: int, told: str) -> None:
+    (problem,) = problems(*overrides, ranks=ranks)
+    assert problem.startswith(told)
+
+
+def test_groups_of_zero_that_can_be() -> None:
+    for overrides in (["layout.zero=3", "layout.zero_group=2"], ["layout.zero=1"], ["layout.zero=3"]):
+        for ranks in (2, 4):
+            check_world(parse_deck(DECK, overrides), ranks)
