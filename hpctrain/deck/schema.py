@@ -167,8 +167,7 @@ class Memory(Section):
         "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
     )
     accumulate: Literal["whole", "sliced"] = key(
-        "Gradients between the micro-batches of a step (layout.zero = 2 and 3): whole, summed over the ranks "
-        "once, or sliced, summed after every micro-batch: less memory, more traffic.",
+        "Between micro-batches (zero = 2, 3): gradients whole, or summed and sliced: less memory, more traffic.",
         "whole",
     )
 

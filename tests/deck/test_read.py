@@ -517,7 +517,7 @@ def test_an_override_without_a_value_puts_the_default_back() -> None:
         (
             "layout.a.b=2",
             "--set layout.a.b=2: unknown key; [layout] has data, tensor, context, "
-            "pipeline, schedule, chunks, split, sequence_parallel, context_form",
+            "pipeline, schedule, chunks, split, zero, zero_group, sequence_parallel, context_form",
         ),
     ],
 )
