@@ -33,6 +33,7 @@ def check_deck(deck: Deck) -> list[Problem]:
         *_context(deck),
         *_pipeline(deck),
         *_zero(deck),
+        *_memory(deck),
         *_batch(deck),
         *_schedule(deck),
         *_devices(deck),
@@ -308,6 +309,22 @@ def _zero(deck: Deck) -> Iterator[Problem]:
         yield Problem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
     if memory.accumulate == "sliced" and zero < 2:
         yield Problem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
+
+
+def _memory(deck: Deck) -> Iterator[Problem]:
+    layout, recompute = deck.layout, deck.memory.recompute
+    parts, split = layout.pipeline * layout.chunks, layout.split
+    if split is None:
+        longest = -(-deck.model.layers // parts)
+    else:
+        longest = max(split) if split != "balanced" else deck.model.layers - parts + 1
+    if isinstance(recompute, int) and not 1 <= recompute <= max(1, longest):
+        yield Problem(
+            "memory.recompute",
+            f"must be from 1 to {max(1, longest)} as a number, the blocks of the longest part of the model "
+            '("full", "sqrt", "selective" and "none" would do, too)',
+            ("model.layers", "layout.pipeline", "layout.chunks", "layout.split"),
+        )
 
 
 def _batch(deck: Deck) -> Iterator[Problem]:

@@ -163,6 +163,11 @@ class Layout(Section):
 class Memory(Section):
     """What a rank keeps, and where."""
 
+    recompute: int | Literal["none", "full", "selective", "sqrt"] = key(
+        "What backward computes again: blocks (full), attention (selective), pieces of N or sqrt(L) blocks.",
+        "none",
+        unit="blocks",
+    )
     keep_gathered: int = key(
         "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
     )

@@ -25,7 +25,8 @@ def wanted(field: FieldInfo) -> str:
         return either(["a list of whole numbers", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
-    return ("a whole number" if kind is int else "a number") + _bounds(field)
+    number = ("a whole number" if kind is int else "a number") + _bounds(field)
+    return either([number, *map(toml_value, _choices(field))])
 
 
 def plain_type(field: FieldInfo) -> Any:

@@ -23,12 +23,17 @@ class Rotary:
         exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float64)
         angles = torch.outer(positions.double(), base ** (-exponents / head_size))
         angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-        self.cosine, self.sine = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate x [s, b, heads, head size] by its positions."""
-        left, right = x.chunk(2, dim=-1)
-        return x * self.cosine + torch.cat((-right, left), dim=-1) * self.sine
+        return turned(x, *self.tables)
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [s, b, heads, head size] rotated, with the tables of a Rotary."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-right, left), dim=-1) * sine
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -63,15 +68,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Attend to all earlier positions of the same sequence."""
         inner = self.inner(x)
-        query, key, value = (
+        parts = [
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
-        )
-        if rotary is not None:
-            query, key = rotary.turn(query), rotary.turn(key)
-        output: Tensor = self.output(self._attend(query, key, value).flatten(2))
+        ]
+        tables = rotary.tables if rotary is not None else ()
+        attended = self.groups.keeping.attend(self._attend, parts, tables)
+        output: Tensor = self.output(attended.flatten(2))
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> Tensor:
+        """The core: rotation, where there are tables for it, and softmax attention."""
+        if tables:
+            query, key = turned(query, *tables), turned(key, *tables)
         context = self.groups.context
         if context.size == 1:
             return causal_attention(query, key, value)

@@ -9,6 +9,9 @@ from hpctrain.deck.schema import Deck
 
 Family = Literal["gpt2", "llama"]
 
+Recomputed = int | Literal["none", "full", "selective", "sqrt"]
+"""What backward computes again; a number is that of blocks of which only the first one's input is kept."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -93,3 +96,13 @@ class ModelShape:
         """
         attention = 12 * self.layers * self.heads * self.head_size * self.sequence
         return 6.0 * self.matrix_parameters + attention
+
+    def recomputed_flops_per_token(self, recompute: Recomputed) -> float:
+        """FLOPs that recomputation adds to one token's backward pass: the forward pass again.
+
+        Of all blocks, or of the products of queries, keys and values alone ("selective").
+        """
+        attention = 4.0 * self.layers * self.heads * self.head_size * self.sequence
+        if recompute in {"none", "selective"}:
+            return attention if recompute == "selective" else 0.0
+        return 2.0 * (self.matrix_parameters - self.vocabulary * self.hidden) + attention

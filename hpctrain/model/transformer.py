@@ -19,6 +19,7 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.norm import Norm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.keeping import Layer
 from hpctrain.parallel.random import DropoutSource, dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter, Shard
@@ -62,6 +63,7 @@ class Block(nn.Module):
         self.attention = Attention(f"{name}.attention", shape, groups)
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
         self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
+        self.parameter_tuple = tuple(p for p in self.parameters() if isinstance(p, Parameter))
 
     @property
     def unit(self) -> Parameter:
@@ -185,9 +187,12 @@ class Transformer(nn.Module):
         rotary = None
         if self.shape.family == "llama":
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
+        layers = []
         for block in self.block_list():
             compute = partial(block, rotary=rotary, source=inputs.dropout, positions=positions)
-            x = self.residency.around(block.unit, compute, x)
+            around = partial(self.residency.around, block.unit, compute)
+            layers.append(Layer(around, block.parameter_tuple))
+        x = self.groups.keeping.run(layers, x, rotary.tables if rotary is not None else ())
         if self.part.predicts:
             x = self.residency.around(self.final_norm.weight, self.final_norm, x)
         return x

@@ -19,7 +19,7 @@ def context_positions(group: Group, form: ContextForm, sequence: int) -> Tensor:
     if size == 1:
         return torch.arange(sequence)
     if form == "all_to_all":
-        return torch.arange(sequence).chunk(size)[rank]
+        return torch.arange(sequence).chunk(size)[rank].clone()
     pieces = torch.arange(sequence).chunk(2 * size)
     return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]))
 

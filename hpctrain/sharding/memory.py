@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.parallel.groups import ContextForm
+from hpctrain.sharding.recompute import segment_size
 
 
 class SavedTensors:
@@ -68,3 +71,104 @@ def statistics_bytes(
     tokens = shape.sequence // context * micro_size
     norms = 2 * 2 * 2 * tokens // (tensor if sequence_parallel else 1)
     return norms + 4 * tokens * shape.heads // tensor
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes that autograd saves of one micro-batch on one rank; see `activation_bytes`.
+
+    `block` of a block whose forward pass is kept, `hidden` of the hidden states between blocks, `shared` of
+    what all blocks of a part share, `embedding` of the part that embeds, `head` of the one that predicts:
+    final norm and loss.
+    """
+
+    block: int
+    hidden: int
+    shared: int
+    embedding: int
+    head: int
+    recompute: Recomputed = "none"
+
+    def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
+        """What a part of the model keeps from a micro-batch's forward to its backward."""
+        size = segment_size(self.recompute, blocks)
+        kept = -(-blocks // size) * self.hidden if size else blocks * self.block
+        kept += self.shared if blocks else 0
+        return kept + (self.embedding if embeds else 0) + (self.head if predicts else 0)
+
+    def again(self, blocks: int) -> int:
+        """What is there besides while the longest segment of a part is computed again, in backward."""
+        size = segment_size(self.recompute, blocks)
+        return size * self.block - self.hidden if size else 0
+
+
+def activation_bytes(
+    shape: ModelShape,
+    micro_size: int,
+    dtype: torch.dtype,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    context: int = 1,
+    context_form: ContextForm = "ring",
+    recompute: Recomputed = "none",
+    device: str = "cpu",
+) -> ActivationBytes:
+    """What autograd saves of `micro_size` sequences, each storage once.
+
+    `dtype` is that of weights and activations; `device` ("cpu" or "cuda") decides what norms save.
+    """
+    size = dtype.itemsize
+    tokens = shape.sequence // context * micro_size
+    rows = tokens // tensor if sequence_parallel else tokens
+    hidden = size * rows * shape.hidden
+    mask = rows * shape.hidden if shape.dropout else 0
+    norm = _norm_bytes(shape, rows, size, device)
+    inner = size * tokens * shape.mlp // tensor
+    feed_forward = norm + hidden + (4 if shape.family == "llama" else 2) * inner + mask
+    attention = norm + hidden + mask
+    attention += _attention_bytes(shape, tokens, size, tensor, context, context_form, recompute)
+    tables = 2 * size * shape.sequence // context * shape.head_size if shape.family == "llama" else 0
+    # Token ids, with a mark of those that other ranks look up; and the places of the learned positions.
+    embedding = (8 if tensor == 1 else 9) * tokens + mask
+    if shape.family == "gpt2":
+        embedding += 8 * shape.sequence // context
+    return ActivationBytes(
+        block=attention + feed_forward,
+        hidden=hidden,
+        shared=tables,
+        embedding=embedding,
+        head=norm + size * tokens * shape.hidden,
+        recompute=recompute,
+    )
+
+
+def _norm_bytes(shape: ModelShape, rows: int, size: int, device: str) -> int:
+    """A norm's input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
+    statistic = 4 if device == "cuda" else size
+    if shape.family == "gpt2":
+        return size * rows * shape.hidden + 2 * statistic * rows
+    return (size if device == "cuda" else 8) * rows * shape.hidden + 4 * rows
+
+
+def _attention_bytes(
+    shape: ModelShape,
+    tokens: int,
+    size: int,
+    tensor: int,
+    context: int,
+    context_form: ContextForm,
+    recompute: Recomputed,
+) -> int:
+    """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
+    unit = size * tokens * shape.head_size
+    heads, shared = shape.heads // tensor, max(1, shape.key_value_heads // tensor)
+    projected, output = (heads + 2 * shared) * unit, heads * unit
+    if recompute == "selective":
+        return projected + output
+    log_sum = 4 * tokens * heads
+    if context > 1 and context_form == "all_to_all":
+        # The exchanged queries, keys, values and output, and the output as it comes back.
+        return (heads + 2 * max(shared, context)) * unit + 2 * output + log_sum
+    rotated = (heads + shared) * unit if shape.family == "llama" else 0
+    return projected + rotated + output + log_sum

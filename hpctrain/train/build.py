@@ -28,6 +28,7 @@ from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.recompute import Recompute
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 from hpctrain.train.place import Placement, place_layers
 
@@ -124,6 +125,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
+        keeping=Recompute(deck.memory.recompute),
     )
     shape = ModelShape.of(deck, settled)
     dtype = DTYPES[deck.precision.compute]

@@ -50,6 +50,8 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ["learning_rate.decay=constant", "learning_rate.decay_steps=1", "learning_rate.warmup=20"],
         ["communication.transport=nccl", "run.device=cuda"],
         ["model.vocabulary=257", "layout.tensor=2"],  # padded, so it need not divide
+        ["memory.recompute=2"],
+        ["memory.recompute=sqrt", "layout.pipeline=2"],
     ],
 )
 def test_what_fits(overrides: list[str]) -> None:
@@ -59,6 +61,20 @@ def test_what_fits(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (
+            ["memory.recompute=0"],
+            [
+                "memory.recompute=0: must be from 1 to 2 as a number, the blocks of the longest part of the "
+                'model ("full", "sqrt", "selective" and "none" would do, too)'
+            ],
+        ),
+        (
+            ["memory.recompute=3", "model.layers=5", "layout.pipeline=3"],
+            [
+                "memory.recompute=3: must be from 1 to 2 as a number, the blocks of the longest part of the "
+                'model ("full", "sqrt", "selective" and "none" would do, too)'
+            ],
+        ),
         (
             ["model.heads=12"],
             ["model.heads=12: must divide model.hidden = 64 (2, 4, 8 or 16 would)"],

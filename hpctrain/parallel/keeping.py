@@ -1,0 +1,37 @@
+"""What is kept of a forward pass for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hpctrain.parallel.shard import Parameter
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Some step of a model: its computation, from hidden states to hidden states, and its parameters.
+
+    Computing it again gives the same bits.
+    """
+
+    compute: Callable[[Tensor], Tensor]
+    parameters: Sequence[Parameter]
+
+
+class Keeping:
+    """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides both methods."""
+
+    def run(self, layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
+        """All layers, one after the other, of x. `shared` are tensors that every layer uses besides."""
+        for layer in layers:
+            x = layer.compute(x)
+        return x
+
+    def attend(
+        self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """`compute(*inputs, *shared)`, the core of attention: without parameters, and large inside."""
+        return compute(*inputs, *shared)
