@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import time
@@ -102,11 +103,14 @@ class Run:
         if deck.run.trace:
             most = TRACED_SPANS // (deck.run.trace_steps * world.size)
             world.ledger.timeline = Timeline(deck.run.trace_steps, most)
+        gc.collect()
+        gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
         try:
             while self.state.step < deck.run.steps:
                 self._train_step(peak, metrics, progress)
             self._finish(progress)
         finally:
+            gc.unfreeze()
             world.ledger.timeline = None
             if progress is not None:
                 progress.close()
