@@ -172,7 +172,7 @@ class Memory(Section):
         "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
     )
     accumulate: Literal["whole", "sliced"] = key(
-        "Between micro-batches (zero = 2, 3): gradients whole, or summed and sliced: less memory, more traffic.",
+        "Gradients between micro-batches (zero = 2, 3): sliced ones take less memory and more traffic.",
         "whole",
     )
 
