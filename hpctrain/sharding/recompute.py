@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, sqrt
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.keeping import Keeping, Layer
+from hpctrain.sharding.activations import ActivationStore, Segment
 
 
 def segment_size(recompute: Recomputed, layers: int) -> int:
@@ -26,19 +28,27 @@ class Recompute(Keeping):
     """Keeps the inputs of segments of layers, or of the core of attention ("selective").
 
     Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held
-    back, and parameters gathered for a while, inside of a segment as outside.
+    back, and parameters gathered for a while, inside of a segment as outside. With a `store`, what segments
+    (or blocks, where these are kept) save waits there.
     """
 
-    def __init__(self, recompute: Recomputed) -> None:
-        self.recompute = recompute
+    def __init__(self, recompute: Recomputed, store: ActivationStore | None = None) -> None:
+        self.recompute, self.store = recompute, store
 
     def run(self, layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
         """All layers of x; each segment again in its backward."""
         size = segment_size(self.recompute, len(layers))
-        if not size or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (not size and self.store is None):
             return super().run(layers, x, shared)
-        for first in range(0, len(layers), size):
-            x = again(layers[first : first + size], x, shared)
+        compute = partial(again, shared=shared) if size else super().run
+        segment: Segment | None = None
+        for first in range(0, len(layers), size or 1):
+            layer = layers[first : first + (size or 1)]
+            if self.store is None:
+                x = compute(layer, x)
+            else:
+                with self.store.saving(x, shared, before=segment) as segment:
+                    x = compute(layer, x)
         return x
 
     def attend(
