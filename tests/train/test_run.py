@@ -106,6 +106,8 @@ def test_ten_steps_and_ten_more_are_twenty(
         ((), ("layout.tensor=2", "layout.sequence_parallel=true")),
         (("layout.context=2",), ("layout.pipeline=2",)),
         (("layout.pipeline=2",), ("layout.tensor=2",)),
+        (("layout.zero=3", "precision.compute=bf16"), ("layout.pipeline=2", "precision.compute=bf16")),
+        (("layout.context=2",), ("layout.zero=2",)),
     ],
     ids=str,
 )
@@ -123,6 +125,22 @@ def test_a_run_goes_on_on_another_layout(
         found = [row["loss"] for row in read_metrics(parts / "metrics.jsonl")]
         assert found[:10] == expected[:10]
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_run_goes_on_in_another_stage_of_zero_bit_for_bit(
+    world: World, deck_file: Path, mpi_tmp_path: Path
+) -> None:
+    precision = "precision.compute=bf16"
+    whole, parts = mpi_tmp_path / "whole", mpi_tmp_path / "parts"
+    run_deck(world, deck_file, [f"run.dir={whole}", precision])
+    run_deck(world, deck_file, [f"run.dir={parts}", precision, "run.steps=5", "layout.zero=3"])
+    for steps, stage in ((10, 1), (15, 0), (20, 2)):
+        resume(world, parts, [f"run.steps={steps}", f"layout.zero={stage}"])
+    name = "checkpoints/step-00000020.h5"
+    expected, found = contents(whole / name), contents(parts / name)
+    for key, values in expected.items():
+        assert values.tobytes() == found[key].tobytes(), key
 
 
 @pytest.mark.mpi(min_size=1)
