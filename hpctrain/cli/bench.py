@@ -52,8 +52,22 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @click.option(
     "--against",
     multiple=True,
-    type=click.Choice(["torch-tensor", "torch-sequence", "torch-pipeline", "torch-interleaved"]),
-    help="Also torch's own tensor (and sequence) parallelism, or pipeline, over gloo.",
+    type=click.Choice(
+        ["torch-tensor", "torch-sequence", "torch-pipeline", "torch-interleaved", "fsdp2", "deepspeed"]
+    ),
+    help="Also torch's tensor (and sequence) parallelism, pipeline or FSDP2, or DeepSpeed's ZeRO, over gloo.",
+)
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar='"KEY=VALUE ..."',
+    help="Also the deck with these further changes, e.g. layout.zero=3.",
+)
+@click.option(
+    "--only",
+    metavar="NAME",
+    help="Of all these measure one alone, with its peak memory: deck, no-sync, a variant's changes...",
 )
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
 def train(
@@ -64,11 +78,13 @@ def train(
     no_sync: bool,
     data_parallel: bool,
     against: tuple[str, ...],
+    variants: tuple[str, ...],
+    only: str | None,
     path: Path | None,
 ) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.bench_train import Comparison, bench_train
 
-    wish = Comparison(steps, rounds, no_sync, data_parallel, against)
+    wish = Comparison(steps, rounds, no_sync, data_parallel, against, variants, only)
     run_verb(lambda world: bench_train(world, deck, overrides, wish, path))

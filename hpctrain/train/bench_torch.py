@@ -107,7 +107,7 @@ class TorchBlock(nn.Module):
         return output
 
 
-class _Model(nn.Module):
+class TorchModel(nn.Module):
     """The deck's model in plain torch, batch first; positions of gpt2 are learned."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -122,6 +122,7 @@ class _Model(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [b, s] -> logits [b, s, V]."""
         positions = torch.arange(tokens.shape[1])
         x = self.embedding(tokens)
         rotary = None
@@ -142,7 +143,7 @@ def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
     if deck.layout.tensor != world.size:
         raise HpctrainError("--against: needs a deck whose layout.tensor is the number of ranks")
     torch.manual_seed(deck.run.seed)
-    model = _Model(shape).to(DTYPES[deck.precision.compute])
+    model = TorchModel(shape).to(DTYPES[deck.precision.compute])
     _parallelize(model, rival, init_device_mesh("cpu", (world.size,)))
     # Torch's foreach optimizer takes split and whole parameters in groups of their own; clipping, which
     # takes no mixture either, is left out, to torch's advantage.
@@ -165,7 +166,7 @@ def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
     return step
 
 
-def _parallelize(model: _Model, rival: Rival, mesh: DeviceMesh) -> None:
+def _parallelize(model: TorchModel, rival: Rival, mesh: DeviceMesh) -> None:
     local = rival.sequence_parallel
     between = Shard(1) if local else Replicate()
     outer = {

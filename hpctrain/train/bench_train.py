@@ -1,7 +1,7 @@
 """`hpctrain bench train`: tokens/s, MFU and time by phase, variants side by side in one run.
 
 All variants are built first and then take turns, so that the machine's drift meets them alike; what
-counts is the ratio within a round.
+counts is the ratio within a round. One alone shows the memory that it takes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
@@ -31,13 +32,16 @@ from hpctrain.sharding.memory import SavedTensors, gpt_activation_bytes
 from hpctrain.train.bench_stages import Prediction, StageProbe, sentence, table
 from hpctrain.train.bench_torch import RIVALS, torch_step
 from hpctrain.train.bench_torch_pipeline import PIPELINE_RIVALS, pipeline_step
+from hpctrain.train.bench_torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.train.build import DTYPES, build_engine, make_mesh
 from hpctrain.train.machine import measure_gemm_flops
+from hpctrain.train.metrics import peak_rss_bytes
 from hpctrain.train.step import Step, TrainState
 from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes, format_count
 
 DEFAULT_VOCABULARY = 320
+OWN = "deck"
 PHASES = ("forward", "backward", "synchronize", "step", "other")
 
 
@@ -61,7 +65,8 @@ class Variant:
 class Figures:
     """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase.
 
-    `pipeline` is the simulator's prediction, of a variant with stages.
+    `pipeline` is the simulator's prediction, of a variant with stages. `peak_bytes` is the most memory that
+    a rank had in use, of a variant alone in its process.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Figures:
     mfu: float
     phase_ms: dict[str, float]
     pipeline: Prediction | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ class Comparison:
     """What to measure beside the deck's own layout, and how long.
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
-    over data ranks only. `against`: torch's own ways, by the names of `bench_torch.RIVALS` and
-    `bench_torch_pipeline.PIPELINE_RIVALS`.
+    over data ranks only. `variants`: the same deck with further changes, `KEY=VALUE` separated by spaces.
+    `against`: others' ways, by the names of `bench_torch.RIVALS`, `bench_torch_pipeline.PIPELINE_RIVALS` and
+    `bench_torch_sharded.SHARDED_RIVALS`. `only`: none of these but the one of this name, or the deck's own
+    layout, "deck".
     """
 
     steps: int
@@ -85,6 +93,8 @@ class Comparison:
     no_sync: bool = False
     data_parallel: bool = False
     against: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    only: str | None = None
 
 
 def bench_train(
@@ -96,21 +106,28 @@ def bench_train(
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
-    variants = [_training(_layout_name(mesh), deck, world, mesh)]
-    if wish.data_parallel:
-        copies = Mesh(world, {"data": world.size})
-        variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
-    if wish.no_sync:
-        variants.append(_independent(deck, world))
-    if wish.against:
+    with world.agreement():
+        names, changed = _chosen(wish), _changed(path, overrides, wish)
+    gloo = any(name in wish.against for name in names)
+    if gloo:
         start_gloo(world)
-    for name in wish.against:
-        if name in PIPELINE_RIVALS:
-            step = pipeline_step(name, deck, world, variants[0].split)
+    variants: list[Variant] = []
+    for name in names:
+        if name in wish.against:
+            split = variants[0].split if variants else ()
+            variants.append(_rival(name, deck, world, split))
+        elif name == "no-sync":
+            variants.append(_independent(deck, world))
+        elif name == "data-parallel":
+            copies = Mesh(world, {"data": world.size})
+            variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
+        elif name in changed:
+            other = changed[name]
+            variants.append(_training(name, other, world, make_mesh(other, world)))
         else:
-            step = torch_step(RIVALS[name], deck, world)
-        tokens = deck.batch.global_size * deck.batch.sequence / world.size
-        variants.append(Variant(name, step, tokens, dict))
+            variants.append(_training(_layout_name(mesh), deck, world, mesh))
+    measured = _measure(world, variants, wish)
+    memory = _peak_bytes(world) if len(variants) == 1 else None
     peak = _mean(world, measure_gemm_flops(DTYPES[deck.precision.compute], world.device))
     flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
     figures = [
@@ -120,10 +137,11 @@ def bench_train(
             median(rates) * flops / (peak * world.size),
             phases,
             variant.probe.prediction() if variant.probe is not None else None,
+            memory,
         )
-        for variant, rates, phases in _measure(world, variants, wish)
+        for variant, rates, phases in measured
     ]
-    if wish.against:
+    if gloo:
         stop_gloo()
     activations = _activations(deck, world, mesh)
     if world.rank == 0:
@@ -137,6 +155,44 @@ def bench_train(
 def _with_vocabulary(deck: Deck) -> Deck:
     vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
     return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+
+
+def _chosen(wish: Comparison) -> list[str]:
+    """The names of what to measure, in order; HpctrainError where `only` is none of them."""
+    names = [OWN]
+    names += ["data-parallel"] if wish.data_parallel else []
+    names += ["no-sync"] if wish.no_sync else []
+    names += [*wish.variants, *wish.against]
+    if wish.only is None:
+        return names
+    if wish.only not in names:
+        raise HpctrainError(f"--only {wish.only}: is not among what is compared: {', '.join(names)}")
+    return [wish.only]
+
+
+def _changed(path: Path, overrides: Sequence[str], wish: Comparison) -> dict[str, Deck]:
+    """The deck of each of the wish's variants."""
+    return {
+        changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()]))
+        for changes in wish.variants
+    }
+
+
+def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
+    """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
+    if name in PIPELINE_RIVALS:
+        step = pipeline_step(name, deck, world, split)
+    elif name in SHARDED_RIVALS:
+        step = sharded_step(name, deck, world)
+    else:
+        step = torch_step(RIVALS[name], deck, world)
+    return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
+
+
+def _peak_bytes(world: World) -> int:
+    """The most memory that a rank of the world has had in use: of its GPU, or resident. Collective."""
+    own = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else peak_rss_bytes()
+    return int(world.everyone.all_reduce(torch.tensor(own), "max").item())
 
 
 def _layout_name(mesh: Mesh) -> str:
@@ -268,3 +324,5 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
         if row.pipeline is not None:
             console.print(table(row.pipeline))
             console.print(sentence(row.pipeline))
+        if row.peak_bytes is not None:
+            console.print(f"{row.name}: a rank had at most {format_bytes(row.peak_bytes)} of memory in use")

@@ -1,0 +1,118 @@
+"""The same model cut over data ranks by others, over gloo: torch's FSDP2, and DeepSpeed's ZeRO.
+
+DeepSpeed is no dependency: who compares with it installs it (`pip install deepspeed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.train.bench_torch import TorchModel
+from hpctrain.train.build import DTYPES
+
+
+def sharded_step(name: str, deck: Deck, world: World) -> Callable[[], None]:
+    """One optimizer step of the deck's global batch by one of SHARDED_RIVALS, on data ranks only.
+
+    Formats are as in our own: master weights, sums of gradients and moments in fp32. Clipping is left
+    out, to the rival's advantage. HpctrainError for a deck with other ranks than data ranks, one that the
+    rival cannot do, and where it is not installed.
+    """
+    assert deck.model.vocabulary is not None
+    layout = deck.layout
+    if max(layout.tensor, layout.context, layout.pipeline) > 1:
+        raise HpctrainError(f"--against {name}: needs a deck of data ranks only")
+    if deck.batch.global_size % (deck.batch.micro_size * world.size):
+        raise HpctrainError(
+            f"--against {name}: needs a batch.global_size that is a multiple of batch.micro_size times the "
+            f"{world.size} ranks"
+        )
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    torch.manual_seed(deck.run.seed)
+    step = SHARDED_RIVALS[name](deck, world, TorchModel(shape))
+    micro = deck.batch.micro_size
+    count = deck.batch.global_size // (micro * world.size)
+    torch.manual_seed(deck.run.seed + world.rank)
+    tokens = torch.randint(shape.vocabulary, (count, micro, shape.sequence + 1))
+    return lambda: step(tokens)
+
+
+def _loss(logits: Tensor, batch: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], None]:
+    """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
+    if deck.precision.compute == "fp16":
+        raise HpctrainError("--against fsdp2: has no loss scale; give it fp32 or bf16")
+    mesh = init_device_mesh("cpu", (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[deck.precision.compute], reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule) and isinstance(model, nn.Module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    once = deck.memory.accumulate == "whole"
+
+    def step(tokens: Tensor) -> None:
+        for index, batch in enumerate(tokens):
+            model.set_requires_gradient_sync(not once or index == len(tokens) - 1)
+            (_loss(model(batch[:, :-1]), batch) / len(tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], None]:
+    """DeepSpeed's ZeRO of the deck's stage, 3 where the deck has none."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(world.rank))
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise HpctrainError(
+            f"--against deepspeed: DeepSpeed cannot be loaded ({error}); `pip install deepspeed` would help"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells of the operations that it builds
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    compute, micro = deck.precision.compute, deck.batch.micro_size
+    settings = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": deck.batch.global_size // (micro * world.size),
+        "zero_optimization": {"stage": deck.layout.zero or 3},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": compute == "bf16"},
+        "fp16": {"enabled": compute == "fp16"},
+        "steps_per_print": 2**31,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(tokens: Tensor) -> None:
+        for batch in tokens:
+            engine.backward(_loss(engine(batch[:, :-1]), batch))
+            engine.step()
+
+    return step
+
+
+SHARDED_RIVALS = MappingProxyType({"fsdp2": _fsdp2, "deepspeed": _deepspeed})
