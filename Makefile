@@ -80,7 +80,7 @@ run: install $(QUICK)-data/tokens.h5
 
 bench: install
 	@$(LAUNCHER); $$launch 2 $(HPCTRAIN) bench collectives; \
-	for deck in inputs/bench/*.toml; do echo "== $$deck"; $$launch 2 $(HPCTRAIN) bench train "$$deck"; done
+	for deck in inputs/bench/*-17m.toml; do echo "== $$deck"; $$launch 2 $(HPCTRAIN) bench train "$$deck"; done
 
 lint: install
 	@$(PYTHON_HERE) -m ruff check

@@ -27,38 +27,44 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.train.bench_torch import TorchModel
 from hpctrain.train.build import DTYPES
 
+LEARNING_RATE = 1e-4
 
-def sharded_step(name: str, deck: Deck, world: World) -> Callable[[], None]:
+
+def sharded_step(name: str, deck: Deck, world: World) -> Callable[[], Tensor]:
     """One optimizer step of the deck's global batch by one of SHARDED_RIVALS, on data ranks only.
 
-    Formats are as in our own: master weights, sums of gradients and moments in fp32. Clipping is left
-    out, to the rival's advantage. HpctrainError for a deck with other ranks than data ranks, one that the
-    rival cannot do, and where it is not installed.
+    The step gives the mean loss of this rank's tokens, which are always the same. Formats are as in our
+    own: master weights, sums of gradients and moments in fp32. Clipping is left out, to the rival's
+    advantage. HpctrainError for a deck with other ranks than data ranks, one that the rival cannot do, and
+    where it is not installed.
     """
     assert deck.model.vocabulary is not None
     layout = deck.layout
     if max(layout.tensor, layout.context, layout.pipeline) > 1:
         raise HpctrainError(f"--against {name}: needs a deck of data ranks only")
-    if deck.batch.global_size % (deck.batch.micro_size * world.size):
-        raise HpctrainError(
-            f"--against {name}: needs a batch.global_size that is a multiple of batch.micro_size times the "
-            f"{world.size} ranks"
-        )
     shape = ModelShape.of(deck, deck.model.vocabulary)
     torch.manual_seed(deck.run.seed)
     step = SHARDED_RIVALS[name](deck, world, TorchModel(shape))
     micro = deck.batch.micro_size
-    count = deck.batch.global_size // (micro * world.size)
-    torch.manual_seed(deck.run.seed + world.rank)
-    tokens = torch.randint(shape.vocabulary, (count, micro, shape.sequence + 1))
+    count, rest = divmod(deck.batch.global_size, micro * world.size)
+    assert rest == 0, (deck.batch.global_size, micro, world.size)
+    tokens = rank_tokens(deck, world.rank, count)
     return lambda: step(tokens)
+
+
+def rank_tokens(deck: Deck, rank: int, count: int) -> Tensor:
+    """The tokens of a rank's `count` micro-batches, [count, b, s + 1]."""
+    vocabulary = deck.model.vocabulary
+    assert vocabulary is not None
+    shape = (count, deck.batch.micro_size, deck.batch.sequence + 1)
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(deck.run.seed + rank))
 
 
 def _loss(logits: Tensor, batch: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], None]:
+def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
     """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
     if deck.precision.compute == "fp16":
         raise HpctrainError("--against fsdp2: has no loss scale; give it fp32 or bf16")
@@ -68,20 +74,24 @@ def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], No
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule) and isinstance(model, nn.Module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
     once = deck.memory.accumulate == "whole"
 
-    def step(tokens: Tensor) -> None:
+    def step(tokens: Tensor) -> Tensor:
+        total = torch.zeros(())
         for index, batch in enumerate(tokens):
             model.set_requires_gradient_sync(not once or index == len(tokens) - 1)
-            (_loss(model(batch[:, :-1]), batch) / len(tokens)).backward()
+            loss = _loss(model(batch[:, :-1]), batch) / len(tokens)
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
+        return total
 
     return step
 
 
-def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], None]:
+def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
     """DeepSpeed's ZeRO of the deck's stage, 3 where the deck has none."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(world.rank))
@@ -104,13 +114,17 @@ def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor]
         "fp16": {"enabled": compute == "fp16"},
         "steps_per_print": 2**31,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
-    def step(tokens: Tensor) -> None:
+    def step(tokens: Tensor) -> Tensor:
+        total = torch.zeros(())
         for batch in tokens:
-            engine.backward(_loss(engine(batch[:, :-1]), batch))
+            loss = _loss(engine(batch[:, :-1]), batch)
+            engine.backward(loss)
             engine.step()
+            total += loss.detach()
+        return total / len(tokens)
 
     return step
 

@@ -54,7 +54,7 @@ class Variant:
     """
 
     name: str
-    step: Callable[[], None]
+    step: Callable[[], object]
     tokens: float
     phases: Callable[[], dict[str, float]]
     split: tuple[int, ...] = ()
@@ -180,6 +180,7 @@ def _changed(path: Path, overrides: Sequence[str], wish: Comparison) -> dict[str
 
 def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
     """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
+    step: Callable[[], object]
     if name in PIPELINE_RIVALS:
         step = pipeline_step(name, deck, world, split)
     elif name in SHARDED_RIVALS:
