@@ -143,10 +143,12 @@ def bench_train(
     ]
     if gloo:
         stop_gloo()
-    activations = _activations(deck, world, mesh)
+    # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
+    activations = _activations(deck, world, mesh) if wish.only is None else ""
     if world.rank == 0:
         _show(deck, world, figures, peak)
-        print(activations)
+        if activations:
+            print(activations)
         if output is not None:
             output.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n", encoding="utf-8")
     return 0
