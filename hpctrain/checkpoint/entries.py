@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+import torch
 
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.comm.mesh import Mesh
 from hpctrain.optim.adamw import Moments
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.scratch import Flat
 
 
 def training_entries(
-    buckets: Sequence[Bucket], moments: Sequence[Moments], mesh: Mesh, writing: bool = False
+    buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], mesh: Mesh, writing: bool = False
 ) -> list[Entry]:
     """Entries `/model/<name>`, `/master/<name>` (half precision only) and `/optimizer/<moment>/<name>`.
 
@@ -22,12 +23,14 @@ def training_entries(
     """
     entries: list[Entry] = []
     for bucket, moment in zip(buckets, moments, strict=True):
-        flats: dict[str, Tensor] = {
-            "/model": bucket.own_values,
+        half = bucket.dtype != torch.float32
+        flats: dict[str, Flat] = {
+            # In single precision the master weights, wherever they are, are the parameters.
+            "/model": bucket.own_values if half else moment.master,
             "/optimizer/exp_avg": moment.exp_avg,
             "/optimizer/exp_avg_sq": moment.exp_avg_sq,
         }
-        if moment.master is not bucket.own_values:
+        if half:
             flats["/master"] = moment.master
         for place, flat in flats.items():
             entries += _entries(place, flat, bucket, mesh, writing)
@@ -41,7 +44,7 @@ def model_entries(buckets: Sequence[Bucket], mesh: Mesh) -> list[Entry]:
     ]
 
 
-def _entries(place: str, flat: Tensor, bucket: Bucket, mesh: Mesh, writing: bool) -> Iterator[Entry]:
+def _entries(place: str, flat: Flat, bucket: Bucket, mesh: Mesh, writing: bool) -> Iterator[Entry]:
     """Entries of the bucket's own elements, in `flat`.
 
     Tied embeddings lie on two stages. Where they are whole there, they are copies of each other; slices are

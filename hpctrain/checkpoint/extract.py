@@ -38,19 +38,19 @@ class Source:
         host = entry.values.device.type == "cpu"
         for block in found:
             for chunk in block.cut(max(1, self.buffer_bytes // stored.item_bytes)):
-                view = chunk.view(entry.values)
-                direct = host and chunk.contiguous
-                target = view.reshape(-1) if direct else torch.empty(chunk.elements, dtype=view.dtype)
-                words = target.numpy().view(f"u{stored.item_bytes}")
-                rest = words
-                for group in runs(chunk.start, chunk.shape, stored.shape):
-                    count = group.count * group.length
-                    self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
-                    rest = rest[count:]
-                if sums is not None:
-                    checksum.add(sums, words, chunk.start, chunk.shape, stored.shape)
-                if not direct:
-                    view.copy_(target.reshape(chunk.shape))
+                with chunk.filling(entry.values) as view:
+                    direct = host and chunk.contiguous
+                    target = view.reshape(-1) if direct else torch.empty(chunk.elements, dtype=view.dtype)
+                    words = target.numpy().view(f"u{stored.item_bytes}")
+                    rest = words
+                    for group in runs(chunk.start, chunk.shape, stored.shape):
+                        count = group.count * group.length
+                        self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
+                        rest = rest[count:]
+                    if sums is not None:
+                        checksum.add(sums, words, chunk.start, chunk.shape, stored.shape)
+                    if not direct:
+                        view.copy_(target.reshape(chunk.shape))
 
     def read(self, words: Words, offset: int) -> None:
         """Fill a contiguous array from the file at `offset` bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from zlib import crc32
@@ -13,6 +14,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from hpctrain.parallel.shard import Shard
+from hpctrain.sharding.scratch import Flat
 
 Index = tuple[int, ...]
 
@@ -40,22 +42,24 @@ class Entry:
     """What one rank holds of one dataset: a flat range of its Shard's local piece.
 
     `dataset` is the full name in the file, such as "/model/<name>" or "/optimizer/exp_avg/<name>".
-    `values` is 1-D and contiguous: the elements `offset` to `offset + values.numel()` of the piece of
-    shape `shard.local`, row-major, padding included. This rank is number `copy` of the `copies` ranks
-    that hold exactly these values, over whatever axes; the Shard's own `copy` is not consulted.
+    `values` is 1-D and contiguous, in memory or in a file: the elements `offset` to
+    `offset + values.numel()` of the piece of shape `shard.local`, row-major, padding included.
+    This rank is number `copy` of the `copies` ranks that hold exactly these values, over
+    whatever axes; the Shard's own `copy` is not consulted.
     Writing is spread over the copies. Pieces that are not copies must not overlap.
     """
 
     dataset: str
     shard: Shard
-    values: Tensor
+    values: Flat
     offset: int = 0
     copy: int = 0
     copies: int = 1
 
     def __post_init__(self) -> None:
         assert self.dataset.startswith("/") and not self.dataset.endswith("/"), self.dataset
-        assert self.values.dim() == 1 and self.values.is_contiguous(), self.dataset
+        if isinstance(self.values, Tensor):
+            assert self.values.dim() == 1 and self.values.is_contiguous(), self.dataset
         assert 0 <= self.offset <= self.shard.elements - self.values.numel(), self.dataset
         assert 0 <= self.copy < self.copies, self.dataset
         assert self.kind in STORED_AS, (self.dataset, self.kind)
@@ -115,6 +119,27 @@ class Block:
         """The rectangle as a strided view into the Entry's values, its bits as integers."""
         bits = values.view(_BITS[values.element_size()])
         return bits.as_strided(self.shape, self.strides, bits.storage_offset() + self.at)
+
+    def load(self, values: Flat) -> Tensor:
+        """As `view`, of values that may lie in a file; then it is a copy."""
+        if isinstance(values, Tensor):
+            return self.view(values)
+        return replace(self, at=0).view(values[self.at : self.at + self._span].load())
+
+    @contextmanager
+    def filling(self, values: Flat) -> Iterator[Tensor]:
+        """As `view`, to be overwritten within; in a file, what lies between the rows becomes zero."""
+        if isinstance(values, Tensor):
+            yield self.view(values)
+            return
+        memory = torch.zeros(self._span, dtype=values.dtype)
+        yield replace(self, at=0).view(memory)
+        values[self.at : self.at + self._span].store(memory)
+
+    @property
+    def _span(self) -> int:
+        """Elements from the first to the last in memory."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     def cut(self, limit: int) -> Iterator[Block]:
         """The rectangle in consecutive rectangles of at most `limit` elements."""

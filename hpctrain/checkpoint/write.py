@@ -226,6 +226,8 @@ def _write_tensors(
                 _write(file[name].id, part, block, sums[-1])
     except OSError as error:
         problems.append(f"{temporary}: cannot write {name}: {describe(error)}")
+    except InputOutputError as error:  # of values that lie in a file
+        problems += error.problems
     try:
         file.flush()
         file.close()
@@ -245,7 +247,7 @@ def _open_shared(temporary: Path, group: Group) -> h5py.File:
 
 def _write(dataset: h5py.h5d.DatasetID, entry: Entry, block: Block, sums: Sums) -> None:
     """One call of HDF5, of this rank alone, and the checksum of what it writes."""
-    words = block.view(entry.values).contiguous().cpu().numpy().reshape(-1)
+    words = block.load(entry.values).contiguous().cpu().numpy().reshape(-1)
     checksum.add(sums, words.view(f"u{words.itemsize}"), block.start, block.shape, entry.shape)
     place = dataset.get_space()
     place.select_hyperslab(block.start, block.shape)

@@ -12,6 +12,8 @@ from hpctrain.errors import HpctrainError
 ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
 """Schedules of one part a stage."""
 
+NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -37,6 +39,7 @@ def check_deck(deck: Deck) -> list[Problem]:
         *_batch(deck),
         *_schedule(deck),
         *_devices(deck),
+        *_offload(deck),
     ]
 
 
@@ -361,6 +364,25 @@ def _devices(deck: Deck) -> Iterator[Problem]:
             'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)',
             ("run.device",),
         )
+
+
+def _offload(deck: Deck) -> Iterator[Problem]:
+    memory = deck.memory
+    if memory.parameters != "device" and deck.layout.zero < 3:
+        yield Problem(
+            "memory.parameters",
+            f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}",
+            ("layout.zero",),
+        )
+    if memory.parameters != "device" and memory.optimizer == "device":
+        yield Problem(
+            "memory.parameters",
+            'needs memory.optimizer = "host" or "disk": the update is where the parameters are',
+            ("memory.optimizer",),
+        )
+    for name in ("optimizer", "parameters"):
+        if getattr(memory, name) == "host" and deck.run.device == "cpu":
+            yield Problem(f"memory.{name}", NO_HOST, ("run.device",))
 
 
 def _shares(heads: int, ranks: int) -> bool:

@@ -175,6 +175,22 @@ class Memory(Section):
         "Gradients between micro-batches (zero = 2, 3): sliced ones take less memory and more traffic.",
         "whole",
     )
+    optimizer: Literal["device", "host", "disk"] = key(
+        "Where master weights and moments live: with host (GPUs only) and disk the CPU does the update.",
+        "device",
+    )
+    parameters: Literal["device", "host", "disk"] = key(
+        "Where this rank's slices of the parameters live (layout.zero = 3).", "device"
+    )
+    offload_dir: str | None = key(
+        "Folder on a fast disk, for what lives there; its files go with the run.",
+        None,
+        derived="<run.dir>/offload",
+        min_length=1,
+    )
+    offload_buffer: Bytes = key(
+        "Memory for optimizer state on its way from and to the disk.", 256_000_000, unit="bytes", ge=4096
+    )
 
 
 class Batch(Section):

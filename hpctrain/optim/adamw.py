@@ -4,23 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.scratch import Flat
+
+Kept_co = TypeVar("Kept_co", bound=Flat, covariant=True)
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(Generic[Kept_co]):
     """The optimizer state of the elements of one bucket that are this rank's (`Bucket.own`), flat, fp32.
 
-    `master` is the bucket's own `own_values` where those are fp32.
+    `master` is the bucket's own `own_values` where those are fp32 and lie where the update is computed.
     """
 
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    master: Kept_co
+    exp_avg: Kept_co
+    exp_avg_sq: Kept_co
+
+
+class Optimizer(Protocol):
+    """What updates the parameters of buckets, wherever it keeps its state."""
+
+    buckets: Sequence[Bucket]
+
+    @property
+    def moments(self) -> Sequence[Moments[Flat]]:
+        """The state, by bucket."""
+
+    @property
+    def updates(self) -> int:
+        """Updates done so far; what the bias correction counts."""
+
+    @updates.setter
+    def updates(self, count: int) -> None: ...
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient)."""
+
+    def publish(self) -> None:
+        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
 
 
 class AdamW:
@@ -34,7 +61,7 @@ class AdamW:
         weight_decay: float,
     ) -> None:
         self.buckets = buckets
-        self.moments = [_moments(bucket) for bucket in buckets]
+        self._moments = [_moments(bucket) for bucket in buckets]
         self._steps: list[Tensor] = []
         groups = [
             {"params": self._parameters(decayed=True), "weight_decay": weight_decay},
@@ -48,6 +75,11 @@ class AdamW:
             fused=True,
         )
         self._adopt_state()
+
+    @property
+    def moments(self) -> Sequence[Moments[Tensor]]:
+        """The state, by bucket."""
+        return self._moments
 
     @property
     def updates(self) -> int:
@@ -78,22 +110,17 @@ class AdamW:
         works = []
         for bucket, moments in zip(self.buckets, self.moments, strict=True):
             if moments.master is not bucket.own_values:
+                assert isinstance(bucket.own_values, Tensor)
                 bucket.own_values.copy_(moments.master)
             works.append(bucket.start_refresh())
         for work in works:
             if work is not None:
                 work.wait()
 
-    def _ranges(self, bucket: Bucket) -> tuple[slice, slice]:
-        """The decayed and the other elements of the bucket's own."""
-        own = bucket.own
-        border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
-        return slice(0, border), slice(border, own.stop - own.start)
-
     def _parameters(self, decayed: bool) -> list[Tensor]:
         parameters = []
         for bucket, moments in zip(self.buckets, self.moments, strict=True):
-            part = self._ranges(bucket)[0 if decayed else 1]
+            part = decay_ranges(bucket)[0 if decayed else 1]
             parameter = moments.master[part]
             if parameter.numel():
                 parameter.grad = bucket.own_gradients[part]
@@ -106,7 +133,7 @@ class AdamW:
             (moments, part)
             for decayed in (0, 1)
             for bucket, moments in zip(self.buckets, self.moments, strict=True)
-            if moments.master[part := self._ranges(bucket)[decayed]].numel()
+            if moments.master[part := decay_ranges(bucket)[decayed]].numel()
         ]
         parameters = [p for group in self._torch.param_groups for p in group["params"]]
         for parameter, (moments, part) in zip(parameters, flat, strict=True):
@@ -119,7 +146,15 @@ class AdamW:
             }
 
 
-def _moments(bucket: Bucket) -> Moments:
+def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
+    """The decayed and the other elements of the bucket's own."""
+    own = bucket.own
+    border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
+    return slice(0, border), slice(border, own.stop - own.start)
+
+
+def _moments(bucket: Bucket) -> Moments[Tensor]:
     values = bucket.own_values
+    assert isinstance(values, Tensor)
     master = values if values.dtype == torch.float32 else values.float()
     return Moments(master, torch.zeros_like(master), torch.zeros_like(master))

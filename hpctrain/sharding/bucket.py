@@ -9,8 +9,9 @@ parameters while they are gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,12 @@ from torch import Tensor
 from hpctrain.comm.group import Group, Work
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.scratch import Flat, ScratchTensor, Transfer
+
+Store = Callable[[int, torch.dtype], Flat]
+"""Makes zeros of a length and type somewhere."""
+
+FlatType = TypeVar("FlatType", Tensor, Flat)
 
 ALIGNMENT = 64
 """Buckets are padded to a multiple of so many elements times the ranks that share them.
@@ -107,6 +114,7 @@ class Bucket:
 
     `own` are the elements whose optimizer state is this rank's: all of them in stage 0, else its slice.
     `own_values` and `own_gradients` are those elements. `values` is None in stage 3 while not gathered.
+    In stage 3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
     Without `trained`, for a model that is not trained, there are no gradients and the parameters have none.
     """
 
@@ -118,6 +126,7 @@ class Bucket:
         pool: Pool,
         gradient_dtype: torch.dtype = torch.float32,
         trained: bool = True,
+        store: Store | None = None,
     ) -> None:
         self.layout, self.sharding, self.dtype, self.pool = layout, sharding, dtype, pool
         self.gradient_dtype = gradient_dtype
@@ -128,12 +137,14 @@ class Bucket:
         self.own = self.slice if stage > 0 else slice(0, self.length)
 
         self.values: Tensor | None = None
+        self.own_values: Flat
+        self._fetched: tuple[Tensor, Transfer] | None = None
         if stage < 3:
             self.values = _zeros(group, self.length, dtype)
             self.own_values = self.values[self.own]
             self._show(self.values)
         else:
-            self.own_values = _zeros(group, share, dtype)
+            self.own_values = store(share, dtype) if store else _zeros(group, share, dtype)
             self.hide_values()
         self._gradients: Tensor | None = None
         self.own_gradients = _zeros(group, 0, gradient_dtype)
@@ -158,8 +169,40 @@ class Bucket:
 
     def start_gather(self) -> Work[Tensor]:
         """Start to make the values whole, in stage 3; hand the result to `show_values`."""
-        whole = self.pool.take(self.length, self.dtype)
-        return self.sharding.group.start_all_gather(self.own_values, whole)
+        group, own = self.sharding.group, self.own_values
+        if isinstance(own, ScratchTensor):
+            self.start_fetch()
+            assert self._fetched is not None
+            fetched, transfer = self._fetched
+            transfer.wait()
+            whole = self.pool.take(self.length, self.dtype)
+            own = whole[self.slice].copy_(fetched)
+            self.drop_fetched()
+        else:
+            whole = self.pool.take(self.length, self.dtype)
+            if own.device != whole.device:
+                own = whole[self.slice].copy_(own, non_blocking=True)
+        return group.start_all_gather(own, whole)
+
+    def start_fetch(self) -> None:
+        """Start to read this rank's slice where it lies in a file, for the `start_gather` that comes."""
+        if isinstance(self.own_values, ScratchTensor) and self._fetched is None:
+            length, on_host = self.own_values.numel(), self.sharding.group.device.type == "cpu"
+            memory = (
+                self.pool.take(length, self.dtype)
+                if on_host
+                else torch.empty(length, dtype=self.dtype, pin_memory=True)
+            )
+            self._fetched = memory, self.own_values.start_read(memory)
+
+    def drop_fetched(self) -> None:
+        """Forget what `start_fetch` has read: the values may change."""
+        if self._fetched is not None:
+            memory, transfer = self._fetched
+            transfer.wait()
+            if not memory.is_pinned():
+                self.pool.give(memory)
+            self._fetched = None
 
     def show_values(self, whole: Tensor) -> None:
         """Let the parameters be views into these whole values."""
@@ -173,14 +216,15 @@ class Bucket:
             self.values = None
         for segment in self.segments:
             # One element seen as many: of the right shape, yet without memory.
-            segment.parameter.data = self.own_values.new_zeros(1).expand(segment.parameter.shard.local)
+            one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
+            segment.parameter.data = one.expand(segment.parameter.shard.local)
 
     def start_refresh(self) -> Work[Tensor] | None:
         """Start to bring the other ranks' slices, which they have updated, into whole values."""
         if self.sharding.stage in (0, 3) or self.sharding.group.size == 1:
             return None
         assert self.values is not None
-        return self.sharding.group.start_all_gather(self.own_values, self.values)
+        return self.sharding.group.start_all_gather(self.values[self.own], self.values)
 
     def _show(self, whole: Tensor) -> None:
         for segment in self.segments:
@@ -287,13 +331,13 @@ class Bucket:
 
     # Slices
 
-    def owned(self, flat: Tensor) -> Iterator[tuple[Segment, Tensor, int]]:
+    def owned(self, flat: FlatType) -> Iterator[tuple[Segment, FlatType, int]]:
         """Each parameter's elements within `own`, of a flat tensor of that length: the segment, the
         elements, and the place of the first of them in the parameter's local piece.
         """
         yield from self.cut(flat, self.own)
 
-    def cut(self, flat: Tensor, part: slice) -> Iterator[tuple[Segment, Tensor, int]]:
+    def cut(self, flat: FlatType, part: slice) -> Iterator[tuple[Segment, FlatType, int]]:
         """As `owned`, of any part of the bucket that `flat` holds; parameters outside it have no elements."""
         for segment in self.segments:
             first = min(max(segment.start, part.start), part.stop)
@@ -301,8 +345,9 @@ class Bucket:
             elements = flat[first - part.start : last - part.start]
             yield segment, elements, max(0, min(first - segment.start, segment.length))
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, own: Flat) -> Tensor:
         """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
+        own = own.load() if isinstance(own, ScratchTensor) else own
         return own if self.sharding.stage == 0 else self.sharding.group.all_gather(own)
 
 
@@ -344,8 +389,9 @@ def make_buckets(
     gradient_dtype: torch.dtype = torch.float32,
     trained: bool = True,
     pool: Pool | None = None,
+    store: Store | None = None,
 ) -> list[Bucket]:
     """The buckets of `bucket_layouts` in memory, one a unit in stage 3. Arguments as there and in Bucket."""
     pool = pool if pool is not None else Pool(sharding.group.empty)
     layouts = bucket_layouts(units, sharding.group.size, bucket_bytes, by_unit=sharding.stage == 3)
-    return [Bucket(layout, sharding, dtype, pool, gradient_dtype, trained) for layout in layouts]
+    return [Bucket(layout, sharding, dtype, pool, gradient_dtype, trained, store) for layout in layouts]

@@ -19,6 +19,8 @@ from hpctrain.sharding.bucket import Bucket
 class Gatherer(Residency):
     """Gathers a bucket when it is needed, the next one ahead, and frees it after use.
 
+    Slices that lie in files are read one more ahead.
+
     A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
     second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
     those of the parameters in `kept` stay until the end of the step.
@@ -41,6 +43,7 @@ class Gatherer(Residency):
         for bucket, work in self._coming.items():
             bucket.show_values(work.wait())
         for bucket in self._bucket.values():
+            bucket.drop_fetched()
             if bucket.values is not None:
                 bucket.hide_values()
         self._coming.clear()
@@ -81,6 +84,9 @@ class Gatherer(Residency):
         following = self._following()
         if following is not None and following.values is None and following not in self._coming:
             self._coming[following] = following.start_gather()
+        after = self._following(1)
+        if after is not None and after.values is None and after not in self._coming:
+            after.start_fetch()
 
     def leave(self, bucket: Bucket) -> None:
         """Free the bucket, unless it is still in use, to be kept, or needed next."""
@@ -88,12 +94,12 @@ class Gatherer(Residency):
         if not self._holds[bucket] and bucket not in self._kept and self._following() is not bucket:
             bucket.hide_values()
 
-    def _following(self) -> Bucket | None:
-        """What will be needed next, as far as the recorded order holds."""
+    def _following(self, but: int = 0) -> Bucket | None:
+        """What will be needed next, or `but` so many later, as far as the recorded order holds."""
         place = len(self._seen)
-        if place >= len(self._known) or self._known[place - 1] is not self._seen[-1]:
+        if place + but >= len(self._known) or self._known[place - 1] is not self._seen[-1]:
             return None
-        return self._known[place]
+        return self._known[place + but]
 
 
 class _AfterBackward(torch.autograd.Function):

@@ -11,9 +11,10 @@ import shutil
 import socket
 import tempfile
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from errno import EACCES
+from errno import EACCES, ENOTDIR
 from pathlib import Path
 
 import torch
@@ -137,6 +138,16 @@ class ScratchTensor:
         assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
         return self.file.start_write(self.offset, tensor)
 
+    @property
+    def device(self) -> torch.device:
+        """Where `load` puts it."""
+        return torch.device("cpu")
+
+    def zero_(self) -> None:
+        """Write zeros, as torch's `zero_` does."""
+        for _, tensor in to_fill(self):
+            tensor.zero_()
+
     def load(self) -> Tensor:
         """Read into new memory."""
         tensor = torch.empty(self.length, dtype=self.dtype)
@@ -146,6 +157,44 @@ class ScratchTensor:
     def store(self, tensor: Tensor) -> None:
         """Write, and wait for it."""
         self.start_write(tensor).wait()
+
+
+Flat = Tensor | ScratchTensor
+"""A flat tensor, in memory or in a file."""
+
+PIECE_BYTES = 16 << 20
+"""Memory for what is read or written a piece at a time, where speed does not matter."""
+
+
+def to_fill(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
+    """First element and memory of all pieces of a flat tensor, to be overwritten.
+
+    What is in a file is written when the next piece is asked for. What is in memory is one piece.
+    """
+    if isinstance(flat, Tensor):
+        yield 0, flat
+        return
+    step = max(1, piece_bytes // flat.element_size())
+    memory = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
+    for first in range(0, flat.numel(), step):
+        part = flat[first : first + step]
+        tensor = memory[: part.numel()]
+        yield first, tensor
+        part.store(tensor)
+
+
+def to_read(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
+    """First element and contents of all pieces of a flat tensor, each valid until the next is asked for."""
+    if isinstance(flat, Tensor):
+        yield 0, flat
+        return
+    step = max(1, piece_bytes // flat.element_size())
+    memory = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
+    for first in range(0, flat.numel(), step):
+        part = flat[first : first + step]
+        tensor = memory[: part.numel()]
+        part.start_read(tensor).wait()
+        yield first, tensor
 
 
 class Scratch:
@@ -158,17 +207,21 @@ class Scratch:
         asked for space yet. HpctrainError if the folder cannot be written to or is too small.
         """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(EACCES, os.strerror(EACCES), str(folder))
-            status = os.statvfs(folder)
+            # Nothing is made where nothing can be used.
+            there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+            if not there.is_dir():
+                raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES), str(there))
+            status = os.statvfs(there)
             free = status.f_bavail * status.f_frsize
             if free < need:
                 raise HpctrainError(
-                    f"{folder}: offloading needs {format_bytes(need)} on this disk, of which "
-                    f"{format_bytes(free)} are free (memory.offload_dir may name another folder)"
+                    f"{folder}: offloading needs {format_bytes(need)} on this disk, which has "
+                    f"{format_bytes(free)} free (memory.offload_dir may name another folder)"
                 )
+            folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
         except OSError as error:
             raise HpctrainError(

@@ -12,6 +12,9 @@ from hpctrain.comm.group import Group, Work
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket, Segment
+from hpctrain.sharding.scratch import Flat, to_read
+
+_PIECE = 1 << 18
 
 
 class GradientSynchronizer:
@@ -147,7 +150,7 @@ def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) ->
     whole = [(s, values, place) for s, values, place in everything if "tensor" not in s.parameter.shard.split]
     names = {*_differing(whole, tensor), *_differing(everything, buckets[0].sharding.replicas)}
     if buckets[0].sharding.stage < 3:
-        copies = [
+        copies: list[tuple[Segment, Flat, int]] = [
             (segment, segment.view(bucket.values), 0)
             for bucket in buckets
             for segment in bucket.segments
@@ -161,7 +164,7 @@ def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) ->
         )
 
 
-def _differing(parts: Sequence[tuple[Segment, Tensor, int]], group: Group) -> list[str]:
+def _differing(parts: Sequence[tuple[Segment, Flat, int]], group: Group) -> list[str]:
     """Names of the parameters whose values are not the same on all ranks of the group."""
     if not parts or group.size == 1:
         return []
@@ -174,8 +177,15 @@ def _differing(parts: Sequence[tuple[Segment, Tensor, int]], group: Group) -> li
     ]
 
 
-def _fingerprint(values: Tensor) -> Tensor:
+def _fingerprint(values: Flat) -> Tensor:
     """An int64 sum over the bits of `values`, to which every element's position matters."""
-    bits = values.reshape(-1).view(torch.int32 if values.element_size() == 4 else torch.int16).long()
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2 + 1
-    return (bits * weights).sum()
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    place = 0
+    for _, read in to_read(values):
+        for piece in read.reshape(-1).split(_PIECE):
+            bits = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16).long()
+            end = place + bits.numel()
+            weights = torch.arange(place + 1, end + 1, device=bits.device) * 2 + 1
+            total += (bits * weights).sum()
+            place = end
+    return total

@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.initialize import initialize
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.adamw import Optimizer
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
@@ -29,7 +29,9 @@ from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
 from hpctrain.sharding.recompute import Recompute
+from hpctrain.sharding.scratch import to_fill
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+from hpctrain.train.offload import Offload, make_optimizer, open_offload
 from hpctrain.train.place import Placement, place_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +53,8 @@ class Engine:
     buckets: list[Bucket]
     synchronizer: GradientSynchronizer
     residency: Residency
-    optimizer: AdamW
+    optimizer: Optimizer
+    offload: Offload
     loss_scale: LossScale
     learning_rate: LearningRate
     positions: torch.Tensor
@@ -67,6 +70,11 @@ class Engine:
     def model(self) -> Transformer:
         """The stage's first part: all of the model where there is one stage."""
         return self.models[0]
+
+    def close(self) -> None:
+        """Remove the files in place of memory; nothing can be computed afterwards."""
+        if self.offload.scratch is not None:
+            self.offload.scratch.close()
 
 
 @dataclass(frozen=True)
@@ -135,17 +143,21 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
     sharding = make_sharding(deck, mesh)
     pool = Pool(sharding.group.empty)
-    buckets = [
-        bucket
-        for model in models
-        for bucket in make_buckets(
-            model.units(),
-            sharding,
-            dtype,
-            deck.communication.bucket_bytes,
-            pool=pool,
-        )
-    ]
+    offload = open_offload(deck, world, models, sharding, dtype)
+    with world.agreement():
+        buckets = [
+            bucket
+            for model in models
+            for bucket in make_buckets(
+                model.units(),
+                sharding,
+                dtype,
+                deck.communication.bucket_bytes,
+                pool=pool,
+                store=offload.parameters,
+            )
+        ]
+        optimizer = make_optimizer(deck, buckets, offload.optimizer, world.agreement)
     residency = Residency()
     if sharding.stage == 3:
         blocks = [block for model in models for block in model.block_list()]
@@ -153,13 +165,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         residency = Gatherer(buckets, [block.unit for block in kept])
     for model in models:
         model.residency = residency
-    optimizer = AdamW(
-        buckets,
-        betas=(deck.optimizer.beta1, deck.optimizer.beta2),
-        epsilon=deck.optimizer.epsilon,
-        weight_decay=deck.optimizer.weight_decay,
-    )
-    _initialize(models, optimizer, deck.run.seed)
+    _initialize(world, models, optimizer, deck.run.seed)
     if deck.stability.check_parameters:
         check_replicas(buckets, groups.tensor, world.everyone)
     each = deck.memory.accumulate == "sliced"
@@ -177,6 +183,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline"), each),
         residency=residency,
         optimizer=optimizer,
+        offload=offload,
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,
@@ -223,13 +230,15 @@ def zero_group_size(deck: Deck, mesh: Mesh) -> int:
     return size
 
 
-def _initialize(models: Sequence[Transformer], optimizer: AdamW, seed: int) -> None:
+def _initialize(world: World, models: Sequence[Transformer], optimizer: Optimizer, seed: int) -> None:
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
     targets = (
-        (segment.parameter, values, offset)
+        (segment.parameter, piece, offset + first)
         for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
         for segment, values, offset in bucket.owned(moments.master)
         if values.numel()
+        for first, piece in to_fill(values)
     )
-    initialize(targets, models[0].shape, seed)
+    with world.agreement():
+        initialize(targets, models[0].shape, seed)
     optimizer.publish()

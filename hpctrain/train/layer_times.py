@@ -101,7 +101,8 @@ def measure_layers(
     generator, alone = torch.Generator(world.device).manual_seed(0), mesh.part("data", 1)
     for model in models:
         for bucket in make_buckets(model.units(), Sharding.whole(alone, alone), dtype, 1 << 62):
-            bucket.own_values.normal_(std=shape.initial_std, generator=generator)
+            assert bucket.values is not None
+            bucket.values.normal_(std=shape.initial_std, generator=generator)
     batch = _random_batch(shape, groups, micro_size, world.device)
 
     def repeated(times: int) -> list[Action]:

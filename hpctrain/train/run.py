@@ -117,6 +117,7 @@ class Run:
             if metrics is not None:
                 metrics.close()
             close_log(self.log)
+            self.engine.close()
         return EXIT_DONE
 
     def _train_step(self, peak: float, metrics: MetricsWriter | None, progress: Progress | None) -> None:
@@ -242,6 +243,8 @@ class Run:
         ]
         if self.mesh.size("pipeline") > 1:
             lines.append(f"{deck.layout.schedule}: {self.engine.placement}")
+        if self.engine.offload.introduction:
+            lines.append(self.engine.offload.introduction)
         if self.layout_check:
             lines.append(self.layout_check)
         if self.saved is not None:

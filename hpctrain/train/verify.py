@@ -90,7 +90,13 @@ def on_one_rank(deck: Deck) -> Deck:
         "zero": 0,
         "zero_group": None,
     }
-    return deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
+    memory = {"optimizer": "device", "parameters": "device"}
+    return deck.model_copy(
+        update={
+            "layout": deck.layout.model_copy(update=layout),
+            "memory": deck.memory.model_copy(update=memory),
+        }
+    )
 
 
 def tiny_engine(deck: Deck, world: World, mesh: Mesh) -> tuple[Engine, Step]:
@@ -135,6 +141,7 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
                 piece = pieces[name] if name in pieces else gradients[name]
                 expected = shard.take(whole)
             differences.append(_difference(name, piece, expected, scale, world, mesh, shard))
+    engine.close()
     return differences
 
 

@@ -125,9 +125,10 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"needs 1000 PB on this disk, of which .* are free") as caught:
-        Scratch(tmp_path / "offload", 0, 10**18)
+    with pytest.raises(HpctrainError, match=r"needs 1000 PB on this disk, which has .* free") as caught:
+        Scratch(tmp_path / "new" / "offload", 0, 10**18)
     assert caught.value.exit_code == EXIT_USER
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(HpctrainError, match="Not a directory") as caught:
         Scratch(tmp_path / "file" / "offload", 0, 0)

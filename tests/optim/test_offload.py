@@ -1,0 +1,192 @@
+"""Optimizer state and parameters in files: the same training bit for bit, less memory, faults told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.offload import SLOTS, OffloadedAdamW, piece_elements
+from hpctrain.sharding.scratch import Flat, ScratchTensor
+from hpctrain.train.offload import host_store
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+STEPS = 5
+SMALL_BUFFER = "memory.offload_buffer=32000"
+
+
+def layouts(ranks: int) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = [(), ("layout.zero=1",), ("layout.zero=3",)]
+    if ranks >= 4:
+        found += [
+            ("layout.zero=3", "layout.tensor=2", "layout.sequence_parallel=true"),
+            ("layout.zero=2", "layout.pipeline=2", "layout.schedule=zb-h1"),
+            ("layout.zero=3", "layout.zero_group=2"),
+        ]
+    return found
+
+
+def contents(flat: Flat) -> Tensor:
+    return flat if isinstance(flat, Tensor) else flat.load()
+
+
+def assert_same_state(one: Trainer, other: Trainer) -> None:
+    expected = one.parameters()
+    for name, values in other.parameters().items():
+        assert torch.equal(values, expected[name]), name
+    for mine, theirs in zip(other.engine.optimizer.moments, one.engine.optimizer.moments, strict=True):
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(contents(getattr(mine, kind)), contents(getattr(theirs, kind))), kind
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_files_change_nothing(
+    world: World, mpi_tmp_path: Path, compute: str, family: tuple[str, ...]
+) -> None:
+    for number, layout in enumerate(layouts(world.size)):
+        deck = (*family, *layout, f"precision.compute={compute}", "optimizer.clip=0.5")
+        plain = trainer(world, small_deck(*deck))
+        losses = [step.loss for step in plain.train(STEPS)]
+        places = [("memory.optimizer=disk",)]
+        if "layout.zero=3" in layout:
+            places.append((*places[0], "memory.parameters=disk"))
+        for place in places:
+            folder = mpi_tmp_path / f"{number}-{len(place)}"
+            files = trainer(world, small_deck(*deck, *place, SMALL_BUFFER, f"memory.offload_dir={folder}"))
+            assert isinstance(files.engine.optimizer, OffloadedAdamW)
+            assert len(files.engine.optimizer._pieces) > 2 * len(files.engine.buckets)
+            assert [step.loss for step in files.train(STEPS)] == losses, (layout, place)
+            assert_same_state(plain, files)
+            files.engine.close()
+            world.everyone.barrier()
+            assert not folder.exists()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
+    """The state's bytes are in files, and so are the parameters' where they are to be."""
+    deck = small_deck(
+        "layout.zero=3",
+        "precision.compute=bf16",
+        "memory.optimizer=disk",
+        "memory.parameters=disk",
+        f"memory.offload_dir={mpi_tmp_path / 'offload'}",
+    )
+    engine = trainer(world, deck).engine
+    for bucket, moments in zip(engine.buckets, engine.optimizer.moments, strict=True):
+        assert bucket.values is None
+        for flat in (bucket.own_values, moments.master, moments.exp_avg, moments.exp_avg_sq):
+            assert isinstance(flat, ScratchTensor)
+            assert flat.numel() == bucket.length // world.size
+    assert engine.offload.scratch is not None
+    on_disk = sum(path.stat().st_size for path in engine.offload.scratch.folder.iterdir())
+    assert on_disk == sum(bucket.length for bucket in engine.buckets) // world.size * (12 + 2)
+    engine.close()
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_checkpoints_of_files_and_of_memory_are_the_same(
+    world: World, mpi_tmp_path: Path, compute: str
+) -> None:
+    """Written from files and read into memory, and the other way round, with padded tables."""
+    layout = ("layout.zero=3",) if world.size == 1 else ("layout.tensor=2",)
+    layout = layout if world.size < 4 else (*layout, "layout.zero=3")
+    deck = (*layout, f"precision.compute={compute}")
+    disk = ("memory.optimizer=disk", SMALL_BUFFER)
+    disk += ("memory.parameters=disk",) if "layout.zero=3" in layout else ()
+    for number, (before, after) in enumerate([(disk, ()), ((), disk)]):
+        path = mpi_tmp_path / f"{number}.h5"
+        one, other = (
+            trainer(world, small_deck(*deck, *place, f"memory.offload_dir={mpi_tmp_path / str(n)}"))
+            for n, place in enumerate((before, after))
+        )
+        one.train(3)
+        save(path, world.everyone, entries(one, writing=True), {}, call_bytes=10_000)
+        load(path, world.everyone, entries(other), buffer_bytes=10_000)
+        other.engine.optimizer.publish()
+        other.engine.optimizer.updates = one.engine.optimizer.updates
+        other.state = one.state
+        assert_same_state(one, other)
+        one.state, copied = type(one.state)(**vars(one.state)), one.state
+        other.state = copied
+        one.train(2)
+        other.train(2)
+        assert_same_state(one, other)
+        one.engine.close()
+        other.engine.close()
+
+
+def entries(training: Trainer, writing: bool = False) -> list:
+    engine = training.engine
+    return training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing)
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) -> None:
+    one = trainer(world, small_deck(f"precision.compute={compute}"))
+    other = trainer(world, small_deck(f"precision.compute={compute}"))
+    plain = one.engine.optimizer
+    assert isinstance(plain, AdamW)
+    hosted = OffloadedAdamW(other.engine.buckets, (0.9, 0.95), 1e-8, 0.1, host_store, 40_000)
+    for moments, bucket, start in zip(hosted.moments, other.engine.buckets, plain.moments, strict=True):
+        if moments.master is not bucket.own_values:
+            contents(moments.master).copy_(start.master)
+    other.engine.optimizer = hosted
+    assert [step.loss for step in one.train(5)] == [step.loss for step in other.train(5)]
+    assert_same_state(one, other)
+
+
+def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> None:
+    class Half:
+        dtype = torch.bfloat16
+
+    elements = piece_elements([Half()], 1_000_000)  # type: ignore[list-item]
+    assert elements % 64 == 0
+    assert 1_000_000 - SLOTS * 64 * 14 < SLOTS * elements * 14 <= 1_000_000
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("fault", ["removed", "cut short"])
+def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, fault: str) -> None:
+    deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'offload'}", SMALL_BUFFER)
+    training = trainer(world, deck)
+    training.train(2)
+    scratch = training.engine.offload.scratch
+    assert scratch is not None
+    if world.rank == world.size - 1:
+        file = sorted(scratch.folder.iterdir())[-1]
+        file.unlink() if fault == "removed" else os.truncate(file, 100)
+    with pytest.raises(InputOutputError, match=rf"optimizer-\d+: .* {fault}") as caught:
+        training.train(1)
+    assert caught.value.exit_code == EXIT_INPUT_OUTPUT
+    assert len(caught.value.problems) == 1
+    assert world.is_agreed(caught.value)
+    training.engine.close()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_path: Path) -> None:
+    with pytest.raises(HpctrainError, match=r"memory.optimizer=host: is for GPUs") as caught:
+        trainer(world, small_deck("memory.optimizer=host"))
+    assert caught.value.exit_code == EXIT_USER
+    if world.rank == 0:
+        (mpi_tmp_path / "file").write_text("")
+    world.everyone.barrier()
+    deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'file' / 'x'}")
+    with pytest.raises(HpctrainError, match="cannot be written to") as caught:
+        trainer(world, deck)
+    assert caught.value.exit_code == EXIT_USER
+    assert len(caught.value.problems) == 1
