@@ -21,7 +21,7 @@ from hpctrain.train.offload import host_store
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 5
-SMALL_BUFFER = "memory.offload_buffer=32000"
+SMALL_BUFFER = "memory.offload_buffer=12000"
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:

@@ -1,0 +1,236 @@
+"""Whole runs with their optimizer state in files: faults of the disk, what stays behind, and memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import clean_environment, launcher
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DECK = """
+[run]
+title = "offloaded"
+steps = 100000
+[model]
+family = "gpt2"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 4
+micro_size = 1
+sequence = 16
+[memory]
+optimizer = "disk"
+[checkpoint]
+every = 5
+[machine]
+peak_flops = 1e10
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, launch: Launch) -> Path:
+    """A folder with a deck and its tokens."""
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    (tmp_path / "deck.toml").write_text(DECK)
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    return tmp_path
+
+
+def start(work: Path, ranks: int, *overrides: str) -> subprocess.Popen[str]:
+    """A run under way, with a first checkpoint."""
+    sets = [part for override in overrides for part in ("--set", override)]
+    process = subprocess.Popen(
+        [*launcher(ranks), sys.executable, "-m", "hpctrain", "run", "deck.toml", *sets],
+        cwd=work,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list((work / "runs").glob("*/checkpoints/step-*.h5")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def files(work: Path) -> list[Path]:
+    return sorted((work / "runs" / "offloaded" / "offload").glob("*/*"))
+
+
+def complaint(code: int, told: str, expected: int) -> str:
+    assert code == expected, told
+    assert "Traceback" not in told
+    said = [line for line in told.splitlines() if line.startswith("hpctrain: error: ")]
+    assert len(said) == 1, told
+    return said[0]
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "fault", "words"),
+    [
+        ((), "optimizer", remove, "was removed"),
+        (("layout.zero=3", "memory.parameters=disk"), "parameters", shorten, "was cut short"),
+    ],
+    ids=["optimizer", "parameters"],
+)
+def test_a_file_that_fails_ends_the_run_on_all_ranks_with_the_last_checkpoint_good(
+    work: Path,
+    launch: Launch,
+    overrides: tuple[str, ...],
+    name: str,
+    fault: Callable[[Path], None],
+    words: str,
+) -> None:
+    process = start(work, 2, *overrides)
+    victim = next(path for path in files(work) if "-rank1-" in str(path) and path.name.startswith(name))
+    fault(victim)
+    _, told = process.communicate(timeout=60)
+    said = complaint(process.returncode, told, 3)
+    assert str(victim.relative_to(work)) in said
+    assert words in said
+    steps = len((work / "runs" / "offloaded" / "metrics.jsonl").read_text().splitlines())
+    done = launch(2, "-m", "hpctrain", "resume", "runs/offloaded", "--set", f"run.steps={steps + 1}")
+    assert done.returncode == 0, done.stderr
+    assert not files(work)
+
+
+FULL = """
+import os, resource, sys
+from hpctrain.cli.main import main
+from hpctrain.train.step import Step
+
+steps = 0
+call = Step.__call__
+
+def full(self, *arguments):
+    global steps
+    steps += 1
+    if steps == 8 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    return call(self, *arguments)
+
+Step.__call__ = full
+sys.argv = ["hpctrain", "run", "deck.toml"]
+main()
+"""
+
+
+def test_a_disk_that_fills(work: Path, launch: Launch) -> None:
+    """One rank may write no more from the eighth step on, after the checkpoint of the fifth."""
+    (work / "full.py").write_text(FULL)
+    done = launch(2, "full.py")
+    said = complaint(done.returncode, done.stderr, 3)
+    assert "cannot be written: File too large" in said
+    done = launch(2, "-m", "hpctrain", "resume", "runs/offloaded", "--set", "run.steps=7")
+    assert done.returncode == 0, done.stderr
+    assert "step-00000005.h5 at step 5" in done.stdout
+
+
+def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
+    """Told before anything is made, once for all ranks."""
+    (work / "file").write_text("")
+    done = launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "memory.offload_dir=file/offload")
+    assert "file: Not a directory" in complaint(done.returncode, done.stderr, 2)
+    small = Path("/dev/shm")
+    if small.is_dir():
+        free = os.statvfs(small)
+        # 4 bytes x 2 moments x 2 tables of 2^20 rows of `hidden`: more than there is.
+        hidden = -(-free.f_bavail * free.f_frsize // (8 << 20) // 16) * 16
+        folder = f"memory.offload_dir={small}/hpctrain-test-{os.getpid()}"
+        sets = ("--set", folder, "--set", f"model.hidden={hidden}", "--set", f"model.vocabulary={1 << 20}")
+        done = launch(2, "-m", "hpctrain", "run", "deck.toml", *sets)
+        said = complaint(done.returncode, done.stderr, 2)
+        assert "offloading needs" in said
+        assert "free" in said
+    assert not (work / "runs").exists()
+
+
+def test_files_of_a_run_that_was_killed_go_at_the_next_start(work: Path, launch: Launch) -> None:
+    process = start(work, 2)
+    left = files(work)
+    assert left
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    # The ranks are sessions of their own: they end when they miss their launcher.
+    processes = {path.parent.name.split("-rank")[0].split("-")[-2] for path in left}
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert all(path.exists() for path in left)
+    done = launch(2, "-m", "hpctrain", "resume", "runs/offloaded", "--set", "run.steps=6")
+    assert done.returncode == 0, done.stderr
+    assert not files(work)
+
+
+# One rank, half precision: 2 + 4 bytes a parameter in memory, 12 in files. Memory that is written to is
+# limited to what the process has before it builds the model and 11 bytes a parameter.
+LIMITED = """
+import re, resource, sys
+import torch
+from hpctrain.cli.main import main
+from hpctrain.train import run
+
+parameters = int(sys.argv[1])
+build = run.build_engine
+
+def limited(*arguments):
+    have = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (have + 11 * parameters, resource.RLIM_INFINITY))
+    return build(*arguments)
+
+run.build_engine = limited
+sys.argv = ["hpctrain", "run", "deck.toml", *sys.argv[2:]]
+main()
+"""
+
+
+def test_a_model_trains_with_more_optimizer_state_than_it_has_memory(work: Path, launch: Launch) -> None:
+    (work / "limited.py").write_text(LIMITED)
+    keys = {
+        "run.steps": 3,
+        "model.family": "llama",
+        "model.hidden": 64,
+        "model.vocabulary": 300_000,
+        "batch.global_size": 1,
+        "precision.compute": "bf16",
+        "memory.offload_buffer": "16 MB",
+        "data.validation": 0,
+        "checkpoint.every": 2,
+    }
+    sets = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    parameters = str(2 * 64 * 300_000)
+    arguments = ("limited.py", parameters, *sets)
+    done = launch(0, *arguments, "--set", "memory.optimizer=device", timeout=120)
+    assert done.returncode != 0
+    assert "memory" in done.stderr.lower()
+    subprocess.run(["rm", "-rf", work / "runs"], check=True)
+    done = launch(0, *arguments, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"optimizer state \(46\d MB a rank\) in runs/offloaded/offload", done.stdout)
