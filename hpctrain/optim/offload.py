@@ -224,6 +224,17 @@ def piece_elements(buckets: Sequence[Bucket], buffer_bytes: int) -> int:
     return max(ALIGNMENT, buffer_bytes // (SLOTS * (12 + largest)) // ALIGNMENT * ALIGNMENT)
 
 
+def working_bytes(buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool) -> int:
+    """Memory of the pieces on their way, of state that lies in files."""
+    most = piece_elements(buckets, buffer_bytes)
+    parts = [int(part.stop - part.start) for bucket in buckets for part in decay_ranges(bucket)]
+    half = any(bucket.dtype != torch.float32 for bucket in buckets)
+    size = 4 * (3 if half or values_in_files else 2)
+    if half and values_in_files:
+        size += max(bucket.dtype.itemsize for bucket in buckets)
+    return SLOTS * min(most, max(parts)) * size
+
+
 def _pieces(buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], buffer_bytes: int) -> list[Piece]:
     most = piece_elements(buckets, buffer_bytes)
     return [

@@ -9,6 +9,7 @@ from math import prod
 from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
+from hpctrain.optim.offload import working_bytes
 from hpctrain.parallel.vocabulary import CHUNK_ELEMENTS, CHUNK_ROWS
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
@@ -103,7 +104,7 @@ def plan_memory(
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
             used = sum(bucket.layout.used for bucket in planned.buckets)
-            found[kind] = _states(planned, itemsize), used
+            found[kind] = _without_offloaded(deck, _states(planned, itemsize), planned), used
         states, used = found[kind]
         memory = replace(
             states,
@@ -137,6 +138,22 @@ def _states(planned: PlannedStage, itemsize: int) -> Account:
     owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
     copies = 2 if itemsize == MOMENT_BYTES else 3  # two moments, and master weights of 16-bit parameters
     return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=planned.pool.bytes)
+
+
+def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:
+    """What remains where optimizer state and slices of parameters live elsewhere, and what is on its way."""
+    memory, buckets = deck.memory, planned.buckets
+    if memory.parameters != "device":
+        states = replace(states, parameter=0)
+    if memory.parameters == "disk":
+        slices = [(bucket.own.stop - bucket.own.start) * bucket.dtype.itemsize for bucket in buckets]
+        states = replace(states, buffer=states.buffer + max(slices))
+    if memory.optimizer != "device":
+        states = replace(states, optimizer=0)
+    if memory.optimizer == "disk":
+        way = working_bytes(buckets, memory.offload_buffer, memory.parameters == "disk")
+        states = replace(states, buffer=states.buffer + way)
+    return states
 
 
 def _activations(

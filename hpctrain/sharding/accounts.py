@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from hpctrain.sharding.scratch import Flat
+
 
 @dataclass(frozen=True)
 class Account:
@@ -39,11 +41,11 @@ class Account:
         return {f"{kind}_bytes": size for kind, size in self.kinds().items()} | {"total_bytes": self.total}
 
 
-def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the memory behind tensors, each storage once."""
+def storage_bytes(tensors: Iterable[Flat | None]) -> int:
+    """Bytes of the memory behind tensors, each storage once; what lies in files takes none."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None:
+        if isinstance(tensor, Tensor):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.offload import SLOTS, OffloadedAdamW, piece_elements
+from hpctrain.optim.offload import SLOTS, OffloadedAdamW, piece_elements, working_bytes
 from hpctrain.sharding.scratch import Flat, ScratchTensor
 from hpctrain.train.offload import host_store
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -190,3 +190,24 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
         trainer(world, deck)
     assert caught.value.exit_code == EXIT_USER
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, compute: str) -> None:
+    for place in ((), ("layout.zero=3", "memory.parameters=disk")):
+        deck = small_deck(
+            "memory.optimizer=disk",
+            f"precision.compute={compute}",
+            f"memory.offload_dir={mpi_tmp_path / 'offload'}",
+            SMALL_BUFFER,
+            *place,
+        )
+        training = trainer(world, deck)
+        training.train(1)
+        optimizer = training.engine.optimizer
+        assert isinstance(optimizer, OffloadedAdamW)
+        held = sum(memory.nbytes for slot in optimizer._slots for memory in slot._memory.values())
+        assert held == working_bytes(training.engine.buckets, deck.memory.offload_buffer, bool(place))
+        assert held <= deck.memory.offload_buffer
+        training.engine.close()
