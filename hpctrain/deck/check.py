@@ -13,6 +13,7 @@ ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
 """Schedules of one part a stage."""
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
+NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
 
 
 @dataclass(frozen=True)
@@ -379,6 +380,15 @@ def _offload(deck: Deck) -> Iterator[Problem]:
             "memory.parameters",
             'needs memory.optimizer = "host" or "disk": the update is where the parameters are',
             ("memory.optimizer",),
+        )
+    if memory.activations == "host" and deck.run.device == "cpu":
+        yield Problem("memory.activations", NO_HOST_ACTIVATIONS, ("run.device",))
+    if memory.activation_format == "bf16" and deck.precision.compute != "fp32":
+        yield Problem(
+            "memory.activation_format",
+            f'saves nothing with precision.compute = "{deck.precision.compute}", of 16 bits as well '
+            '("exact" or "int8" would do)',
+            ("precision.compute",),
         )
     for name in ("optimizer", "parameters"):
         if getattr(memory, name) == "host" and deck.run.device == "cpu":

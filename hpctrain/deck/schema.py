@@ -168,6 +168,13 @@ class Memory(Section):
         "none",
         unit="blocks",
     )
+    activations: Literal["keep", "host", "disk"] = key(
+        "Where what blocks save waits for backward: host memory is for GPUs, disk means offload_dir.", "keep"
+    )
+    activation_format: Literal["exact", "bf16", "int8"] = key(
+        "How it is kept: bf16 and int8, with a scale for every 256 elements, make gradients approximate.",
+        "exact",
+    )
     keep_gathered: int = key(
         "Blocks of each stage that stay gathered through a step (layout.zero = 3).", 0, unit="blocks", ge=0
     )

@@ -28,9 +28,9 @@ from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
-from hpctrain.sharding.recompute import Recompute
-from hpctrain.sharding.scratch import to_fill
+from hpctrain.sharding.scratch import Scratch, to_fill
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+from hpctrain.train.keeping import make_keeping, open_shelf
 from hpctrain.train.offload import Offload, make_optimizer, open_offload
 from hpctrain.train.place import Placement, place_layers
 
@@ -55,6 +55,7 @@ class Engine:
     residency: Residency
     optimizer: Optimizer
     offload: Offload
+    activation_files: Scratch | None
     loss_scale: LossScale
     learning_rate: LearningRate
     positions: torch.Tensor
@@ -73,8 +74,9 @@ class Engine:
 
     def close(self) -> None:
         """Remove the files in place of memory; nothing can be computed afterwards."""
-        if self.offload.scratch is not None:
-            self.offload.scratch.close()
+        for scratch in (self.offload.scratch, self.activation_files):
+            if scratch is not None:
+                scratch.close()
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,14 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed."""
     settled = vocabulary if vocabulary is not None else deck.model.vocabulary
     assert settled is not None
+    with world.agreement():
+        keeping = make_keeping(deck, world)
     groups = LayerGroups(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
-        keeping=Recompute(deck.memory.recompute),
+        keeping=keeping,
     )
     shape = ModelShape.of(deck, settled)
     dtype = DTYPES[deck.precision.compute]
@@ -184,6 +188,9 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         residency=residency,
         optimizer=optimizer,
         offload=offload,
+        activation_files=open_shelf(
+            deck, world, keeping, shape, models, plan, mesh.coordinate("pipeline"), dtype
+        ),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,

@@ -35,6 +35,7 @@ from hpctrain.train.build import (
     open_corpus,
     settle_vocabulary,
 )
+from hpctrain.train.keeping import introduce_keeping
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
@@ -243,6 +244,9 @@ class Run:
         ]
         if self.mesh.size("pipeline") > 1:
             lines.append(f"{deck.layout.schedule}: {self.engine.placement}")
+        engine = self.engine
+        stage = self.mesh.coordinate("pipeline")
+        lines += introduce_keeping(deck, shape, engine.models, engine.plan, stage)
         if self.engine.offload.introduction:
             lines.append(self.engine.offload.introduction)
         if self.layout_check:

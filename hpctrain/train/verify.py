@@ -70,6 +70,7 @@ def miniature(deck: Deck) -> Deck:
         "optimizer": {"clip": 0.0},
         "learning_rate": {"peak": 1e-3, "warmup": 0, "decay": "constant", "reference_batch": 0},
         "communication": {"bucket_bytes": 4096},
+        "memory": {"activations": "keep", "activation_format": "exact"},
         "stability": {"check_parameters": True},
     }
     changed = {name: getattr(deck, name).model_copy(update=keys) for name, keys in sections.items()}

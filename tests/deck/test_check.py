@@ -62,6 +62,20 @@ def test_what_fits(overrides: list[str]) -> None:
     ("overrides", "told"),
     [
         (
+            ["memory.activations=host", "run.device=cpu"],
+            [
+                "memory.activations=host: is for GPUs; on the CPU they are in host memory anyway "
+                '("keep" or "disk" would do)'
+            ],
+        ),
+        (
+            ["memory.activation_format=bf16", "precision.compute=bf16"],
+            [
+                'memory.activation_format=bf16: saves nothing with precision.compute = "bf16", of 16 bits as '
+                'well ("exact" or "int8" would do)'
+            ],
+        ),
+        (
             ["memory.recompute=0"],
             [
                 "memory.recompute=0: must be from 1 to 2 as a number, the blocks of the longest part of the "

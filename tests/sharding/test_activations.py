@@ -164,3 +164,23 @@ def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
     small = torch.randn(3)
     assert segment.pack(shared, "exact", 0) is shared
     assert segment.pack(small, "exact", 1024) is small
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_deck_sends_them_to_its_folder(world: World, mpi_tmp_path: Path) -> None:
+    folder = mpi_tmp_path / "offload"
+    model = ("model.hidden=128", "batch.sequence=128", "model.layers=4")
+    kept = trainer(world, small_deck(*model, "memory.recompute=2"))
+    losses = [step.loss for step in kept.train(STEPS)]
+    deck = small_deck(*model, "memory.recompute=2", "memory.activations=disk", f"memory.offload_dir={folder}")
+    waiting = trainer(world, deck)
+    assert [step.loss for step in waiting.train(STEPS)] == losses
+    files = [file for own in folder.iterdir() for file in own.iterdir()]
+    world.everyone.barrier()
+    assert len(files) == world.size
+    assert {file.stat().st_size for file in files} == {2 * 4 * 128 * 2 * 128}, "two segments' inputs"
+    assert all(file.read_bytes().strip(b"\0") for file in files)
+    world.everyone.barrier()
+    waiting.engine.close()
+    world.everyone.barrier()
+    assert not folder.exists() or not list(folder.iterdir())
