@@ -99,8 +99,8 @@ def introduce_keeping(
         tokens = deck.batch.global_size * deck.batch.sequence
         lines.append(
             f"recomputation ({memory.recompute}): {100 * extra / shape.flops_per_token:.1f}% more FLOPs, "
-            f"{format_count(extra * tokens)} a step, which MFU does not count; this rank keeps {format_bytes(now)} of "
-            f"activations instead of {format_bytes(kept['none'])}"
+            f"{format_count(extra * tokens)} a step, which MFU does not count; "
+            f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(kept['none'])}"
         )
     if memory.activations != "keep":
         place = "a file" if memory.activations == "disk" else "host memory"
