@@ -99,6 +99,9 @@ class Model(Section):
         ge=2,
     )
     tied: bool = key("Whether output and input embedding are one.", derived="true (gpt2), false (llama)")
+    frozen: tuple[str, ...] = key(
+        'Parameters that are not trained, by name; * stands for any text: ["blocks.0.*"].', (), strict=False
+    )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
     norm_epsilon: float = key("Added to the variance in norms.", 1e-5, gt=0)

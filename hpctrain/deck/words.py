@@ -22,7 +22,8 @@ def wanted(field: FieldInfo) -> str:
     if kind is str:
         return "text in quotes, not empty"
     if get_origin(kind) is tuple:
-        return either(["a list of whole numbers", *map(toml_value, _choices(field))])
+        items = "texts in quotes" if get_args(kind)[0] is str else "whole numbers"
+        return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
     number = ("a whole number" if kind is int else "a number") + _bounds(field)

@@ -57,6 +57,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, None, None]:
         layer: VocabularyEmbedding = ctx.layer
+        if not layer.table.requires_grad:
+            return None, None, None
         if layer.groups.sequence_parallel:
             output_gradient = layer.groups.tensor.all_gather(output_gradient.contiguous())
         table = layer.table

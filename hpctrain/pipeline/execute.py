@@ -141,6 +141,9 @@ class _Pass:
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         key = (action.chunk, action.micro_batch)
+        if key not in self.ends:  # the first part, where nothing of it is trained
+            self.held[key] = []
+            return None
         hidden, end = self.ends.pop(key)
         queue = self.executor.queue
         queue.deferring = action.kind == "I"

@@ -96,9 +96,12 @@ class BucketLayout:
         segments: list[Segment] = []
         start = decayed = 0
         for kind in (True, False):
-            for parameter in (p for leaf in by_kind for p in leaf if p.decayed is kind):
-                segments.append(Segment(parameter, start, parameter.shard.elements))
-                start += parameter.shard.elements
+            for matrices in (True, False):  # a fused layer's weights, or its biases, stay together
+                for parameter in (
+                    p for leaf in by_kind for p in leaf if p.decayed is kind and (p.dim() > 1) is matrices
+                ):
+                    segments.append(Segment(parameter, start, parameter.shard.elements))
+                    start += parameter.shard.elements
             if kind:
                 start = decayed = _round_up(start, ALIGNMENT)
         used = sum(segment.length for segment in segments)

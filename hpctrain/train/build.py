@@ -30,6 +30,7 @@ from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
 from hpctrain.sharding.scratch import Scratch, to_fill
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+from hpctrain.train.freeze import freeze
 from hpctrain.train.keeping import make_keeping, open_shelf
 from hpctrain.train.offload import Offload, make_optimizer, open_offload
 from hpctrain.train.place import Placement, place_layers
@@ -144,6 +145,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     placement = place_layers(deck, shape, groups, mesh, dtype)
     plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
     models = build_parts(shape, groups, plan, placement.split, mesh.coordinate("pipeline"))
+    freeze(deck, world, models)
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
     sharding = make_sharding(deck, mesh)
     pool = Pool(sharding.group.empty)

@@ -441,7 +441,7 @@ def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
         read_deck("deck.toml")
     assert caught.value.problems == (
         "deck.toml:4: model.depth = 2: unknown key; [model] has preset, family, layers, hidden, heads, "
-        "key_value_heads, mlp, vocabulary, tied, dropout, rope_base, norm_epsilon, initial_std",
+        "key_value_heads, mlp, vocabulary, tied, frozen, dropout, rope_base, norm_epsilon, initial_std",
         "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (1 would, given model.mlp = 9)",
     )
 

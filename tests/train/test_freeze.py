@@ -1,0 +1,64 @@
+"""Parameters that are not trained stay as they are, and the others are trained as if those were constants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from tests.engines import LLAMA, reference, small_deck, trainer
+
+FROZEN = 'model.frozen=["embedding.*", "blocks.0.*", "blocks.1.attention_norm.*"]'
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_frozen_parameters_stay_and_the_others_train_as_on_one_rank(
+    world: World, stage: int, tied: str
+) -> None:
+    if stage == 3 and world.size == 1:
+        pytest.skip("cuts over two ranks or more")
+    for layout in ([], ["layout.pipeline=2", "layout.schedule=zb-h1"]):
+        if layout and (world.size % 2 or (world.size == 2 and stage == 3)):
+            continue
+        deck = small_deck(FROZEN, f"model.tied={tied}", f"layout.zero={stage}", *layout)
+        run, single = trainer(world, deck), reference(world, deck)
+        before = {name: values.clone() for name, values in run.parameters().items()}
+        losses = [step.loss for step in run.train(5)]
+        assert losses == pytest.approx([step.loss for step in single.train(5)], rel=1e-5)
+        assert losses[-1] < losses[0]
+        for name, values in run.parameters().items():
+            held = name.startswith(("embedding.", "blocks.0.", "blocks.1.attention_norm."))
+            assert torch.equal(values, before[name]) == held, (layout, name)
+
+
+def test_gradients_of_the_others_are_those_without_freezing(world: World) -> None:
+    deck = (*LLAMA, "optimizer.clip=0")
+    free, frozen = (
+        trainer(world.alone(), small_deck(*deck)),
+        trainer(world.alone(), small_deck(*deck, FROZEN)),
+    )
+    free.train(1), frozen.train(1)
+    expected = free.gradients()
+    for name, gradient in frozen.gradients().items():
+        if name.startswith(("embedding.", "blocks.0.", "blocks.1.attention_norm.")):
+            assert not gradient.any(), name
+        else:
+            assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("patterns", "told"),
+    [
+        (["block.0.*"], 'no parameter is called "block.0.*"'),
+        (["blocks.0.attention.query.weight"], "freezes blocks.0.attention.query.weight, but not"),
+        (["*"], "leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_frozen(world: World, patterns: list[str], told: str) -> None:
+    names = ", ".join(f'"{pattern}"' for pattern in patterns)
+    with pytest.raises(HpctrainError) as caught:
+        trainer(world.alone(), small_deck(f"model.frozen=[{names}]"))
+    assert told in str(caught.value.problems[0])
