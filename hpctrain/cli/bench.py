@@ -88,3 +88,18 @@ def train(
 
     wish = Comparison(steps, rounds, no_sync, data_parallel, against, variants, only)
     run_verb(lambda world: bench_train(world, deck, overrides, wish, path))
+
+
+@command.command()
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
+)
+@click.option("--rounds", default=5, show_default=True, help="Rounds in which all take turns.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
+    """Time the update of DECK's optimizer state in files beside disk and processor alone."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.bench_offload import bench_offload
+
+    run_verb(lambda world: bench_offload(world, deck, overrides, rounds, path))
