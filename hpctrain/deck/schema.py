@@ -248,10 +248,14 @@ class LearningRate(Section):
 
 
 class Precision(Section):
-    """Number formats. Master weights, gradient sums and moments are always fp32."""
+    """Number formats. Master weights and moments are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = key(
         "Format of weights and activations in forward and backward.", "fp32"
+    )
+    gradients: Literal["fp32", "compute"] = key(
+        "Format of gradient buffers; compute: that of precision.compute, with half the memory and traffic.",
+        "fp32",
     )
     initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(

@@ -63,6 +63,7 @@ class AdamW:
         self.buckets = buckets
         self._moments = [_moments(bucket) for bucket in buckets]
         self._steps: list[Tensor] = []
+        self._of_bucket: dict[Bucket, list[tuple[slice, Tensor]]] = {bucket: [] for bucket in buckets}
         groups = [
             {"params": self._parameters(decayed=True), "weight_decay": weight_decay},
             {"params": self._parameters(decayed=False), "weight_decay": 0.0},
@@ -94,7 +95,7 @@ class AdamW:
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
 
-        The gradient buffers hold the divided gradients afterwards.
+        Gradient buffers in fp32 hold the divided gradients afterwards.
         """
         for group in self._torch.param_groups:
             group["lr"] = learning_rate
@@ -102,7 +103,10 @@ class AdamW:
         # The fused kernel divides by grad_scale while it reads: no pass over the gradients is added.
         self._torch.grad_scale = torch.tensor(gradient_divisor, device=device)  # type: ignore[attr-defined]
         self._torch.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-        self._torch.step()
+        if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets):
+            self._torch.step()
+        else:
+            self._step_by_bucket()
         self.publish()
 
     def publish(self) -> None:
@@ -117,13 +121,24 @@ class AdamW:
             if work is not None:
                 work.wait()
 
+    def _step_by_bucket(self) -> None:
+        """Update one bucket after the other, each with its gradients in fp32 for as long."""
+        for bucket in self.buckets:
+            for part, parameter in self._of_bucket[bucket]:
+                parameter.grad = bucket.own_gradients[part].float()
+            self._torch.step()
+            for _, parameter in self._of_bucket[bucket]:
+                parameter.grad = None
+
     def _parameters(self, decayed: bool) -> list[Tensor]:
         parameters = []
         for bucket, moments in zip(self.buckets, self.moments, strict=True):
             part = decay_ranges(bucket)[0 if decayed else 1]
             parameter = moments.master[part]
             if parameter.numel():
-                parameter.grad = bucket.own_gradients[part]
+                if bucket.gradient_dtype == torch.float32:
+                    parameter.grad = bucket.own_gradients[part]
+                self._of_bucket[bucket].append((part, parameter))
                 parameters.append(parameter)
         return parameters
 

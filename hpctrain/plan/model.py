@@ -135,7 +135,7 @@ def plan_stage(
         group(zero_group, "data", "context"),
         group(everyone // zero_group if deck.layout.zero else 1, "replicas"),
     )
-    pool = Pool(sharding.group.empty)
+    pool, compute = Pool(sharding.group.empty), deck.precision.compute
     with META:
         models = build_parts(shape, layer_groups, schedule, split, stage)
         buckets = [
@@ -144,8 +144,9 @@ def plan_stage(
             for bucket in make_buckets(
                 model.units(),
                 sharding,
-                DTYPES[deck.precision.compute],
+                DTYPES[compute],
                 deck.communication.bucket_bytes,
+                gradient_dtype=DTYPES[compute if deck.precision.gradients == "compute" else "fp32"],
                 pool=pool,
             )
         ]

@@ -159,6 +159,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
                 sharding,
                 dtype,
                 deck.communication.bucket_bytes,
+                gradient_dtype=dtype if deck.precision.gradients == "compute" else torch.float32,
                 pool=pool,
                 store=offload.parameters,
             )

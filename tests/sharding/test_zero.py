@@ -55,6 +55,22 @@ def test_all_stages_give_the_same_bits(world: World, model: str, compute: str) -
 
 
 @pytest.mark.mpi(min_size=2)
+def test_gradients_in_half_precision_take_half_and_give_all_stages_the_same_bits(world: World) -> None:
+    deck = ("precision.compute=bf16", "precision.gradients=compute", "batch.global_size=32")
+    _, expected = run(world, small_deck(*deck[:1], "batch.global_size=32"))
+    plain, losses = run(world, small_deck(*deck))
+    assert losses == pytest.approx(expected, rel=5e-3)
+    for stage in (1, 2, 3):
+        world.ledger.reset()
+        cut, cut_losses = run(world, small_deck(*deck, f"layout.zero={stage}"))
+        assert cut_losses == losses
+        for name, values in cut.parameters().items():
+            assert torch.equal(values, plain.parameters()[name]), (stage, name)
+        reduced = sum(row.bytes for row in world.ledger.rows() if row.operation == "reduce_scatter")
+        assert reduced == STEPS * 2 * sum(bucket.length for bucket in cut.engine.buckets)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_rank(world: World, stage: int) -> None:
     deck = small_deck("model.dropout=0.1", f"layout.zero={stage}")
