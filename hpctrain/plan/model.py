@@ -199,7 +199,9 @@ def _forward(model: Transformer, residency: Residency) -> None:
 def _backward(model: Transformer, residency: Residency, waiting: bool) -> None:
     """Head, final norm, blocks and embedding; with `waiting` the linear layers of blocks wait for their W."""
     if model.loss_head is not None:
-        _add([model.loss_head.weight[0]])
+        head = model.loss_head.weight[0]
+        if head.requires_grad:
+            head.added()
         with residency.held(model.final_norm.weight):
             _add(_of(model.final_norm))
     for block in reversed(model.block_list()):

@@ -7,7 +7,6 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.sharding.accounts import storage_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
