@@ -36,11 +36,15 @@ Steps = Generator[Pending | None, None, None]
 
 
 class Scratch:
-    """Host memory kept from one operation to the next: fresh memory would be paged in anew each time."""
+    """Host memory kept from one operation to the next: fresh memory would be paged in anew each time.
+
+    `bytes` are there now, `peak_bytes` were at the most.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
+        self.bytes = self.peak_bytes = 0
 
     def take(self, elements: int, like: Tensor) -> Tensor:
         """A flat tensor of at least so many elements, of the dtype and device of `like`; give it back."""
@@ -53,8 +57,10 @@ class Scratch:
                 break
         else:
             if self._free:
-                self._free.pop()  # too small; a larger one takes its place
+                self.bytes -= self._free.pop().numel()  # too small; a larger one takes its place
             block = torch.empty(1 << max(needed - 1, 1).bit_length(), dtype=torch.uint8)
+            self.bytes += block.numel()
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
         self._lent[block.data_ptr()] = block
         return block.view(like.dtype)
 

@@ -91,6 +91,11 @@ class World:
         world.device = world.everyone.device = self.device
         return world
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The most host memory that reductions have used for what they receive."""
+        return self._scratch.peak_bytes
+
     def split(
         self,
         axes: tuple[str, ...],

@@ -76,7 +76,7 @@ def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
             yield f"layout.zero={stage}"
     if deck.precision.compute == "fp32":
         yield "precision.compute=bf16"
-    if "recompute" in fields("memory") and deck.value("memory.recompute") == "none":
+    if deck.memory.recompute == "none":
         yield "memory.recompute=selective"
         yield "memory.recompute=full"
     if "optimizer" in fields("memory") and deck.value("memory.optimizer") == "device":

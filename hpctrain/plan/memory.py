@@ -15,9 +15,9 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
-from hpctrain.plan.activations import part_activations
 from hpctrain.plan.model import DTYPES, PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
 from hpctrain.sharding.accounts import Account, storage_bytes
+from hpctrain.sharding.memory import activation_bytes
 
 MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""
@@ -165,26 +165,29 @@ def _activations(
     parts: Sequence[Part],
 ) -> int:
     """The most that a stage's forwards keep at once, until the end of their backwards."""
-    itemsize = DTYPES[deck.precision.compute].itemsize
-    each = [
-        part_activations(
-            shape,
-            part,
-            deck.batch.micro_size,
-            itemsize,
-            sizes["tensor"],
-            sizes["context"],
-            deck.layout.sequence_parallel,
-        )
-        for part in parts
-    ]
+    kept = activation_bytes(
+        shape,
+        deck.batch.micro_size,
+        DTYPES[deck.precision.compute],
+        tensor=sizes["tensor"],
+        sequence_parallel=deck.layout.sequence_parallel,
+        context=sizes["context"],
+        context_form=deck.layout.context_form,
+        recompute=deck.memory.recompute,
+        device=deck.run.device if deck.run.device == "cuda" else "cpu",
+    )
+    each = [kept.of_part(part.last - part.first, part.embeds, part.predicts) for part in parts]
+    again = [kept.again(part.last - part.first) for part in parts]
     alive = peak = 0
     for action in schedule.stages[stage]:
         if action.kind == "F":
             alive += each[action.chunk]
             peak = max(peak, alive)
-        elif action.kind != "I":
+        elif action.kind == "W":
             alive -= each[action.chunk]
+        else:
+            peak = max(peak, alive + again[action.chunk])
+            alive -= each[action.chunk] if action.kind == "B" else 0
     return peak
 
 

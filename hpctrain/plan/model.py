@@ -22,7 +22,7 @@ from hpctrain.comm.transport import Transport
 from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear
@@ -33,6 +33,7 @@ from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.recompute import Recompute, segment_size
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,6 +68,7 @@ class PlannedStage:
     """
 
     models: list[Transformer]
+    recompute: Recomputed
     buckets: list[Bucket]
     pool: Pool
     synchronizer: GradientSynchronizer
@@ -128,6 +130,7 @@ def plan_stage(
         group(sizes["context"], "context"),
         deck.layout.sequence_parallel,
         deck.layout.context_form,
+        keeping=Recompute(deck.memory.recompute),
     )
     everyone = sizes["data"] * sizes["context"]
     sharding = Sharding(
@@ -163,7 +166,7 @@ def plan_stage(
         group(sizes["pipeline"], "pipeline", rank=stage),
         deck.memory.accumulate == "sliced",
     )
-    return PlannedStage(models, buckets, pool, synchronizer, residency, ledger)
+    return PlannedStage(models, deck.memory.recompute, buckets, pool, synchronizer, residency, ledger)
 
 
 def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
@@ -181,7 +184,7 @@ def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
                 for block in reversed(model.block_list()):
                     _add(p for p in _of(block) if p in _waiting(block))
             else:
-                _backward(model, stage.residency, action.kind == "I")
+                _backward(model, stage, action.kind == "I")
         stage.synchronizer.finish()
 
 
@@ -196,15 +199,24 @@ def _forward(model: Transformer, residency: Residency) -> None:
             assert not table.requires_grad or table.gradient is not None
 
 
-def _backward(model: Transformer, residency: Residency, waiting: bool) -> None:
+def _backward(model: Transformer, stage: PlannedStage, waiting: bool) -> None:
     """Head, final norm, blocks and embedding; with `waiting` the linear layers of blocks wait for their W."""
+    residency = stage.residency
     if model.loss_head is not None:
         head = model.loss_head.weight[0]
         if head.requires_grad:
             head.added()
         with residency.held(model.final_norm.weight):
             _add(_of(model.final_norm))
-    for block in reversed(model.block_list()):
+    blocks = model.block_list()
+    size = segment_size(stage.recompute, len(blocks))
+    for number in reversed(range(len(blocks))):
+        block = blocks[number]
+        last = min(number // size * size + size, len(blocks)) - 1 if size else -1
+        if number == last:  # the forward pass of its segment again
+            for other in blocks[number // size * size : number + 1]:
+                with residency.held(other.unit):
+                    pass
         with residency.held(block.unit):
             apart = _waiting(block) if waiting else set()
             _add(p for p in _of(block) if p not in apart)

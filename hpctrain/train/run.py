@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.plan.libraries import library_bytes
+from hpctrain.plan.memory import plan_memory
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.batch_size import batch_at
@@ -38,6 +41,7 @@ from hpctrain.train.build import (
 from hpctrain.train.keeping import introduce_keeping
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
+from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
 from hpctrain.train.place import with_split
 from hpctrain.train.progress import Progress
@@ -63,7 +67,17 @@ class Run:
         self.deck = settle_vocabulary(deck, self.corpus.file)
         self.mesh = make_mesh(self.deck, world)
         self.layout_check = verify_layout(self.deck, world, self.mesh) if deck.stability.verify_layout else ""
+        libraries = library_bytes() if world.device.type == "cpu" else 0
         self.engine: Engine = build_engine(with_split(self.deck, split), world, self.mesh)
+        predicted = plan_memory(
+            self.deck,
+            world.size,
+            self.engine.shape.vocabulary,
+            libraries,
+            max(1, world.size // world.nodes),
+            self.engine.placement.split,
+        )
+        self.memory = MemoryLedger(self.engine, predicted)
         self.folder = Path(self.deck.run.dir)
         self.state = TrainState()
         if checkpoint is not None:
@@ -86,6 +100,7 @@ class Run:
             if world.rank == 0:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
                 (self.folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
+                self.memory.write(self.folder)
         with world.agreement():
             self.log = open_log(self.folder, world.rank)
             metrics = (
@@ -126,7 +141,9 @@ class Run:
         if world.ledger.timeline is not None:
             world.ledger.timeline.begin(state.step + 1)
         started = time.perf_counter()
-        result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
+        first = not self.memory.activation_peak
+        with self.memory.activations() if first else nullcontext():
+            result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
         seconds = time.perf_counter() - started
         last = state.step == deck.run.steps
         every = deck.run.evaluate_every
@@ -259,6 +276,10 @@ class Run:
                 print(line, flush=True)
 
     def _finish(self, progress: Progress | None) -> None:
+        measured = self.memory.measured()
+        with self.world.agreement():
+            if self.world.rank == 0:
+                self.memory.write(self.folder, measured)
         if self.world.rank != 0:
             return
         self.world.ledger.write(self.folder / "ledger.json")
@@ -268,6 +289,7 @@ class Run:
             f"trace       {trace} (ui.perfetto.dev opens it)" if self.deck.run.trace else "",
             f"checkpoint  {self.saved} ({format_bytes(self.saved.stat().st_size)})" if self.saved else "",
             f"skipped     {self.state.skipped} steps" if self.state.skipped else "",
+            *self.memory.table(measured),
         ]
         for line in filter(None, lines):
             self.log.info("%s", line)

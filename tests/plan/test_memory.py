@@ -14,6 +14,12 @@ from tests.engines import LLAMA, Trainer, small_deck, trainer
 VOCABULARY = 61
 
 
+SLICED = ("memory.accumulate=sliced",)
+MORE = {2: (SLICED,), 3: (SLICED, ("memory.keep_gathered=1",), ("memory.recompute=sqrt", "model.layers=4"))}
+DUAL = ("layout.pipeline=2", "layout.schedule=dualpipe-v", "model.layers=4")
+CHANGED = (DUAL,)
+
+
 def plan(ranks: int, *overrides: str) -> MemoryPlan:
     return plan_memory(small_deck(*overrides), ranks, VOCABULARY)
 
@@ -23,7 +29,7 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
     if ranks >= 2:
         found += [
             ("layout.pipeline=2",),
-            ("layout.pipeline=2", "layout.schedule=dualpipe-v", "model.layers=4"),
+            DUAL,
             ("layout.tensor=2", *LLAMA),
         ]
     if ranks >= 4:
@@ -58,10 +64,10 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_and_turns_are_those_of_a_run(world: World, stage: int) -> None:
     for layout in layouts(world.size):
-        for more in ((), ("memory.accumulate=sliced",), ("memory.keep_gathered=1",)):
-            if more and (stage < 2 or ("keep" in more[0] and (stage < 3 or layout))):
-                continue
-            if stage == 0 and "layout.zero_group=2" in layout:
+        for more in ((), *MORE.get(stage, ())):
+            if (more and layout and layout not in CHANGED) or (
+                stage == 0 and "layout.zero_group=2" in layout
+            ):
                 continue
             deck = small_deck(*layout, *more, f"layout.zero={stage}")
             training = trainer(world, deck)

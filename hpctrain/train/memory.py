@@ -1,0 +1,85 @@
+"""The memory of a run: what was predicted, what is held, and both side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hpctrain.errors import InputOutputError
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.words import comparison_table
+from hpctrain.sharding.accounts import Account, storage_bytes
+from hpctrain.sharding.live import LiveActivations
+from hpctrain.train.build import Engine
+from hpctrain.train.metrics import peak_rss_bytes
+
+PLAN_FILE = "plan.json"
+
+
+class MemoryLedger:
+    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks."""
+
+    def __init__(self, engine: Engine, predicted: MemoryPlan) -> None:
+        self.engine, self.predicted = engine, predicted
+        self.activation_peak = 0
+
+    @contextmanager
+    def activations(self) -> Iterator[None]:
+        """Count what autograd keeps within: a step. Counting takes time, so one step is counted."""
+        with LiveActivations(self._parameters) as live:
+            yield
+        self.activation_peak = max(self.activation_peak, live.peak)
+
+    def held(self) -> Account:
+        """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
+        buckets = self.engine.buckets
+        values = storage_bytes(b.own_values if b.sharding.stage == 3 else b.values for b in buckets)
+        lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
+        gradients = storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
+        states = [t for m in self.engine.optimizer.moments for t in (m.master, m.exp_avg, m.exp_avg_sq)]
+        parameters = {bucket.own_values.untyped_storage().data_ptr() for bucket in buckets}
+        optimizer = storage_bytes(t for t in states if t.untyped_storage().data_ptr() not in parameters)
+        buffers = buckets[0].pool.bytes + self.engine.world.buffer_bytes
+        known = Account(values, gradients, optimizer, self.activation_peak, buffers)
+        return replace(known, other=max(0, self.peak_bytes() - known.total))
+
+    def peak_bytes(self) -> int:
+        """The peak of the process, or on a GPU of torch's allocator."""
+        device = self.engine.world.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+
+    def measured(self) -> list[Account]:
+        """Of each stage of the pipeline, the rank that held most. Collective."""
+        stage = self.engine.mesh.coordinate("pipeline")
+        everyone = self.engine.world.everyone.all_gather_object((stage, self.held()))
+        return [
+            max((account for at, account in everyone if at == number), key=lambda account: account.total)
+            for number in range(self.engine.mesh.size("pipeline"))
+        ]
+
+    def table(self, measured: list[Account]) -> list[str]:
+        """Predicted beside measured, of the stage whose ranks held most."""
+        stage = max(range(len(measured)), key=lambda number: measured[number].total)
+        return comparison_table(self.predicted.stages[stage].memory, measured[stage])
+
+    def write(self, folder: Path, measured: list[Account] | None = None) -> None:
+        """Write `plan.json`: what was predicted, and what was measured once it is known."""
+        found = {"measured": [account.row() for account in measured]} if measured is not None else {}
+        text = json.dumps({"predicted": self.predicted.row(), **found}, indent=1)
+        path = folder / PLAN_FILE
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+    def _parameters(self) -> set[int]:
+        return {
+            bucket.values.untyped_storage().data_ptr()
+            for bucket in self.engine.buckets
+            if bucket.values is not None
+        }
