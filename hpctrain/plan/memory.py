@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from hpctrain.comm.mpi import STARTED_SUM_BYTES
+from hpctrain.comm.reduction import ROUND_BYTES
 from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
@@ -17,10 +19,14 @@ from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.model import DTYPES, PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
 from hpctrain.sharding.accounts import Account, storage_bytes
+from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.memory import activation_bytes
 
 MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""
+
+KEPT_FREE = 0.1
+"""Of the activations: freed memory between them that the host's allocator keeps; as measured."""
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -106,11 +112,15 @@ def plan_memory(
             used = sum(bucket.layout.used for bucket in planned.buckets)
             found[kind] = _without_offloaded(deck, _states(planned, itemsize), planned), used
         states, used = found[kind]
+        activation = _activations(deck, shape, sizes, schedule, number, parts)
+        other = libraries + _workspace(deck, shape, sizes, parts)
+        if deck.run.device != "cuda":
+            other += int(KEPT_FREE * activation)
         memory = replace(
             states,
-            activation=_activations(deck, shape, sizes, schedule, number, parts),
+            activation=activation,
             buffer=states.buffer + _messages(deck, shape, sizes, schedule, number),
-            other=libraries + _workspace(deck, shape, sizes, parts),
+            other=other,
         )
         blocks = sum(part.last - part.first for part in parts)
         stages.append(StageMemory(number, blocks, used, memory))
@@ -137,7 +147,30 @@ def _states(planned: PlannedStage, itemsize: int) -> Account:
     )
     owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
     copies = 2 if itemsize == MOMENT_BYTES else 3  # two moments, and master weights of 16-bit parameters
-    return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=planned.pool.bytes)
+    turns = planned.pool.bytes + _reductions(buckets)
+    return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=turns)
+
+
+def _reductions(buckets: Sequence[Bucket]) -> int:
+    """What reductions in host memory receive; on a GPU torch's allocator lends it from one to the next.
+
+    Up to stage 1 all buckets may be under way at once; from stage 2 on one waits for the one before the last.
+    """
+    sharding = buckets[0].sharding
+    size = sharding.group.size
+    if size == 1:
+        return 0
+    each = []
+    for bucket in buckets:
+        itemsize = bucket.gradient_dtype.itemsize
+        share = bucket.length // size
+        if share * itemsize <= STARTED_SUM_BYTES // size:
+            continue
+        piece = min(share, max(1, ROUND_BYTES // itemsize // (size - 1)))
+        received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
+        each.append(1 << (received - 1).bit_length())
+    each.sort(reverse=True)
+    return sum(each if sharding.stage < 2 else each[:2])
 
 
 def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:
@@ -216,7 +249,7 @@ def _workspace(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], parts: S
     if any(part.predicts for part in parts):
         rows = -(-shape.vocabulary // tensor)
         chunk = min(tokens, max(CHUNK_ROWS, CHUNK_ELEMENTS // rows))
-        loss = chunk * rows * MOMENT_BYTES
+        loss = 2 * chunk * rows * MOMENT_BYTES  # of this chunk and of the one before
         if itemsize < MOMENT_BYTES:
             loss += (2 * chunk * rows + rows * shape.hidden) * itemsize
     return max(block, loss)
