@@ -28,5 +28,5 @@ def command(
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.words import plan_text
 
-    plan = plan_deck(deck, ranks, overrides, ranks_per_node)
-    click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+    plan = plan_deck(deck, ranks, overrides, ranks_per_node, advised=not as_json)
+    click.echo(json.dumps(plan.memory.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

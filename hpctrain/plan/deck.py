@@ -35,19 +35,17 @@ class DeckPlan:
     memory: MemoryPlan
     savings: tuple[Saving, ...]
 
-    def row(self) -> dict[str, object]:
-        """As written into JSON."""
-        savings = [
-            {"change": saving.change, "saved_bytes": saving.saved, "total_bytes": saving.total}
-            for saving in self.savings
-        ]
-        return self.memory.row() | {"savings": savings}
-
 
 def plan_deck(
-    path: Path, ranks: int, overrides: Sequence[str] = (), ranks_per_node: int | None = None
+    path: Path,
+    ranks: int,
+    overrides: Sequence[str] = (),
+    ranks_per_node: int | None = None,
+    advised: bool = True,
 ) -> DeckPlan:
-    """Plan the deck in a file. The token file is opened only where the deck leaves its vocabulary to it.
+    """Plan the deck in a file, and with `advised` what changes of it would save.
+
+    The token file is opened only where the deck leaves its vocabulary to it.
 
     Raises HpctrainError as a run on so many ranks would.
     """
@@ -55,8 +53,8 @@ def plan_deck(
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes()
     memory = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
-    savings = []
-    for change in _changes(deck, memory):
+    savings: list[Saving] = []
+    for change in _changes(deck, memory) if advised else ():
         try:
             changed = read_deck(path, [*overrides, change], ranks)
             total = plan_memory(changed, ranks, vocabulary, libraries, ranks_per_node).largest.memory.total

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.sharding.accounts import storage_bytes
+from hpctrain.sharding.live import LiveActivations
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 VOCABULARY = 61
@@ -18,6 +21,9 @@ SLICED = ("memory.accumulate=sliced",)
 MORE = {2: (SLICED,), 3: (SLICED, ("memory.keep_gathered=1",), ("memory.recompute=sqrt", "model.layers=4"))}
 DUAL = ("layout.pipeline=2", "layout.schedule=dualpipe-v", "model.layers=4")
 CHANGED = (DUAL,)
+
+
+STATES = {"optimizer": 8, "gradient": 4, "parameter": 4}
 
 
 def plan(ranks: int, *overrides: str) -> MemoryPlan:
@@ -82,3 +88,66 @@ def test_states_and_turns_are_those_of_a_run(world: World, stage: int) -> None:
 
 def hidden_bytes(deck: Deck) -> int:
     return deck.batch.sequence * deck.batch.micro_size * deck.model.hidden * 4
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt"])
+def test_activations_are_those_that_autograd_keeps(world: World, recompute: str) -> None:
+    for layout in layouts(world.size):
+        deck = small_deck(*layout, f"memory.recompute={recompute}", "model.dropout=0.1")
+        training = trainer(world, deck)
+        engine = training.engine
+        values = {b.values.untyped_storage().data_ptr() for b in engine.buckets if b.values is not None}
+        with LiveActivations(lambda values=values: values) as live:
+            training.train(1)
+        planned = plan_memory(deck, world.size, VOCABULARY)
+        here = planned.stages[engine.mesh.coordinate("pipeline")].memory
+        assert live.peak == pytest.approx(here.activation, rel=0.01), layout
+        assert live.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "gigabytes"),
+    [
+        ("gpt-7.5b", 64, (31.4, 16.6, 1.88)),
+        ("gpt-128b", 64, (536, 284, 32)),
+        ("gpt-1t", 64, (4187, 2218, 250)),
+        ("gpt-1t", 1024, (None, None, 15.6)),
+    ],
+)
+def test_model_states_are_those_of_the_zero_paper(
+    model: str, ranks: int, gigabytes: tuple[float | None, ...]
+) -> None:
+    """Table 1 of arXiv 1910.02054, whose gradients are summed in 16 bits, ours in 32."""
+    for stage, published in enumerate(gigabytes, 1):
+        if published is not None:
+            deck = read_deck(f"inputs/plan/{model}.toml", [f"layout.zero={stage}"], ranks)
+            memory = plan_memory(deck, ranks, 51200).stages[0].memory
+            states = memory.parameter + memory.gradient / 2 + memory.optimizer
+            assert states / 1e9 == pytest.approx(published, rel=0.004), (model, stage)
+
+
+def test_states_of_fp32_are_16_bytes_a_parameter() -> None:
+    for stage, cut in enumerate([(), ("optimizer",), ("optimizer", "gradient"), (*STATES,)]):
+        planned = plan(4, f"layout.zero={stage}", "communication.bucket_bytes=1 GB")
+        (only,) = planned.stages
+        assert only.parameters == planned.parameters_total
+        for kind, each in STATES.items():
+            expected = only.parameters * each / (4 if kind in cut else 1)
+            assert only.memory.kinds()[kind] == pytest.approx(expected, rel=0.05), (stage, kind)
+
+
+def test_stages_of_a_pipeline_hold_their_part() -> None:
+    planned = plan(4, "layout.pipeline=4", "model.layers=8", "layout.schedule=1f1b", "model.tied=false")
+    assert [stage.blocks for stage in planned.stages] == [2, 2, 2, 2]
+    assert sum(stage.parameters for stage in planned.stages) == planned.parameters_total
+    first, last = planned.stages[1].memory.activation, planned.stages[2].memory.activation
+    assert first / last == pytest.approx(3 / 2)  # 1F1B holds 4, 3, 2 and 1 micro-batches
+
+
+def test_slices_within_nodes_need_to_know_nodes() -> None:
+    deck = small_deck("layout.zero=1", "layout.zero_group=node")
+    with pytest.raises(HpctrainError, match="--ranks-per-node"):
+        plan_memory(deck, 8, VOCABULARY)
+    assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=4).zero_group == 4
+    assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=8).zero_group == 8
