@@ -51,7 +51,7 @@ def plan_deck(
     """
     deck = read_deck(path, overrides, ranks)
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    libraries = library_bytes()
+    libraries = library_bytes() if deck.run.device != "cuda" else 0
     memory = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
     savings: list[Saving] = []
     for change in _changes(deck, memory) if advised else ():

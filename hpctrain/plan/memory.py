@@ -210,7 +210,8 @@ def _activations(
         device=deck.run.device if deck.run.device == "cuda" else "cpu",
     )
     each = [kept.of_part(part.last - part.first, part.embeds, part.predicts) for part in parts]
-    again = [kept.again(part.last - part.first) for part in parts]
+    # What the head keeps is gone by the time at which blocks are computed again.
+    again = [kept.again(part.last - part.first) - kept.head * part.predicts for part in parts]
     alive = peak = 0
     for action in schedule.stages[stage]:
         if action.kind == "F":

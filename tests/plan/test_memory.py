@@ -20,7 +20,6 @@ VOCABULARY = 61
 SLICED = ("memory.accumulate=sliced",)
 MORE = {2: (SLICED,), 3: (SLICED, ("memory.keep_gathered=1",), ("memory.recompute=sqrt", "model.layers=4"))}
 DUAL = ("layout.pipeline=2", "layout.schedule=dualpipe-v", "model.layers=4")
-CHANGED = (DUAL,)
 
 
 STATES = {"optimizer": 8, "gradient": 4, "parameter": 4}
@@ -71,10 +70,12 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
 def test_states_and_turns_are_those_of_a_run(world: World, stage: int) -> None:
     for layout in layouts(world.size):
         for more in ((), *MORE.get(stage, ())):
-            if (more and layout and layout not in CHANGED) or (
-                stage == 0 and "layout.zero_group=2" in layout
-            ):
+            if more and layout not in {(), DUAL}:
                 continue
+            if stage == 0 and "layout.zero_group=2" in layout:
+                continue
+            if stage == 3 and layout and world.size == (4 if "layout.tensor=4" in layout else 2):
+                continue  # no ranks to cut over
             deck = small_deck(*layout, *more, f"layout.zero={stage}")
             training = trainer(world, deck)
             training.train(2)
