@@ -198,6 +198,7 @@ def _activations(
     parts: Sequence[Part],
 ) -> int:
     """The most that a stage's forwards keep at once, until the end of their backwards."""
+    itemsize = DTYPES[deck.precision.compute].itemsize
     kept = activation_bytes(
         shape,
         deck.batch.micro_size,
@@ -209,7 +210,13 @@ def _activations(
         recompute=deck.memory.recompute,
         device=deck.run.device if deck.run.device == "cuda" else "cpu",
     )
-    each = [kept.of_part(part.last - part.first, part.embeds, part.predicts) for part in parts]
+    waiting = deck.memory.activations != "keep"
+    if deck.memory.activation_format != "exact":
+        bits = 16 if deck.memory.activation_format == "bf16" else 8
+        kept = replace(kept, block=kept.block * bits // (8 * itemsize))
+    each = [
+        kept.of_part(0 if waiting else part.last - part.first, part.embeds, part.predicts) for part in parts
+    ]
     # What the head keeps is gone by the time at which blocks are computed again.
     again = [kept.again(part.last - part.first) - kept.head * part.predicts for part in parts]
     alive = peak = 0
@@ -222,7 +229,8 @@ def _activations(
         else:
             peak = max(peak, alive + again[action.chunk])
             alive -= each[action.chunk] if action.kind == "B" else 0
-    return peak
+    # Where they wait elsewhere, those of the present block and of the one that leaves or comes are here.
+    return peak + (2 * kept.block if waiting else 0)
 
 
 def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:

@@ -42,8 +42,9 @@ class MemoryLedger:
         lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
         gradients = storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
         states = [t for m in self.engine.optimizer.moments for t in (m.master, m.exp_avg, m.exp_avg_sq)]
-        parameters = {bucket.own_values.untyped_storage().data_ptr() for bucket in buckets}
-        optimizer = storage_bytes(t for t in states if t.untyped_storage().data_ptr() not in parameters)
+        own = [bucket.own_values for bucket in buckets]
+        # Storages that master weights share with parameters are entered there.
+        optimizer = storage_bytes([*states, *own]) - storage_bytes(own)
         buffers = buckets[0].pool.bytes + self.engine.world.buffer_bytes
         known = Account(values, gradients, optimizer, self.activation_peak, buffers)
         return replace(known, other=max(0, self.peak_bytes() - known.total))
