@@ -152,9 +152,8 @@ def _states(planned: PlannedStage, itemsize: int) -> Account:
 
 
 def _reductions(buckets: Sequence[Bucket]) -> int:
-    """What reductions in host memory receive; on a GPU torch's allocator lends it from one to the next.
-
-    Up to stage 1 all buckets may be under way at once; from stage 2 on one waits for the one before the last.
+    """What reductions in host memory receive, of which two are under way at once; on a GPU torch's allocator
+    lends it from one to the next.
     """
     sharding = buckets[0].sharding
     size = sharding.group.size
@@ -170,7 +169,7 @@ def _reductions(buckets: Sequence[Bucket]) -> int:
         received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
         each.append(1 << (received - 1).bit_length())
     each.sort(reverse=True)
-    return sum(each if sharding.stage < 2 else each[:2])
+    return sum(each[:2])
 
 
 def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:

@@ -86,6 +86,7 @@ class GradientSynchronizer:
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:
+            self._complete(1)  # each one under way receives into memory of its own
             self._under_way.append((bucket, bucket.start_reduce()))
 
     def _complete(self, but: int) -> None:
