@@ -165,7 +165,7 @@ class Bucket:
         self._added: dict[Parameter, int] = {}
         self._behind: set[Parameter] = set()
         self._passes = self._rounds = 1
-        self._summing: deque[Tensor] = deque()
+        self._summing: deque[tuple[Tensor, Tensor]] = deque()
         self._summed = False
 
     # Parameters
@@ -262,23 +262,24 @@ class Bucket:
             assert segment.parameter.gradient is not None  # zero by now where nothing was added
         if self.sharding.stage == 0:
             return group.start_all_reduce(whole)
+        own = whole[self.slice]
         if self.sharding.stage > 1:
-            self._summing.append(whole)
+            if not self._summed and not self._summing:
+                own = self.own_gradients  # the step's first sums need not be added to others
+            self._summing.append((whole, own))
             self._gradients = None
             self._show_gradients(None)
-        return group.start_reduce_scatter(whole, whole[self.slice])
+        return group.start_reduce_scatter(whole, own)
 
     def close_gradients(self) -> None:
         """Keep this rank's slice of the gradients whose sum is complete, and free the rest."""
         if self.sharding.stage < 2:
             return
-        summed = self._summing.popleft()
-        if self._summed:
-            self.own_gradients.add_(summed[self.slice])
-        else:
-            self.own_gradients.copy_(summed[self.slice])
-            self._summed = True
-        self.pool.give(summed)
+        whole, summed = self._summing.popleft()
+        if summed is not self.own_gradients:
+            self.own_gradients.add_(summed)
+        self._summed = True
+        self.pool.give(whole)
 
     def merge_lookups(self) -> None:
         """Add what was kept apart of gradients with two sources, so that their order does not matter."""
