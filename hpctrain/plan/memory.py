@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
 from hpctrain.optim.offload import working_bytes
-from hpctrain.parallel.vocabulary import CHUNK_ELEMENTS, CHUNK_ROWS
+from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, parts_of
@@ -256,7 +256,7 @@ def _workspace(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], parts: S
     loss = 0
     if any(part.predicts for part in parts):
         rows = -(-shape.vocabulary // tensor)
-        chunk = min(tokens, max(CHUNK_ROWS, CHUNK_ELEMENTS // rows))
+        chunk = chunk_rows(tokens, rows)
         loss = 2 * chunk * rows * MOMENT_BYTES  # of this chunk and of the one before
         if itemsize < MOMENT_BYTES:
             loss += (2 * chunk * rows + rows * shape.hidden) * itemsize
