@@ -41,13 +41,13 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", 0))
 calls = 0
 forward = transformer.Block.forward
 
-def dying(self, *arguments):
+def dying(self, *arguments, **named):
     global calls
     calls += 1
     if calls == {call} and rank == {rank}:
         print("dies at", time.time(), file=sys.stderr, flush=True)
         {death}
-    return forward(self, *arguments)
+    return forward(self, *arguments, **named)
 
 transformer.Block.forward = dying
 sys.argv = ["hpctrain", "run", "deck.toml"]
