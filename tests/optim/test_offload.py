@@ -25,7 +25,9 @@ SMALL_BUFFER = "memory.offload_buffer=12000"
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = [(), ("layout.zero=1",), ("layout.zero=3",)]
+    found: list[tuple[str, ...]] = [(), ("layout.zero=1",)]
+    if ranks >= 2:
+        found += [("layout.zero=3",)]
     if ranks >= 4:
         found += [
             ("layout.zero=3", "layout.tensor=2", "layout.sequence_parallel=true"),
@@ -101,7 +103,7 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
     world: World, mpi_tmp_path: Path, compute: str
 ) -> None:
     """Written from files and read into memory, and the other way round, with padded tables."""
-    layout = ("layout.zero=3",) if world.size == 1 else ("layout.tensor=2",)
+    layout: tuple[str, ...] = () if world.size == 1 else ("layout.tensor=2",)
     layout = layout if world.size < 4 else (*layout, "layout.zero=3")
     deck = (*layout, f"precision.compute={compute}")
     disk = ("memory.optimizer=disk", SMALL_BUFFER)
@@ -195,7 +197,7 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, compute: str) -> None:
-    for place in ((), ("layout.zero=3", "memory.parameters=disk")):
+    for place in ((), ("layout.zero=3", "memory.parameters=disk"))[: min(2, world.size)]:
         deck = small_deck(
             "memory.optimizer=disk",
             f"precision.compute={compute}",

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches
+from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.pipeline.execute import PreparedBatch
 from tests.engines import small_deck, trainer
 
 
@@ -19,14 +22,13 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     run.train(1)
     before = {name: values.clone() for name, values in run.parameters().items()}
     moments = [moment.exp_avg.clone() for moment in run.engine.optimizer.moments]
-    start = run.engine.synchronizer.start
+    prepare = run.step.prepare
 
-    def spoiled(micro_batches: int) -> None:
-        start(micro_batches)
-        if world.rank == world.size - 1:
-            run.engine.buckets[-1].gradients[0] = float("nan")
+    def spoiled(micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
+        bad = scale * float("nan") if world.rank == world.size - 1 else scale
+        return prepare(micro, bad, dropout)
 
-    run.engine.synchronizer.start = spoiled  # type: ignore[method-assign]
+    run.step.prepare = spoiled  # type: ignore[method-assign]
     result = run.train(1)[0]
     assert result.skipped
     assert math.isnan(result.grad_norm)
