@@ -51,7 +51,10 @@ def test_recomputation_gives_the_same_bits(world: World, model: str, compute: st
         sizes = ("batch.global_size=8",)
         deck = (*sizes, *MODELS[model], *layout, "model.layers=5", f"precision.compute={compute}")
         losses, parameters = run(world, small_deck(*deck))
-        for recompute in SETTINGS:
+        for setting in SETTINGS:
+            recompute = setting
+            if recompute == "3" and "layout.schedule=zb-v" in layout:
+                recompute = "2"  # blocks of a part
             again_losses, again = run(world, small_deck(*deck, f"memory.recompute={recompute}"))
             assert again_losses == losses, (layout, recompute)
             for name, values in again.items():
