@@ -21,6 +21,9 @@ from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
+PRODUCT_ELEMENTS = 1 << 23
+"""Of a product in another format than the sum to which it is added; a larger one comes in pieces."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -69,10 +72,13 @@ def add_weight_gradient(weights: Sequence[Parameter], output_gradient: Tensor, i
     gradient = joined(first or [_buffer(weight) for weight in weights])
     if left.dtype == gradient.dtype:
         gradient.addmm_(left, right, beta=0 if first else 1)
-    elif first:
-        gradient.copy_(left @ right)
-    else:
-        gradient.add_(left @ right)
+        return
+    rows = max(1, PRODUCT_ELEMENTS // right.shape[1])
+    for into, part in zip(gradient.split(rows), left.split(rows), strict=True):
+        if first:
+            into.copy_(part @ right)
+        else:
+            into.add_(part @ right)
 
 
 def add_bias_gradient(biases: Sequence[Parameter], output_gradient: Tensor) -> None:

@@ -12,6 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
 from hpctrain.optim.offload import working_bytes
+from hpctrain.parallel.linear import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
@@ -252,12 +253,12 @@ def _workspace(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], parts: S
     inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
     block = tokens * (3 * inner + 3 * shape.hidden) * itemsize
     if itemsize < MOMENT_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
-        block += inner * shape.hidden * itemsize
+        block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
     loss = 0
     if any(part.predicts for part in parts):
         rows = -(-shape.vocabulary // tensor)
         chunk = chunk_rows(tokens, rows)
         loss = 2 * chunk * rows * MOMENT_BYTES  # of this chunk and of the one before
         if itemsize < MOMENT_BYTES:
-            loss += (2 * chunk * rows + rows * shape.hidden) * itemsize
+            loss += (2 * chunk * rows + min(rows * shape.hidden, PRODUCT_ELEMENTS)) * itemsize
     return max(block, loss)
