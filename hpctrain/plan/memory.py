@@ -9,6 +9,7 @@ from math import prod
 from hpctrain.comm.mpi import STARTED_SUM_BYTES
 from hpctrain.comm.reduction import ROUND_BYTES
 from hpctrain.deck.schema import Deck
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
 from hpctrain.optim.offload import working_bytes
@@ -18,7 +19,7 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
-from hpctrain.plan.model import DTYPES, PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
+from hpctrain.plan.model import PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
 from hpctrain.sharding.accounts import Account, storage_bytes
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.memory import activation_bytes

@@ -22,6 +22,7 @@ from hpctrain.comm.transport import Transport
 from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
@@ -31,12 +32,11 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
-from hpctrain.sharding.gather import Gatherer
+from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.pool import Pool
 from hpctrain.sharding.recompute import Recompute, segment_size
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 META = torch.device("meta")
 
 
@@ -153,11 +153,8 @@ def plan_stage(
                 pool=pool,
             )
         ]
-    residency = Residency()
-    if sharding.stage == 3:
-        blocks = [block for model in models for block in model.block_list()]
-        kept = blocks[len(blocks) - min(len(blocks), deck.memory.keep_gathered) :]
-        residency = Gatherer(buckets, [block.unit for block in kept])
+    units = [block.unit for model in models for block in model.block_list()]
+    residency = make_residency(buckets, units, deck.memory.keep_gathered)
     sharing = group(max(1, sizes["tensor"] // shape.key_value_heads), "tensor")
     synchronizer = GradientSynchronizer(
         buckets,

@@ -217,9 +217,9 @@ class Bucket:
         if self.values is not None:
             self.pool.give(self.values)
             self.values = None
+        # One element seen as many: of the right shape, yet without memory.
+        one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
         for segment in self.segments:
-            # One element seen as many: of the right shape, yet without memory.
-            one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
             segment.parameter.data = one.expand(segment.parameter.shard.local)
 
     def start_refresh(self) -> Work[Tensor] | None:

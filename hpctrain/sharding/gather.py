@@ -102,6 +102,15 @@ class Gatherer(Residency):
         return self._known[place + but]
 
 
+def make_residency(buckets: Sequence[Bucket], blocks: Sequence[Parameter], kept: int) -> Residency:
+    """How layers come to the parameters of these buckets; of the blocks, each named by one of its parameters,
+    the last `kept` stay gathered.
+    """
+    if buckets[0].sharding.stage < 3:
+        return Residency()
+    return Gatherer(buckets, blocks[max(0, len(blocks) - kept) :])
+
+
 class _AfterBackward(torch.autograd.Function):
     """Passes x on; its gradient comes when a unit's backward is over."""
 

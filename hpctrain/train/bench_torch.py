@@ -28,8 +28,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
-from hpctrain.train.build import DTYPES
 
 
 @dataclass(frozen=True)

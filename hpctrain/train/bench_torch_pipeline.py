@@ -15,10 +15,10 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import even_split
 from hpctrain.train.bench_torch import TorchBlock, torch_norm
-from hpctrain.train.build import DTYPES
 
 PIPELINE_RIVALS = ("torch-pipeline", "torch-interleaved")
 

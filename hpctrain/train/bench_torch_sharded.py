@@ -23,9 +23,9 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.bench_torch import TorchModel
-from hpctrain.train.build import DTYPES
 
 LEARNING_RATE = 1e-4
 

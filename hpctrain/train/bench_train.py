@@ -26,6 +26,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.sharding.memory import SavedTensors, gpt_activation_bytes
@@ -33,7 +34,7 @@ from hpctrain.train.bench_stages import Prediction, StageProbe, sentence, table
 from hpctrain.train.bench_torch import RIVALS, torch_step
 from hpctrain.train.bench_torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.train.bench_torch_sharded import SHARDED_RIVALS, sharded_step
-from hpctrain.train.build import DTYPES, build_engine, make_mesh
+from hpctrain.train.build import build_engine, make_mesh
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.metrics import peak_rss_bytes
 from hpctrain.train.step import Step, TrainState

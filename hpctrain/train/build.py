@@ -11,9 +11,9 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SequenceSource
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.check import check_world, data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.initialize import initialize
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
@@ -25,8 +25,9 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
+from hpctrain.plan.model import axis_sizes
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
-from hpctrain.sharding.gather import Gatherer
+from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.pool import Pool
 from hpctrain.sharding.scratch import Scratch, to_fill
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
@@ -34,8 +35,6 @@ from hpctrain.train.freeze import freeze
 from hpctrain.train.keeping import make_keeping, open_shelf
 from hpctrain.train.offload import Offload, make_optimizer, open_offload
 from hpctrain.train.place import Placement, place_layers
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -91,14 +90,7 @@ class Corpus:
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
     """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
-    check_world(deck, world.size)
-    sizes = {
-        "pipeline": deck.layout.pipeline,
-        "data": data_ranks(deck, world.size),
-        "context": deck.layout.context,
-        "tensor": deck.layout.tensor,
-    }
-    return Mesh(world, sizes, transport=deck.communication.transport)
+    return Mesh(world, axis_sizes(deck, world.size), transport=deck.communication.transport)
 
 
 def open_corpus(deck: Deck, world: World) -> Corpus:
@@ -165,11 +157,8 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
             )
         ]
         optimizer = make_optimizer(deck, buckets, offload.optimizer, world.agreement)
-    residency = Residency()
-    if sharding.stage == 3:
-        blocks = [block for model in models for block in model.block_list()]
-        kept = blocks[len(blocks) - min(len(blocks), deck.memory.keep_gathered) :]
-        residency = Gatherer(buckets, [block.unit for block in kept])
+    units = [block.unit for model in models for block in model.block_list()]
+    residency = make_residency(buckets, units, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
     _initialize(world, models, optimizer, deck.run.seed)

@@ -26,11 +26,11 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.bucket import Sharding, make_buckets
-from hpctrain.train.build import DTYPES
 from hpctrain.train.run import find_checkpoint
 
 SAMPLES_AT_A_TIME = 8

@@ -24,13 +24,13 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import plan_memory
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.build import (
-    DTYPES,
     Corpus,
     Engine,
     build_engine,

@@ -9,8 +9,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.model.dtypes import DTYPES
 from hpctrain.sharding.memory import ActivationBytes, SavedTensors, activation_bytes
-from hpctrain.train.build import DTYPES
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
