@@ -31,7 +31,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.bucket import Sharding, make_buckets
-from hpctrain.train.run import find_checkpoint
+from hpctrain.train.checkpoints import find_checkpoint
 
 SAMPLES_AT_A_TIME = 8
 """Samples that share a forward pass, which bounds the memory of activations."""

@@ -8,22 +8,16 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hpctrain import __version__
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good
-from hpctrain.checkpoint.read import load, read_state
-from hpctrain.checkpoint.write import save
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import EXIT_DONE, HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import plan_memory
@@ -38,6 +32,7 @@ from hpctrain.train.build import (
     open_corpus,
     settle_vocabulary,
 )
+from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
 from hpctrain.train.keeping import introduce_keeping
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
@@ -79,9 +74,8 @@ class Run:
         )
         self.memory = MemoryLedger(self.engine, predicted)
         self.folder = Path(self.deck.run.dir)
-        self.state = TrainState()
-        if checkpoint is not None:
-            self.restore(checkpoint)
+        self.checkpoints = Checkpoints(self.deck, self.engine, self.corpus.file.tokenizer_text)
+        self.state = TrainState() if checkpoint is None else self.checkpoints.restore(checkpoint)
         self.step = Step(
             self.engine,
             self.corpus.train,
@@ -89,13 +83,12 @@ class Run:
             self.deck.optimizer.clip,
             self.deck.run.seed,
         )
-        self.saved: Path | None = checkpoint
         self.log = logging.getLogger("hpctrain")
 
     def train(self) -> int:
         """Train up to `run.steps`; the exit code."""
         deck, world = self.deck, self.world
-        resumed = self.saved is not None
+        resumed = self.checkpoints.newest is not None
         with world.agreement():
             if world.rank == 0:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -189,18 +182,10 @@ class Run:
         )
 
     def save(self, progress: Progress | None) -> None:
-        """Write a checkpoint of the present state and forget those beyond `checkpoint.keep`."""
+        """Write a checkpoint of the present state, and the trace so far."""
         if progress is not None:
             progress.working("writing a checkpoint")
-        folder = self.folder / "checkpoints"
-        path = checkpoint_path(folder, self.state.step)
-        started = time.perf_counter()
-        self.world.ledger.phase = "checkpoint"
-        save(path, self.world.everyone, self._entries(writing=True), self._state())
-        keep(folder, self.deck.checkpoint.keep, self.world.everyone)
-        self.world.ledger.phase = "step"
-        self.saved = path
-        self.log.info("checkpoint %s written in %.2f s", path, time.perf_counter() - started)
+        self.checkpoints.save(self.state)
         timeline = self.world.ledger.timeline
         if timeline is not None:
             write_trace(self.folder / TRACE_FILE, timeline, self.mesh, self.engine.plan)
@@ -211,33 +196,6 @@ class Run:
                     self.folder / TRACE_FILE,
                     timeline.dropped,
                 )
-
-    def restore(self, path: Path) -> None:
-        """Read parameters, moments and state of a checkpoint that any number of ranks wrote."""
-        state = read_state(path, self.world.everyone)
-        load(path, self.world.everyone, self._entries())
-        self.engine.optimizer.publish()
-        self.state = TrainState(**{key: int(state[key]) for key in asdict(self.state)})
-        self.engine.optimizer.updates = int(state["updates"])
-        if self.engine.loss_scale.window:
-            self.engine.loss_scale.value = float(state["loss_scale"])
-            self.engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
-
-    def _entries(self, writing: bool = False) -> list[Any]:
-        return training_entries(self.engine.buckets, self.engine.optimizer.moments, self.mesh, writing)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            **asdict(self.state),
-            "updates": self.engine.optimizer.updates,
-            "loss_scale": self.engine.loss_scale.value,
-            "loss_scale_good_steps": self.engine.loss_scale.good_steps,
-            "deck": deck_text(self.deck),
-            "split": list(self.engine.placement.split),
-            "tokenizer": self.corpus.file.tokenizer_text,
-            "ranks": self.world.size,
-            "code_version": __version__,
-        }
 
     def _measured_peak(self) -> float:
         """The mean over all ranks of the rate of a matrix product, FLOP/s."""
@@ -268,8 +226,8 @@ class Run:
             lines.append(self.engine.offload.introduction)
         if self.layout_check:
             lines.append(self.layout_check)
-        if self.saved is not None:
-            lines.append(f"goes on from {self.saved} at step {self.state.step}")
+        if self.checkpoints.newest is not None:
+            lines.append(f"goes on from {self.checkpoints.newest} at step {self.state.step}")
         for line in lines:
             self.log.info("%s", line)
             if world.rank == 0:
@@ -283,11 +241,11 @@ class Run:
         if self.world.rank != 0:
             return
         self.world.ledger.write(self.folder / "ledger.json")
-        trace = self.folder / TRACE_FILE
+        trace, saved = self.folder / TRACE_FILE, self.checkpoints.newest
         lines = [
             f"metrics     {self.folder / 'metrics.jsonl'} (`hpctrain plot {self.folder}` draws them)",
             f"trace       {trace} (ui.perfetto.dev opens it)" if self.deck.run.trace else "",
-            f"checkpoint  {self.saved} ({format_bytes(self.saved.stat().st_size)})" if self.saved else "",
+            f"checkpoint  {saved} ({format_bytes(saved.stat().st_size)})" if saved else "",
             f"skipped     {self.state.skipped} steps" if self.state.skipped else "",
             *self.memory.table(measured),
         ]
@@ -343,19 +301,3 @@ def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
         deck = parse_deck(str(state["deck"]), [f"run.dir={path.parent.parent}", *overrides])
         same = deck.layout == parse_deck(str(state["deck"])).layout
     return Run(world, deck, path, state.get("split") if same else None).train()
-
-
-def find_checkpoint(world: World, target: Path) -> Path:
-    """The checkpoint meant by a file, or by a run's folder: the newest good one."""
-    with world.agreement():
-        if not target.exists():
-            raise InputOutputError(f"{target}: no such run folder or checkpoint")
-    if not target.is_dir():
-        return target
-    path, warnings = newest_good(target / "checkpoints", world.everyone)
-    if world.rank == 0:
-        for warning in warnings:
-            logging.getLogger("hpctrain").warning("%s", warning)
-    if path is None:
-        raise InputOutputError(f"{target / 'checkpoints'}: holds no good checkpoint to go on from")
-    return path

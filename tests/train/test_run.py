@@ -14,7 +14,8 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.rows import read_metrics
-from hpctrain.train.run import find_checkpoint, refuse_other_run, remove_run, resume, run_deck
+from hpctrain.train.checkpoints import find_checkpoint
+from hpctrain.train.run import refuse_other_run, remove_run, resume, run_deck
 
 DECK = """
 [run]
