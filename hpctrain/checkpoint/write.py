@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from errno import ENOSPC
@@ -25,15 +24,14 @@ from zlib import crc32
 
 import h5py
 import numpy as np
-import torch
 
-import hpctrain
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Block, Entry, Index, blocks
 from hpctrain.checkpoint.structure import CHECKSUMS, DECK, FORMAT, STATE, VERSION
 from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.group import Group
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -151,14 +149,6 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> Non
 
     Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
     """
-    versions = {
-        "hpctrain": hpctrain.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "h5py": h5py.__version__,
-        "hdf5": h5py.version.hdf5_version,
-    }
     with h5py.File(
         temporary,
         "w",
@@ -169,7 +159,7 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> Non
     ) as file:
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["version"] = VERSION
-        file.attrs["versions"] = np.bytes_(json.dumps(versions))
+        file.attrs["versions"] = np.bytes_(json.dumps(library_versions()))
         file.attrs["piece"] = checksum.PIECE
         file.attrs["complete"] = 0
         for name, text in texts.items():

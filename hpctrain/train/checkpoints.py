@@ -12,6 +12,7 @@ from hpctrain import __version__
 from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good
 from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
@@ -30,6 +31,8 @@ class Checkpoints:
         self.deck, self.engine, self.tokenizer = deck, engine, tokenizer
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
+        layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
+        self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size)
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of the present state and forget those beyond `checkpoint.keep`. Collective."""
@@ -54,6 +57,7 @@ class Checkpoints:
         if engine.loss_scale.window:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+        self.provenance.go_on(state, path)
         self.newest = path
         return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
 
@@ -74,6 +78,7 @@ class Checkpoints:
             "tokenizer": self.tokenizer,
             "ranks": engine.world.size,
             "code_version": __version__,
+            **self.provenance.stored(state.step),
         }
 
 

@@ -138,6 +138,7 @@ class Run:
         with self.memory.activations() if first else nullcontext():
             result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
         seconds = time.perf_counter() - started
+        self.checkpoints.provenance.note(state.step, result.loss, result.grad_norm)
         last = state.step == deck.run.steps
         every = deck.run.evaluate_every
         validation = None

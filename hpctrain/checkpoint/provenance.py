@@ -1,0 +1,137 @@
+"""Where a checkpoint came from: the chain of runs that led to it, and the losses of its last steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.versions import library_versions, package_commit
+
+SEGMENTS = 1000
+"""Of a history, at most: the first one and the newest."""
+LOSSES = 100
+_TEXT = 300
+
+Layout = dict[str, int]
+"""Ranks along each axis of the mesh, and the stage of ZeRO under "zero"."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One run of the chain: steps `first_step` to `last_step`, on so many ranks, from a checkpoint or none.
+
+    `started` is UTC, such as "2026-03-01T12:00:00Z"; `commit` the package's, None where it is unknown.
+    """
+
+    title: str
+    run_dir: str
+    ranks: int
+    layout: Layout
+    first_step: int
+    last_step: int
+    versions: dict[str, str]
+    commit: str | None
+    started: str
+    went_on_from: str | None = None
+
+    @staticmethod
+    def of(row: object) -> Segment | None:
+        """The segment of a stored object; None where it is none."""
+        if not isinstance(row, dict):
+            return None
+        kinds: dict[str, type | tuple[type, ...]] = {
+            **dict.fromkeys(("title", "run_dir", "started"), str),
+            **dict.fromkeys(("ranks", "first_step", "last_step"), int),
+            **dict.fromkeys(("layout", "versions"), dict),
+            **dict.fromkeys(("commit", "went_on_from"), (str, type(None))),
+        }
+        found: dict[str, Any] = {name: row.get(name) for name in kinds}
+        if not all(isinstance(value, kinds[name]) for name, value in found.items()):
+            return None
+        return Segment(**found)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one step recorded, None where it was not finite."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+
+
+class Provenance:
+    """The history and last losses of a run that goes on, for its checkpoints."""
+
+    def __init__(self, title: str, run_dir: str, layout: Layout, ranks: int) -> None:
+        now = datetime.now(timezone.utc)
+        self._here = Segment(
+            title=_cut(title),
+            run_dir=_cut(run_dir),
+            ranks=ranks,
+            layout=layout,
+            first_step=1,
+            last_step=0,
+            versions={name: _cut(version) for name, version in library_versions().items()},
+            commit=package_commit(),
+            started=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+        self._earlier: list[Segment] = []
+        self._losses: deque[Loss] = deque(maxlen=LOSSES)
+
+    def go_on(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Append to the chain that the state of a checkpoint tells."""
+        self._earlier = history(state)
+        self._losses.extend(losses(state))
+        step = int(state["step"])
+        self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(str(checkpoint)))
+
+    def note(self, step: int, loss: float, grad_norm: float) -> None:
+        """Remember what a step recorded."""
+        self._losses.append(Loss(step, _finite(loss), _finite(grad_norm)))
+
+    def stored(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` steps stores: "history" and "losses"."""
+        chain = [*self._earlier, replace(self._here, last_step=step)]
+        if len(chain) > SEGMENTS:
+            chain = [chain[0], *chain[1 - SEGMENTS :]]
+        return {
+            "history": [asdict(segment) for segment in chain],
+            "losses": [asdict(loss) for loss in self._losses],
+        }
+
+
+def history(state: Mapping[str, Any]) -> list[Segment]:
+    """The chain of runs that led to a checkpoint, oldest first, the one that wrote it last."""
+    return [segment for row in _rows(state, "history") if (segment := Segment.of(row)) is not None]
+
+
+def losses(state: Mapping[str, Any]) -> list[Loss]:
+    """What the last steps before a checkpoint recorded, oldest first."""
+    return [
+        Loss(row["step"], _number(row.get("loss")), _number(row.get("grad_norm")))
+        for row in _rows(state, "losses")
+        if isinstance(row, dict) and isinstance(row.get("step"), int)
+    ]
+
+
+def _rows(state: Mapping[str, Any], name: str) -> Iterator[object]:
+    stored = state.get(name)
+    yield from stored if isinstance(stored, list) else []
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else text[: _TEXT - 3] + "..."
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
