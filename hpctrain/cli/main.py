@@ -22,6 +22,7 @@ VERBS = {
     "plan": ("hpctrain.cli.plan:command", "Tell what every rank of a deck will hold in memory."),
     "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
     "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
+    "inspect": ("hpctrain.cli.inspect:command", "Tell what a checkpoint holds, verify it, compare two."),
     "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
     "schedule": ("hpctrain.cli.schedule:command", "Draw, cost and check a pipeline schedule."),
     "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.report.table import table
 from hpctrain.sharding.accounts import Account
 from hpctrain.units import format_bytes, format_count
 
@@ -84,15 +83,3 @@ def _most(memory: MemoryPlan) -> str:
     )
     where = f"A rank of stage {largest.stage}" if len(memory.stages) > 1 else "A rank"
     return f"{where} holds at most {format_bytes(largest.memory.total)}; most of it is {shares}."
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, the first one to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -1,0 +1,29 @@
+"""`hpctrain inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="inspect")
+@click.argument("target", metavar="CHECKPOINT|RUN_DIR", type=click.Path(path_type=Path))
+@click.option("--tensors", is_flag=True, help="List every tensor: name, shape, type, bytes.")
+@click.option("--deck", is_flag=True, help="Print the stored deck, and nothing else.")
+@click.option("--verify", is_flag=True, help="Read everything and compare it with its checksums.")
+@click.option(
+    "--diff", "other", metavar="OTHER", type=click.Path(path_type=Path), help="Tell what differs in OTHER."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
+def command(target: Path, tensors: bool, deck: bool, verify: bool, other: Path | None, as_json: bool) -> None:
+    """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has.
+
+    Under mpirun or srun the ranks share the reading. Exits with 1 if tensors differ from those of OTHER, with
+    3 if something is damaged.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.report.inspect import Wish, inspect
+
+    wish = Wish(tensors, deck, verify, other, as_json)
+    run_verb(lambda world: inspect(world.everyone, target, wish, click.echo), device="cpu")

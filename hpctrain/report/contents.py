@@ -1,0 +1,213 @@
+"""What one checkpoint file holds, as an object for JSON and as a screen for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import h5py
+
+from hpctrain.checkpoint.provenance import Loss, Segment, history, losses
+from hpctrain.checkpoint.structure import Stored, Structure
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.report.table import table
+from hpctrain.units import format_bytes, format_count
+
+SEGMENTS_SHOWN = 8
+LOSSES_SHOWN = 5
+
+Contents = dict[str, Any]
+
+
+def contents(structure: Structure, tensors: bool = False) -> Contents:
+    """What a file holds; with `tensors`, every dataset too. What it does not tell is None or empty."""
+    state, path = structure.state, structure.path
+    deck, problem = stored_deck(structure)
+    chain = history(state)
+    last = chain[-1] if chain else None
+    with h5py.File(path, "r", locking=False) as file:
+        version = int(file.attrs["version"])
+    found: Contents = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "format": version,
+        "title": deck.run.title if deck else None,
+        "step": state.get("step"),
+        "steps": deck.run.steps if deck else None,
+        "samples": state.get("samples"),
+        "tokens": state.get("tokens"),
+        "skipped": state.get("skipped"),
+        "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
+        "model": deck.model.model_dump(mode="json") if deck else None,
+        "sequence": deck.batch.sequence if deck else None,
+        "precision": deck.precision.compute if deck else None,
+        "deck_problem": problem,
+        "ranks": state.get("ranks"),
+        "layout": last.layout if last else None,
+        "versions": state.get("versions", {}),
+        "commit": last.commit if last else None,
+        "folders": _folders(structure.datasets.values()),
+        "history": [asdict(segment) for segment in chain],
+        "losses": [asdict(loss) for loss in losses(state)],
+    }
+    if tensors:
+        found["tensors"] = [
+            {
+                "name": stored.dataset,
+                "shape": list(stored.shape),
+                "type": stored.kind,
+                "bytes": stored.elements * stored.item_bytes,
+            }
+            for stored in structure.datasets.values()
+        ]
+    return found
+
+
+def stored_deck(structure: Structure) -> tuple[Deck | None, str]:
+    """The deck of a checkpoint, or why there is none."""
+    text = structure.state.get("deck")
+    if not isinstance(text, str):
+        return None, "none is stored"
+    try:
+        return parse_deck(text, name=f"{structure.path.name}, its deck"), ""
+    except HpctrainError as error:
+        return None, error.problems[0]
+
+
+def contents_text(found: Contents) -> list[str]:
+    """The same for people, in lines of at most about a hundred columns."""
+    lines = [f"{found['file']}: checkpoint, format {found['format']}, {format_bytes(found['bytes'])}", ""]
+    lines += [f"{name:<11} {text}" for name, text in _facts(found) if text]
+    lines += ["", *_folder_table(found["folders"])]
+    chain = [segment for row in found["history"] if (segment := Segment.of(row)) is not None]
+    if chain:
+        lines += ["", *history_table(chain)]
+    recorded = [Loss(**row) for row in found["losses"]]
+    if recorded:
+        lines += ["", *_loss_table(recorded)]
+    if "tensors" in found:
+        rows = [("tensor", "shape", "type", "bytes")]
+        rows += [
+            (each["name"], shape_text(each["shape"]), each["type"], format_bytes(each["bytes"]))
+            for each in found["tensors"]
+        ]
+        lines += ["", *table(rows, left=(0, 2))]
+    return lines
+
+
+def layout_text(layout: Mapping[str, int]) -> str:
+    """`data 2 x tensor 4, zero 1`: the axes of more than one rank."""
+    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero" and size != 1]
+    zero = [f"zero {layout['zero']}"] if layout.get("zero") else []
+    return ", ".join([" x ".join(axes) or "one rank", *zero])
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`1024 x 768`."""
+    return " x ".join(map(str, shape))
+
+
+def loss_text(loss: float | None) -> str:
+    """A loss with the digits of the log; what was not finite as such."""
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def history_table(chain: Sequence[Segment]) -> list[str]:
+    """The runs of a chain, the newest ones where they are many."""
+    rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "went on from")]
+    for segment in chain[-SEGMENTS_SHOWN:]:
+        origin = Path(segment.went_on_from).name if segment.went_on_from else ""
+        rows.append(
+            (
+                shorten(segment.title, 20, placeholder="...") or segment.title[:20],
+                f"{segment.first_step}-{segment.last_step}",
+                layout_text(segment.layout),
+                segment.started.replace("T", " ").removesuffix("Z"),
+                segment.versions.get("hpctrain", ""),
+                (segment.commit or "")[:8],
+                origin[-24:],
+            )
+        )
+    more = len(chain) - SEGMENTS_SHOWN
+    note = [f"and {more} earlier, which --json tells"] if more > 0 else []
+    return table(rows, left=(0, 2, 3, 4, 5, 6)) + note
+
+
+def _facts(found: Contents) -> Iterator[tuple[str, str]]:
+    """Names and sentences of what the file tells of the run and its model."""
+    if found["step"] is not None:
+        of = f" of {found['steps']}" if found["steps"] else ""
+        skipped = f", {found['skipped']} of them skipped" if found["skipped"] else ""
+        taken = f", {format_count(found['tokens'])} tokens" if found["tokens"] is not None else ""
+        title = f"{shorten(found['title'], 40, placeholder='...')}, " if found["title"] else ""
+        yield "run", f"{title}step {found['step']}{of}{skipped}{taken}"
+    parameters = f"{format_count(found['parameters'])} parameters"
+    if (model := found["model"]) is not None:
+        shared = model["key_value_heads"] != model["heads"]
+        yield (
+            "model",
+            f"{model['family']}, {parameters}: {model['layers']} layers, hidden {model['hidden']}, "
+            f"{model['heads']} heads" + (f" ({model['key_value_heads']} of keys)" if shared else ""),
+        )
+        vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
+        tied = "tied" if model["tied"] else "untied"
+        yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {found['sequence']}, {tied} embeddings"
+        yield "precision", found["precision"]
+    else:
+        yield "model", parameters
+        yield "deck", found["deck_problem"]
+    if found["ranks"] is not None:
+        layout = layout_text(found["layout"]) if found["layout"] else ""
+        ranks = f"{found['ranks']} rank{'s' if found['ranks'] != 1 else ''}"
+        yield "written by", ranks if layout in {"", "one rank"} else f"{ranks} ({layout})"
+    yield "versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield "commit", found["commit"] or ""
+
+
+def _folders(datasets: Iterator[Stored] | Any) -> list[dict[str, Any]]:
+    """Tensors, types, elements and bytes of every folder of the file."""
+    found: dict[str, dict[str, Any]] = {}
+    for stored in datasets:
+        folder = stored.dataset.rpartition("/")[0] or "/"
+        row = found.setdefault(
+            folder, {"folder": folder, "tensors": 0, "types": [], "elements": 0, "bytes": 0}
+        )
+        row["tensors"] += 1
+        row["elements"] += stored.elements
+        row["bytes"] += stored.elements * stored.item_bytes
+        if stored.kind not in row["types"]:
+            row["types"].append(stored.kind)
+    return list(found.values())
+
+
+def _folder_table(folders: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [("folder", "tensors", "type", "elements", "bytes")]
+    rows += [
+        (
+            row["folder"],
+            str(row["tensors"]),
+            ", ".join(row["types"]),
+            format_count(row["elements"]),
+            format_bytes(row["bytes"]),
+        )
+        for row in folders
+    ]
+    return table(rows, left=(0, 2))
+
+
+def _loss_table(recorded: Sequence[Loss]) -> list[str]:
+    rows = [("step", "loss", "grad norm")]
+    rows += [
+        (
+            str(each.step),
+            loss_text(each.loss),
+            "not finite" if each.grad_norm is None else f"{each.grad_norm:.4g}",
+        )
+        for each in recorded[-LOSSES_SHOWN:]
+    ]
+    return table(rows, left=())

@@ -1,0 +1,191 @@
+"""How two checkpoint files differ, as an object for JSON and as a screen for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite
+from textwrap import shorten
+from typing import Any
+
+from hpctrain.checkpoint.compare import comparable, compare
+from hpctrain.checkpoint.structure import Structure
+from hpctrain.comm.group import Group
+from hpctrain.deck.sources import toml_value
+from hpctrain.report.contents import shape_text
+from hpctrain.report.table import table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TENSORS_SHOWN = 10
+_TEXT = 32
+_LONG = ("deck", "tokenizer", "history", "losses")
+
+Differences = dict[str, Any]
+
+
+def differences(one: Structure, other: Structure, group: Group) -> Differences:
+    """All that differs; collective, read in pieces of a few megabytes on all ranks.
+
+    "equal" says whether the tensors are: the same names, types, shapes and bits. Raises as compare does.
+    """
+    names = set(comparable(one, other))
+    compared = compare(one, other, group)
+    both = [name for name in one.datasets if name in other.datasets and name not in names]
+    found: Differences = {
+        "files": [str(one.path), str(other.path)],
+        "only_in": [
+            [name for name in here.datasets if name not in there.datasets]
+            for here, there in ((one, other), (other, one))
+        ],
+        "reshaped": [
+            {
+                "name": name,
+                "shapes": [list(each.datasets[name].shape) for each in (one, other)],
+                "types": [each.datasets[name].kind for each in (one, other)],
+            }
+            for name in both
+        ],
+        "tensors": [
+            {
+                "name": each.dataset,
+                "elements": each.elements,
+                "differing": each.differing,
+                "absolute": each.absolute if isfinite(each.absolute) else None,
+                "relative": each.relative if isfinite(each.relative) else None,
+            }
+            for each in compared
+        ],
+        "deck": _changes(*(_keys(each.state.get("deck")) for each in (one, other))),
+        "state": _changes(*(_state(each.state) for each in (one, other))),
+    }
+    found["equal"] = not (
+        any(found["only_in"]) or both or any(tensor["differing"] for tensor in found["tensors"])
+    )
+    return found
+
+
+def differences_text(found: Differences, everything: bool = False) -> list[str]:
+    """The same for people; without `everything`, the tensors that differ most."""
+    first, second = found["files"]
+    differing = [tensor for tensor in found["tensors"] if tensor["differing"]]
+    lines = [f"first   {first}", f"second  {second}", ""]
+    lines.append(_summary(found, len(differing)))
+    for name, only in zip(("first", "second"), found["only_in"], strict=True):
+        shown = only if everything else only[:TENSORS_SHOWN]
+        lines += [f"only in the {name}: {each}" for each in shown]
+        lines += _more(len(only) - len(shown))
+    if found["reshaped"]:
+        rows: list[tuple[str, ...]] = [("of another shape or type", "first", "second")]
+        for each in found["reshaped"]:
+            cells = [
+                f"{kind} {shape_text(shape)}"
+                for kind, shape in zip(each["types"], each["shapes"], strict=True)
+            ]
+            rows.append((each["name"], *cells))
+        shown_rows = rows if everything else rows[: 1 + TENSORS_SHOWN]
+        lines += ["", *table(shown_rows, left=(0, 1, 2)), *_more(len(rows) - len(shown_rows))]
+    listed = found["tensors"] if everything else differing
+    if differing and not everything:
+        lines += ["", *table(_folder_rows(found["tensors"]))]
+    if listed:
+        ranked = sorted(listed, key=lambda tensor: -_size(tensor))
+        shown = ranked if everything else ranked[:TENSORS_SHOWN]
+        heads = ("tensor", "differing", "of", "largest difference", "relative")
+        rows = [
+            (
+                tensor["name"],
+                str(tensor["differing"]),
+                str(tensor["elements"]),
+                _figure(tensor, "absolute"),
+                _figure(tensor, "relative"),
+            )
+            for tensor in shown
+        ]
+        lines += ["", *table([heads, *rows]), *_more(len(ranked) - len(shown))]
+    for section, title in (("deck", "deck key"), ("state", "state")):
+        if found[section]:
+            rows = [(title, "first", "second")]
+            rows += [(key, *(_shown(value) for value in values)) for key, values in found[section].items()]
+            lines += ["", *table(rows, left=(0, 1, 2))]
+    return lines
+
+
+def _summary(found: Differences, differing: int) -> str:
+    count = len(found["tensors"])
+    if found["equal"]:
+        return f"All {count} tensors are equal, bit for bit."
+    parts = [f"{differing} of the {count} tensors of one name, shape and type differ"]
+    lone = sum(map(len, found["only_in"]))
+    if lone:
+        parts.append(f"{lone} {'is' if lone == 1 else 'are'} in one file only")
+    if found["reshaped"]:
+        parts.append(f"{len(found['reshaped'])} of another shape or type")
+    return "; ".join(parts) + "."
+
+
+def _folder_rows(tensors: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Of every folder, how many of its tensors differ, and by how much at most."""
+    folders: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in tensors:
+        folders.setdefault(tensor["name"].rpartition("/")[0] or "/", []).append(tensor)
+    rows: list[tuple[str, ...]] = [("folder", "differing", "of", "relative difference at most")]
+    for folder, own in folders.items():
+        differing = sum(tensor["differing"] > 0 for tensor in own)
+        most = max(own, key=_size)
+        rows.append((folder, str(differing), str(len(own)), _figure(most, "relative") or "equal"))
+    return rows
+
+
+def _figure(tensor: Mapping[str, Any], name: str) -> str:
+    if not tensor["differing"]:
+        return "equal" if name == "absolute" else ""
+    return "not finite" if tensor[name] is None else f"{tensor[name]:.3g}"
+
+
+def _size(tensor: Mapping[str, Any]) -> float:
+    """By how much a tensor differs; one of which only signs of zeros do, by more than an equal one."""
+    if not tensor["differing"]:
+        return -1.0
+    return inf if tensor["relative"] is None else float(tensor["relative"])
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more, which --tensors lists"] if count > 0 else []
+
+
+def _keys(deck: object) -> dict[str, object]:
+    """Keys and values of a deck's text, by "section.key"; of what is no TOML, its text."""
+    if not isinstance(deck, str):
+        return {}
+    try:
+        tables = tomllib.loads(deck)
+    except tomllib.TOMLDecodeError:
+        return {"deck": deck}
+    return {
+        f"{section}.{key}": value
+        for section, keys in tables.items()
+        for key, value in (keys.items() if isinstance(keys, dict) else [("", keys)])
+    }
+
+
+def _state(state: Mapping[str, Any]) -> dict[str, object]:
+    """What the state tells besides the deck, the long texts and what differs in any two runs."""
+    found = {name: value for name, value in state.items() if name not in (*_LONG, "versions")}
+    found |= {f"versions.{name}": version for name, version in state.get("versions", {}).items()}
+    return found | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else found
+
+
+def _changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:
+    return {
+        key: [one.get(key), other.get(key)]
+        for key in dict.fromkeys((*one, *other))
+        if one.get(key) != other.get(key)
+    }
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else shorten(toml_value(value), _TEXT, placeholder="...") or "..."

@@ -1,0 +1,151 @@
+"""`hpctrain inspect`: what a checkpoint holds, whether it is whole, how it differs from another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.keep import checkpoint_step, checkpoints
+from hpctrain.checkpoint.provenance import losses
+from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.group import Group
+from hpctrain.errors import EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
+from hpctrain.report.contents import contents, contents_text, loss_text
+from hpctrain.report.differences import differences, differences_text
+from hpctrain.report.table import table
+from hpctrain.units import format_bytes
+
+EXIT_DIFFERENT = 1
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another."""
+
+    tensors: bool = False
+    deck: bool = False
+    verify: bool = False
+    other: Path | None = None
+    as_json: bool = False
+
+
+def inspect(group: Group, target: Path, wish: Wish, show: Callable[[str], None]) -> int:
+    """Tell of a checkpoint, or of all those of a run's folder; the exit code. Collective, rank 0 shows.
+
+    1 where the tensors of two files differ, 3 where a checkpoint of a folder is found damaged by `verify`;
+    errors are raised on all ranks as `examine`, `verify` and `compare` raise them.
+    """
+    with together(group):
+        if not target.exists():
+            raise InputOutputError(f"{target}: no such checkpoint or run folder")
+        if target.is_dir() and (wish.deck or wish.other is not None or wish.tensors):
+            raise HpctrainError(
+                f"{target}: a folder, of which the checkpoints are listed; --tensors, --deck and --diff "
+                "need one checkpoint file"
+            )
+    if target.is_dir():
+        return _inspect_folder(group, target, wish, show)
+    structure = _read(group, target, wish.verify)
+    if wish.other is not None:
+        return _inspect_two(group, structure, _read(group, wish.other, wish.verify), wish, show)
+    with together(group):
+        if group.rank == 0:
+            if wish.deck:
+                _show_deck(structure, show)
+                return EXIT_DONE
+            found = contents(structure, wish.tensors)
+            verified = f"All {len(structure.datasets)} tensors equal their checksums."
+            if wish.as_json:
+                show(_json(found | ({"verified": True} if wish.verify else {})))
+            else:
+                show("\n".join([*contents_text(found), *(["", verified] if wish.verify else [])]))
+    return EXIT_DONE
+
+
+def _read(group: Group, path: Path, thorough: bool) -> Structure:
+    return verify(path, group) if thorough else examine(path, group)
+
+
+def _inspect_two(
+    group: Group, one: Structure, other: Structure, wish: Wish, show: Callable[[str], None]
+) -> int:
+    found = differences(one, other, group)
+    if group.rank == 0:
+        show(_json(found) if wish.as_json else "\n".join(differences_text(found, wish.tensors)))
+    return EXIT_DONE if found["equal"] else EXIT_DIFFERENT
+
+
+def _show_deck(structure: Structure, show: Callable[[str], None]) -> None:
+    text = structure.state.get("deck")
+    if not isinstance(text, str):
+        raise HpctrainError(f"{structure.path}: holds no deck, so it is no checkpoint of a training run")
+    show(text.removesuffix("\n"))
+
+
+def _inspect_folder(group: Group, target: Path, wish: Wish, show: Callable[[str], None]) -> int:
+    """A table of the checkpoints, newest first, good or damaged; the newest good one is marked."""
+    folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
+    found: list[Path] = []
+    with together(group):
+        if group.rank == 0:
+            found = checkpoints(folder)
+    paths: list[Path] = group.broadcast_object(found)
+    if not paths:
+        raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        row: dict[str, Any] = {"file": path.name, "step": checkpoint_step(path), "problems": []}
+        try:
+            structure = _read(group, path, wish.verify)
+        except HpctrainError as error:
+            row["problems"] = [problem.removeprefix(f"{path}: ") for problem in error.problems]
+        else:
+            recorded = losses(structure.state)
+            row["loss"] = recorded[-1].loss if recorded else None
+            row["recorded"] = bool(recorded)
+        with together(group):
+            if group.rank == 0:
+                status = path.stat()
+                written = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+                row |= {"bytes": status.st_size, "written": written.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        rows.append(row)
+    newest = next((row for row in rows if not row["problems"]), None)
+    damaged = [row for row in rows if row["problems"]]
+    if group.rank == 0:
+        show(_json(_folder(folder, rows, newest)) if wish.as_json else _folder_text(folder, rows, newest))
+    return EXIT_INPUT_OUTPUT if wish.verify and damaged else EXIT_DONE
+
+
+def _folder(folder: Path, rows: list[dict[str, Any]], newest: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "newest": newest["file"] if newest else None,
+        "checkpoints": [{name: value for name, value in row.items() if name != "recorded"} for row in rows],
+    }
+
+
+def _folder_text(folder: Path, rows: list[dict[str, Any]], newest: dict[str, Any] | None) -> str:
+    cells = [("file", "step", "size", "written (UTC)", "loss", "")]
+    cells += [
+        (
+            row["file"],
+            str(row["step"]),
+            format_bytes(row["bytes"]),
+            row["written"].replace("T", " ").removesuffix("Z"),
+            loss_text(row["loss"]) if row.get("recorded") else "",
+            "damaged" if row["problems"] else "good, newest" if row is newest else "good",
+        )
+        for row in rows
+    ]
+    told = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
+    return "\n".join([f"{folder}:", "", *table(cells, left=(0, 3, 5)), *([""] if told else []), *told])
+
+
+def _json(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=1, allow_nan=False)
