@@ -26,11 +26,6 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
             ("layout.pipeline=2", "layout.schedule=zb-h1"),
             ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4"),
         ]
-    if ranks >= 8:
-        found = [
-            ("layout.tensor=2", "layout.pipeline=2"),
-            ("layout.pipeline=2", "layout.context=2", "layout.schedule=interleaved", "model.layers=4"),
-        ]
     return found
 
 

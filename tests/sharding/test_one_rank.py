@@ -1,0 +1,202 @@
+"""Ten steps of every way to save memory are those of one rank: losses, gradients and parameters.
+
+Two things would spoil a comparison of parameters as AdamW is commonly set. An element whose gradient is
+nearly zero has one of any sign by rounding, and the update makes a full step of it: so it is with the biases
+of keys, which softmax does not see. With a larger epsilon the update is a smooth function of the gradients,
+and what their rounding can do to the parameters is known. And large steps drive the models of these tests
+to where norms divide by almost nothing, so that differences grow tenfold in three steps; small ones do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.sharding.recompute import Recompute
+from hpctrain.sharding.scratch import Scratch
+from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
+
+STEPS = 10
+EPSILON = 1e-3
+SIZES = (
+    "model.layers=4",
+    "batch.global_size=8",
+    "batch.sequence=16",
+    "learning_rate.peak=1e-3",
+    f"optimizer.epsilon={EPSILON}",
+)
+FAMILIES = {"gpt2": (), "llama": LLAMA}
+
+#: Relative error of one rounding in fp32.
+UNIT = 2.0**-24
+#: Of the largest gradient of its tensor, what the order of sums may change in any: some 128 roundings.
+ROUNDING = 128 * UNIT
+
+OPTIMIZER = ("memory.optimizer=disk", "memory.offload_buffer=12000")
+PARAMETERS = ("memory.parameters=disk", *OPTIMIZER)
+ACTIVATIONS = ("memory.activations=disk",)
+TENSOR = ("layout.tensor=2", "layout.sequence_parallel=true")
+ZB_H1 = ("layout.pipeline=2", "layout.schedule=zb-h1")
+ZB_V = ("layout.pipeline=2", "layout.schedule=zb-v", "layout.chunks=2")
+
+WAYS: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "stage 0, activations in files": ("layout.zero=0", *ACTIVATIONS),
+        "stage 1, optimizer in files": ("layout.zero=1", "memory.recompute=full", *OPTIMIZER),
+        "stage 2, sliced": ("layout.zero=2", "memory.accumulate=sliced", "memory.recompute=sqrt"),
+        "stage 3, all in files": ("layout.zero=3", "memory.recompute=3", *PARAMETERS, *ACTIVATIONS),
+        "tensor": (*TENSOR, "memory.recompute=selective", *OPTIMIZER, *ACTIVATIONS),
+        "pipeline": (*ZB_H1, "memory.recompute=full", *ACTIVATIONS),
+    },
+    4: {
+        "stage 1, hybrid": ("layout.zero=1", "layout.zero_group=2", *OPTIMIZER),
+        "stage 2, hybrid, sliced": ("layout.zero=2", "layout.zero_group=2", "memory.accumulate=sliced"),
+        "stage 3, hybrid, in files": ("layout.zero=3", "layout.zero_group=2", *PARAMETERS),
+        "stage 2, tensor": ("layout.zero=2", *TENSOR, "memory.recompute=selective", *ACTIVATIONS),
+        "stage 3, tensor": ("layout.zero=3", *TENSOR, "memory.recompute=sqrt", "memory.keep_gathered=1"),
+        "stage 2, pipeline": ("layout.zero=2", *ZB_H1, "memory.recompute=2", *OPTIMIZER),
+        "stage 3, pipeline": ("layout.zero=3", *ZB_V, "memory.recompute=full", *PARAMETERS, *ACTIVATIONS),
+        "stage 3, context": ("layout.zero=3", "layout.context=2", *ACTIVATIONS),
+    },
+}
+
+EIGHT: dict[str, tuple[str, ...]] = {
+    "tensor 2, pipeline 2, data 2": ("layout.tensor=2", "layout.pipeline=2"),
+    "pipeline 2, context 2, data 2": ("layout.pipeline=2", "layout.context=2", "layout.schedule=interleaved"),
+    "tensor 2, data 4 in twos": (*TENSOR, "layout.zero_group=2"),
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """Ten steps of one rank: losses, the last step's gradients, parameters, by how much they may differ."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    largest: dict[str, float]
+    rates: float
+
+    def bound(self, name: str) -> float:
+        """Of a parameter's difference after all steps, where gradients differ by at most `delta` in each.
+
+        An update is rate * m / (sqrt(v) + epsilon), with means m of the gradients and v of their squares
+        whose weights a and b sum to 1. Both m and sqrt(v) differ by at most delta, and |m| is at most
+        sqrt(sum a^2/b) sqrt(v) by Cauchy and Schwarz. So the fraction differs by at most
+        (1 + sqrt(sum a^2/b)) delta / epsilon. Besides, both runs round what they update in every step.
+        """
+        a, b = (
+            [decay**age * (1 - decay) / (1 - decay**STEPS) for age in range(STEPS)] for decay in (0.9, 0.95)
+        )
+        ratio = sqrt(sum(x * x / y for x, y in zip(a, b, strict=True)))
+        rounded = 2 * STEPS * UNIT * float(self.parameters[name].abs().max())
+        return self.rates * (1 + ratio) * self.delta(name) / EPSILON + rounded
+
+    def delta(self, name: str) -> float:
+        """What a gradient may differ by. Those of keys' biases are nothing but rounding."""
+        return ROUNDING * self.largest[name.replace("key.bias", "query.bias")]
+
+
+@cache
+def one_rank(world: World, family: str) -> Course:
+    """Of one rank, for all; collective."""
+    course = None
+    if world.rank == 0:
+        single = reference(world, small_deck(*FAMILIES[family], *SIZES))
+        steps, largest = [], {}
+        for _ in range(STEPS):
+            steps += single.train(1)
+            for name, gradient in single.gradients().items():
+                largest[name] = max(largest.get(name, 0.0), float(gradient.abs().max()))
+        course = Course(
+            [step.loss for step in steps],
+            single.gradients(),
+            single.parameters(),
+            largest,
+            sum(step.learning_rate for step in steps),
+        )
+    shared: Course = world.everyone.broadcast_object(course)
+    return shared
+
+
+def trained(world: World, folder: Path, *overrides: str) -> tuple[Trainer, list[float]]:
+    """After ten steps; activations leave for their files however small they are."""
+    # Data ranks have two micro-batches of a step at least.
+    sizes = (*SIZES, f"batch.micro_size={1 if world.size > 2 else 2}", f"memory.offload_dir={folder}")
+    training = trainer(world, small_deck(*sizes, *overrides))
+    keeping = training.engine.groups.keeping
+    assert isinstance(keeping, Recompute)
+    if keeping.store is not None:
+        keeping.store.smallest = 16
+    return training, [step.loss for step in training.train(STEPS)]
+
+
+def assert_is(training: Trainer, losses: list[float], course: Course, case: str) -> None:
+    assert losses == pytest.approx(course.losses, rel=1e-6), case
+    shards = {
+        segment.parameter.shard.name: segment.parameter.shard
+        for bucket in training.engine.buckets
+        for segment in bucket.segments
+    }
+    for name, gradient in training.gradients().items():
+        difference = (gradient - shards[name].take(course.gradients[name])).abs().max()
+        assert difference <= course.delta(name), (case, name)
+    for name, values in training.parameters().items():
+        difference = (values - shards[name].take(course.parameters[name])).abs().max()
+        assert difference <= course.bound(name), (case, name)
+
+
+def assert_written(scratch: Scratch | None, kind: str) -> None:
+    """Files of the kind hold something (not all: a slice may be padding)."""
+    assert scratch is not None
+    assert any(file.read_bytes().strip(b"\0") for file in scratch.folder.glob(f"{kind}-*")), kind
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ten_steps_are_those_of_one_rank(world: World, mpi_tmp_path: Path) -> None:
+    if world.size not in WAYS:
+        pytest.skip(f"has no layout of {world.size} ranks")
+    for number, (case, way) in enumerate(WAYS[world.size].items()):
+        family = list(FAMILIES)[number % 2]
+        training, losses = trained(world, mpi_tmp_path / str(number), *FAMILIES[family], *way)
+        assert_is(training, losses, one_rank(world, family), case)
+        engine = training.engine
+        for kind, scratch in {
+            "optimizer": engine.offload.scratch,
+            "parameters": engine.offload.scratch,
+            "activations": engine.activation_files,
+        }.items():
+            if f"memory.{kind}=disk" in way:
+                assert_written(scratch, kind)
+        engine.close()
+
+
+@pytest.mark.eight
+@pytest.mark.mpi(min_size=8)
+@pytest.mark.parametrize("layout", EIGHT)
+def test_all_stages_on_eight_ranks(world: World, mpi_tmp_path: Path, layout: str) -> None:
+    """The same bits in all stages, and those of one rank but for rounding.
+
+    Hybrid groups add what they have summed, so that stage 0, which adds rank by rank, has other bits.
+    """
+    if world.size != 8:
+        pytest.skip(f"has no layout of {world.size} ranks")
+    keys = EIGHT[layout]
+    hybrid = "layout.zero_group=2" in keys
+    first: dict[str, Tensor] = {}
+    first_losses: list[float] = []
+    for stage in range(1 if hybrid else 0, 4):
+        training, losses = trained(world, mpi_tmp_path, *keys, f"layout.zero={stage}")
+        if not first:
+            assert_is(training, losses, one_rank(world, "gpt2"), layout)
+            first, first_losses = training.parameters(), losses
+        assert losses == first_losses, stage
+        for name, values in training.parameters().items():
+            assert torch.equal(values, first[name]), (stage, name)
