@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 EXIT_DONE = 0
+EXIT_DIFFERENT = 1
 EXIT_USER = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERNAL = 70

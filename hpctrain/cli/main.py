@@ -23,6 +23,7 @@ VERBS = {
     "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
     "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
     "inspect": ("hpctrain.cli.inspect:command", "Tell what a checkpoint holds, verify it, compare two."),
+    "replay": ("hpctrain.cli.replay:command", "Tell whether a run's losses come out again."),
     "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
     "schedule": ("hpctrain.cli.schedule:command", "Draw, cost and check a pipeline schedule."),
     "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),

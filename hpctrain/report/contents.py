@@ -11,8 +11,8 @@ from typing import Any
 import h5py
 
 from hpctrain.checkpoint.provenance import Loss, Segment, history, losses
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Stored, Structure
-from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.table import table
@@ -27,7 +27,7 @@ Contents = dict[str, Any]
 def contents(structure: Structure, tensors: bool = False) -> Contents:
     """What a file holds; with `tensors`, every dataset too. What it does not tell is None or empty."""
     state, path = structure.state, structure.path
-    deck, problem = stored_deck(structure)
+    deck, problem = _deck(structure)
     chain = history(state)
     last = chain[-1] if chain else None
     with h5py.File(path, "r", locking=False) as file:
@@ -66,17 +66,6 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
             for stored in structure.datasets.values()
         ]
     return found
-
-
-def stored_deck(structure: Structure) -> tuple[Deck | None, str]:
-    """The deck of a checkpoint, or why there is none."""
-    text = structure.state.get("deck")
-    if not isinstance(text, str):
-        return None, "none is stored"
-    try:
-        return parse_deck(text, name=f"{structure.path.name}, its deck"), ""
-    except HpctrainError as error:
-        return None, error.problems[0]
 
 
 def contents_text(found: Contents) -> list[str]:
@@ -136,6 +125,14 @@ def history_table(chain: Sequence[Segment]) -> list[str]:
     more = len(chain) - SEGMENTS_SHOWN
     note = [f"and {more} earlier, which --json tells"] if more > 0 else []
     return table(rows, left=(0, 2, 3, 4, 5, 6)) + note
+
+
+def _deck(structure: Structure) -> tuple[Deck | None, str]:
+    """The deck of a checkpoint, or why there is none."""
+    try:
+        return stored_deck(structure.state, structure.path), ""
+    except HpctrainError as error:
+        return None, error.problems[0]
 
 
 def _facts(found: Contents) -> Iterator[tuple[str, str]]:

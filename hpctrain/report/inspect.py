@@ -12,16 +12,15 @@ from typing import Any
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.keep import checkpoint_step, checkpoints
 from hpctrain.checkpoint.provenance import losses
+from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
-from hpctrain.errors import EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.contents import contents, contents_text, loss_text
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.table import table
 from hpctrain.units import format_bytes
-
-EXIT_DIFFERENT = 1
 
 
 @dataclass(frozen=True)
@@ -82,20 +81,17 @@ def _inspect_two(
 
 
 def _show_deck(structure: Structure, show: Callable[[str], None]) -> None:
-    text = structure.state.get("deck")
-    if not isinstance(text, str):
-        raise HpctrainError(f"{structure.path}: holds no deck, so it is no checkpoint of a training run")
-    show(text.removesuffix("\n"))
+    show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
 
 
 def _inspect_folder(group: Group, target: Path, wish: Wish, show: Callable[[str], None]) -> int:
     """A table of the checkpoints, newest first, good or damaged; the newest good one is marked."""
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
-    found: list[Path] = []
+    names: list[str] = []
     with together(group):
         if group.rank == 0:
-            found = checkpoints(folder)
-    paths: list[Path] = group.broadcast_object(found)
+            names = [path.name for path in checkpoints(folder)]
+    paths = [folder / name for name in group.broadcast_object(names)]
     if not paths:
         raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
     rows: list[dict[str, Any]] = []

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
-from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.dtypes import DTYPES
@@ -252,10 +252,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
 
 def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     """The checkpoint's deck with all ranks along the tensor axis."""
-    text = state.get("deck")
-    if not isinstance(text, str):
-        raise HpctrainError(f"{path}: holds no deck, so it is no checkpoint of a training run")
-    deck = parse_deck(text, name=f"{path}: deck")
+    deck = stored_deck(state, path)
     layout = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
     deck = deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
     problems = check_deck(deck)

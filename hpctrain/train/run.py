@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DONE, HpctrainError
 from hpctrain.model.dtypes import DTYPES
@@ -299,6 +300,6 @@ def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     with world.agreement():
-        deck = parse_deck(str(state["deck"]), [f"run.dir={path.parent.parent}", *overrides])
-        same = deck.layout == parse_deck(str(state["deck"])).layout
+        deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+        same = deck.layout == stored_deck(state, path).layout
     return Run(world, deck, path, state.get("split") if same else None).train()

@@ -94,7 +94,7 @@ def test_a_checkpoint_without_a_deck_or_with_one_of_another_time(group: Group, t
     assert code == 0
     assert ": [warp]: unknown section" in text
     write(group, tmp_path / "b.h5", deck="")
-    assert "none is stored" in told(group, tmp_path / "b.h5")[1]
+    assert "holds no deck" in told(group, tmp_path / "b.h5")[1]
     with pytest.raises(HpctrainError, match="holds no deck"):
         told(group, tmp_path / "b.h5", deck=True)
 

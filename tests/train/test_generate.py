@@ -278,7 +278,7 @@ def test_every_wrong_option_is_told_at_once(world: World, tmp_path: Path) -> Non
         ({"tokenizer": None}, "a.h5: holds no tokenizer"),
         ({"tokenizer": "{}"}, "a.h5: tokenizer: is no `tokenizers` JSON"),
         ({"deck": None}, "a.h5: holds no deck"),
-        ({"deck": "[model]\nlayerz = 3"}, "a.h5: deck:2: "),
+        ({"deck": "[model]\nlayerz = 3"}, "a.h5, its deck:2: "),
     ],
 )
 def test_a_checkpoint_that_will_not_do(

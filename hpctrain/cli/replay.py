@@ -1,0 +1,36 @@
+"""`hpctrain replay`: whether a run's losses come out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="replay")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps to run.  [default: as many as were recorded, at most 10]",
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+)
+@click.option(
+    "--against",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Metrics file or later checkpoint that has the losses.  [default: those of the run folder]",
+)
+def command(checkpoint: Path, steps: int | None, overrides: tuple[str, ...], against: Path | None) -> None:
+    """Run on from a checkpoint, writing nothing, and tell step by step whether the recorded losses come out.
+
+    On the layout, ranks and versions that recorded them they must be equal bit for bit, else to rounding.
+    Exits with 1 if they do not come out again.
+    """
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.replay import replay
+
+    run_verb(lambda world: replay(world, checkpoint, steps, overrides, against, click.echo))

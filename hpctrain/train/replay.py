@@ -1,0 +1,223 @@
+"""`hpctrain replay`: run on from a checkpoint and see whether the recorded losses come out again.
+
+Nothing is written: no checkpoint, metrics or log; what the deck keeps on a disk in place of memory lies in
+files of this process alone, which go at its end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.provenance import Loss, history
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.versions import library_versions
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.report.contents import layout_text
+from hpctrain.train.batch_size import batch_at
+from hpctrain.train.recorded_losses import Recorded, find_recorded
+from hpctrain.train.run import Run
+
+STEPS = 10
+"""Replayed at most, where no number is asked for."""
+ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+"""Relative difference of a loss that counts as rounding, by precision."""
+
+_SAMPLES = (
+    "run.seed",
+    "data.validation",
+    "batch.global_size",
+    "batch.sequence",
+    "batch.ramp_from",
+    "batch.ramp_steps",
+)
+"""Keys that decide which samples a step takes."""
+_COMPUTED = ("model", "layout", "batch", "optimizer", "learning_rate", "precision", "memory", "communication")
+"""Sections on which the last bits of a loss depend."""
+
+
+def replay(
+    world: World,
+    path: Path,
+    steps: int | None,
+    overrides: Sequence[str],
+    against: Path | None,
+    show: Callable[[str], None],
+) -> int:
+    """Run on from a checkpoint, compare every loss with the recorded one; the exit code. Collective.
+
+    0 where all losses come out again: bit for bit on the ranks, layout and versions that recorded them,
+    else to rounding; 1 where they do not. HpctrainError on all ranks where there is nothing to replay.
+    """
+    state = read_state(path, world.everyone)
+    with world.agreement():
+        original = stored_deck(state, path)
+        deck = stored_deck(state, path, overrides)
+        _refuse_other_samples(original, deck)
+    recorded = find_recorded(world, path, int(state["step"]), against)
+    count = _steps(path, recorded, steps)
+    split = state.get("split") if deck.layout == original.layout else None
+    with _engine_of(world, deck, path, split) as run:
+        with world.agreement():
+            _refuse_other_batches(path, run, original, recorded, count)
+        reasons = _reasons(run, original, deck, state, recorded, count)
+        if world.rank == 0:
+            show(
+                f"replays {deck.run.title} from step {run.state.step}, {layout_text(_layout(run))}; "
+                f"losses recorded in {recorded.source}"
+            )
+            show(f"{'step':>8}  {'recorded':>14}  {'replayed':>14}  relative difference")
+        rows = []
+        for expected in recorded.losses[:count]:
+            result = run.step(run.state, batch_at(run.deck.batch, run.state.step, run.mesh.size("data")))
+            rows.append((expected, result.loss))
+            if world.rank == 0:
+                show(_row(expected, result.loss))
+    code, verdict = judge(rows, deck.precision.compute, reasons)
+    if world.rank == 0:
+        show(verdict)
+    return code
+
+
+def judge(rows: Sequence[tuple[Loss, float]], precision: str, reasons: Sequence[str]) -> tuple[int, str]:
+    """Exit code and verdict on recorded and replayed losses.
+
+    `reasons` say why bits may differ; without any, they may not.
+    """
+    allowed = ROUNDING[precision]
+    apart = [(expected.step, difference(expected.loss, loss)) for expected, loss in rows]
+    largest = max(gap for _, gap in apart)
+    what = "The recorded loss comes" if len(rows) == 1 else f"The {len(rows)} recorded losses come"
+    if largest == 0.0:
+        return EXIT_DONE, f"{what} out again, bit for bit."
+    if largest <= allowed and reasons:
+        return EXIT_DONE, (
+            f"{what} out again to rounding (at most {largest:.1e}, of {allowed:g} allowed), as is to be "
+            f"expected with {' and '.join(reasons)}."
+        )
+    step, gap = next((step, gap) for step, gap in apart if gap > (allowed if reasons else 0.0))
+    if largest <= allowed:
+        return EXIT_DIFFERENT, (
+            f"{what} out again to rounding only (step {step} is the first to differ, by {gap:.1e}), though "
+            "layout, ranks and versions are those that recorded them: another kind of machine, or a fault."
+        )
+    by = f"by {gap:.1e}" if isfinite(gap) else "one of the two is not finite"
+    told = f"The recorded losses do not come out again: step {step} is the first to differ, {by}."
+    return EXIT_DIFFERENT, told
+
+
+def difference(recorded: float | None, replayed: float) -> float:
+    """Relative to the recorded loss; none of two that are not finite, infinite where one of them is not."""
+    if recorded is None or not isfinite(replayed):
+        return 0.0 if recorded is None and not isfinite(replayed) else float("inf")
+    if recorded == replayed:
+        return 0.0
+    return abs(replayed - recorded) / abs(recorded) if recorded else float("inf")
+
+
+def _row(expected: Loss, replayed: float) -> str:
+    apart = difference(expected.loss, replayed)
+    recorded = "not finite" if expected.loss is None else f"{expected.loss:.10f}"
+    return (
+        f"{expected.step:>8}  {recorded:>14}  {replayed:>14.10f}  "
+        f"{'equal' if apart == 0.0 else f'{apart:.1e}':>19}"
+    )
+
+
+def _refuse_other_samples(original: Deck, deck: Deck) -> None:
+    problems = [
+        deck.problem(
+            key,
+            f"changes which samples a step takes (it was {original.value(key)}), so that no recorded "
+            "loss can come out again; leave it as it was",
+        )
+        for key in _SAMPLES
+        if deck.value(key) != original.value(key)
+    ]
+    if problems:
+        raise HpctrainError(problems)
+
+
+def _refuse_other_batches(path: Path, run: Run, original: Deck, recorded: Recorded, count: int) -> None:
+    """Within the ramp of the batch, its sizes depend on micro-batch and data ranks."""
+    for segment in recorded.segments:
+        there = segment.layout.get("data", 1)
+        for step in range(max(recorded.step, segment.first_step - 1), segment.last_step):
+            took = batch_at(original.batch, step, there)
+            takes = batch_at(run.deck.batch, step, run.mesh.size("data"))
+            if step < recorded.step + count and took != takes:
+                raise HpctrainError(
+                    f"{path}: step {step + 1} is in the ramp of the batch and would take {takes} sequences "
+                    f"here, but took {took}, so that its loss cannot come out again; replay it with the "
+                    f"micro-batches and data ranks that it had, {original.batch.micro_size} and {there}"
+                )
+
+
+def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
+    """How many steps to replay; HpctrainError where so many, or any, are not recorded."""
+    known = len(recorded.losses)
+    if known == 0:
+        raise HpctrainError(
+            f"{path}: no loss beyond its step {recorded.step} is recorded in {recorded.source}; name a "
+            "metrics.jsonl, or a later checkpoint of the same run, by --against"
+        )
+    if wanted is not None and wanted > known:
+        raise HpctrainError(
+            f"--steps {wanted}: only {known} beyond step {recorded.step} are recorded in {recorded.source}"
+        )
+    return min(STEPS, known) if wanted is None else wanted
+
+
+@contextmanager
+def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None) -> Iterator[Run]:
+    """The run as it goes on from the checkpoint, but out of its own folder."""
+    name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
+    elsewhere = str(Path(tempfile.gettempdir()) / name)
+    changed = {
+        "run": deck.run.model_copy(update={"dir": elsewhere, "trace": False}),
+        "memory": deck.memory.model_copy(update={"offload_dir": deck.memory.offload_dir or elsewhere}),
+        "stability": deck.stability.model_copy(update={"verify_layout": False}),
+    }
+    run = Run(world, deck.model_copy(update=changed), path, split)
+    try:
+        yield run
+    finally:
+        run.engine.close()
+
+
+def _layout(run: Run) -> dict[str, int]:
+    return {**run.mesh.sizes, "zero": run.deck.layout.zero}
+
+
+def _reasons(
+    run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: Recorded, count: int
+) -> list[str]:
+    """Why the last bits may be other ones than those recorded: what differs of where they were."""
+    made = [segment for segment in recorded.segments if segment.first_step <= recorded.step + count]
+    made = made or history(state)[-1:]
+    if made:  # they tell the axes that were, whatever the checkpoint's own
+        axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
+        original, deck = (
+            each.model_copy(update={"layout": each.layout.model_copy(update=axes)})
+            for each in (original, deck)
+        )
+    changed = [name for name in _COMPUTED if getattr(original, name) != getattr(deck, name)]
+    found = []
+    if "layout" in changed or any(segment.layout != _layout(run) for segment in made):
+        found.append("another layout")
+    elif state.get("ranks") != run.world.size and not made:
+        found.append("another number of ranks")
+    found += [f"other keys of [{name}]" for name in changed if name != "layout"]
+    here = library_versions()
+    for name in ("hpctrain", "torch"):
+        there = {segment.versions.get(name) for segment in made} or {state["versions"].get(name)}
+        found += [f"another version of {name}"] if there != {here[name]} else []
+    return found
