@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -23,18 +23,35 @@ def training_entries(
     """
     entries: list[Entry] = []
     for bucket, moment in zip(buckets, moments, strict=True):
-        half = bucket.dtype != torch.float32
-        flats: dict[str, Flat] = {
+        if bucket.dtype == torch.float32:
             # In single precision the master weights, wherever they are, are the parameters.
-            "/model": bucket.own_values if half else moment.master,
-            "/optimizer/exp_avg": moment.exp_avg,
-            "/optimizer/exp_avg_sq": moment.exp_avg_sq,
-        }
-        if half:
-            flats["/master"] = moment.master
-        for place, flat in flats.items():
+            flats: dict[str, Flat] = {"/model": moment.master}
+        else:
+            flats = {"/model": bucket.own_values, "/master": moment.master}
+        for place, flat in (flats | _moment_places(moment)).items():
             entries += _entries(place, flat, bucket, mesh, writing)
     return entries
+
+
+def resumed_entries(
+    buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], mesh: Mesh, stored: Collection[str]
+) -> list[Entry]:
+    """What a run reads of a file with the datasets `stored`: master weights and moments.
+
+    Runs of single and of half precision go on from each other: the parameters of the one are the master
+    weights of the other. The parameters themselves are made from the master weights afterwards.
+    """
+    half = any(name.startswith("/master/") for name in stored)
+    entries: list[Entry] = []
+    for bucket, moment in zip(buckets, moments, strict=True):
+        flats = {"/master" if half else "/model": moment.master} | _moment_places(moment)
+        for place, flat in flats.items():
+            entries += _entries(place, flat, bucket, mesh, False)
+    return entries
+
+
+def _moment_places(moment: Moments[Flat]) -> dict[str, Flat]:
+    return {"/optimizer/exp_avg": moment.exp_avg, "/optimizer/exp_avg_sq": moment.exp_avg_sq}
 
 
 def model_entries(buckets: Sequence[Bucket], mesh: Mesh) -> list[Entry]:

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.layout import Entry, Runs, blocks, runs
+from hpctrain.checkpoint.layout import Block, Entry, Runs, blocks, runs
 from hpctrain.checkpoint.structure import Stored
 from hpctrain.errors import InputOutputError
 
@@ -42,15 +42,19 @@ class Source:
                     direct = host and chunk.contiguous
                     target = view.reshape(-1) if direct else torch.empty(chunk.elements, dtype=view.dtype)
                     words = target.numpy().view(f"u{stored.item_bytes}")
-                    rest = words
-                    for group in runs(chunk.start, chunk.shape, stored.shape):
-                        count = group.count * group.length
-                        self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
-                        rest = rest[count:]
+                    self.read_block(words, chunk, stored)
                     if sums is not None:
                         checksum.add(sums, words, chunk.start, chunk.shape, stored.shape)
                     if not direct:
                         view.copy_(target.reshape(chunk.shape))
+
+    def read_block(self, words: Words, block: Block, stored: Stored) -> None:
+        """Fill a flat array with the elements of a rectangle of a dataset."""
+        rest = words
+        for group in runs(block.start, block.shape, stored.shape):
+            count = group.count * group.length
+            self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
+            rest = rest[count:]
 
     def read(self, words: Words, offset: int) -> None:
         """Fill a contiguous array from the file at `offset` bytes."""

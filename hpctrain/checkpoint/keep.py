@@ -11,6 +11,9 @@ from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 
+LATEST = "latest"
+"""Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
+
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 
 
@@ -32,12 +35,14 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest_good(folder: str | Path, group: Group, thorough: bool = True) -> tuple[Path | None, list[str]]:
+def newest_good(
+    folder: str | Path, group: Group, thorough: bool = True, strict: bool = False
+) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and a warning for every newer one that is not; collective.
 
     `thorough` reads each candidate, spread over the ranks, and compares all its checksums; otherwise only
     its structure and state are looked at. All ranks return the same. InputOutputError if the folder
-    cannot be listed.
+    cannot be listed or, with `strict`, if the newest one is not whole.
     """
     names: list[str] = []
     with together(group):
@@ -52,18 +57,20 @@ def newest_good(folder: str | Path, group: Group, thorough: bool = True) -> tupl
             else:
                 examine(path, group)
         except HpctrainError as error:
+            if strict:
+                raise
             warnings += [f"{problem}; passed over" for problem in error.problems]
         else:
             return path, warnings
     return None, warnings
 
 
-def keep(folder: str | Path, count: int, group: Group) -> list[Path]:
+def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[Path]:
     """Delete the checkpoints older than the `count` newest good ones; collective, rank 0 deletes.
 
-    Call it after a save. A checkpoint counts as good if its structure and state are (its data was compared
-    when it was written). Fewer than `count` good ones: nothing is deleted. Returns, on rank 0, what was
-    deleted. InputOutputError if something cannot be deleted.
+    Those of every `every`-th step stay. Call it after a save. A checkpoint counts as good if its structure
+    and state are (its data was compared when it was written). Fewer than `count` good ones: nothing is
+    deleted. Returns, on rank 0, what was deleted. InputOutputError if something cannot be deleted.
     """
     assert count >= 1, count
     deleted: list[Path] = []
@@ -71,12 +78,22 @@ def keep(folder: str | Path, count: int, group: Group) -> list[Path]:
         if group.rank == 0:
             good = 0
             for path in checkpoints(folder):
-                if good == count:
+                if good < count:
+                    good += _whole(path)
+                elif not every or (checkpoint_step(path) or 0) % every:
                     path.unlink()
                     deleted.append(path)
-                else:
-                    good += _whole(path)
     return deleted
+
+
+def point_to(path: Path, group: Group) -> None:
+    """Let the link `latest` beside a checkpoint lead to it; collective, rank 0 does it."""
+    with together(group):
+        if group.rank == 0:
+            fresh = path.with_name(f".{LATEST}.tmp")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(path.name)
+            fresh.replace(path.with_name(LATEST))
 
 
 def _whole(path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, shortened, together
+from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.extract import BUFFER_BYTES, opened
 from hpctrain.checkpoint.layout import Entry, blocks, runs
 from hpctrain.checkpoint.structure import Structure, examine
@@ -27,9 +27,12 @@ from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 
+# Differences that a rank tells the others of; one is told to the user.
+_TOLD = 8
+
 
 def load(
-    path: str | Path,
+    source: str | Path | Structure,
     group: Group,
     entries: Sequence[Entry],
     strict: bool = True,
@@ -37,27 +40,25 @@ def load(
 ) -> dict[str, Any]:
     """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
 
-    Returns the training state, as read_state does. Padding becomes zero. With `strict`, a dataset that no
-    rank asks for is an error if any of its folder ("/model", "/optimizer", ...) is asked for. After an
-    error the values are not to be used. Errors, the same on all ranks: HpctrainError if names, shapes or
-    types differ from the file's, InputOutputError if the file is missing, truncated or damaged.
+    `source` is the file, or what `examine` found in it. Returns the training state, as read_state does.
+    Padding becomes zero. With `strict`, a dataset that no rank asks for is an error if any of its folder
+    ("/model", "/optimizer", ...) is asked for. After an error the values are not to be used. Errors, the
+    same on all ranks: HpctrainError if names, shapes or types differ from the file's, InputOutputError if
+    the file is missing, truncated or damaged.
     """
-    structure = examine(Path(path), group)
-    with together(group):
-        problems = list(_differences(structure, entries))
-        if problems:
-            raise HpctrainError(shortened(problems))
+    structure = source if isinstance(source, Structure) else examine(Path(source), group)
+    _raise_first(group, list(_differences(structure, entries)))
     if strict:
-        _check_surplus(structure, group, entries)
+        _raise_first(group, _surplus(structure, group, entries))
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
-    with together(group), opened(structure.path, buffer_bytes) as source:
+    with together(group), opened(structure.path, buffer_bytes) as file:
         for entry in entries:
             stored = structure.datasets[entry.dataset]
             first, last = entry.share()
-            source.fill(entry.part(0, first), stored, None)
-            source.fill(entry.part(first, last), stored, sums[stored.pieces])
-            source.fill(entry.part(last, entry.values.numel()), stored, None)
+            file.fill(entry.part(0, first), stored, None)
+            file.fill(entry.part(first, last), stored, sums[stored.pieces])
+            file.fill(entry.part(last, entry.values.numel()), stored, None)
             _touch(touched[stored.pieces], entry)
     totals = combined(group, sums).view(np.uint64)
     touched = combined(group, touched, "max")
@@ -92,18 +93,26 @@ def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str
             yield f"{where}: holds {stored.kind}, expected {entry.kind}"
 
 
-def _check_surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> None:
+def _surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> list[str]:
+    """What the file holds and no rank asks for; collective."""
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
     wanted = combined(group, np.array([name in asked for name in names], np.int64), "max")
     folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag}
-    problems = [
+    return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
         for name, flag in zip(names, wanted, strict=True)
         if not flag and name.split("/")[1] in folders
     ]
-    if problems:
-        raise HpctrainError(shortened(problems))
+
+
+def _raise_first(group: Group, problems: Sequence[str]) -> None:
+    """One sentence for all that differs on any rank: its first problem, in the order of names; collective."""
+    found = sorted({problem for each in group.all_gather_object(problems[:_TOLD]) for problem in each})
+    if found:
+        count = int(combined(group, np.array([len(problems)], np.int64), "max")[0])
+        more = f" ({count - 1} more differ on one rank alone)" if count > 1 else ""
+        raise HpctrainError(found[0] + more)
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:

@@ -51,14 +51,18 @@ def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[Store
             sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
             checksum.add(sums, words, (first,), (count,), (stored.elements,))
             if sums[piece] != structure.sums[stored.first_piece + piece]:
-                damaged.setdefault(stored.dataset, []).append(first)
+                damaged.setdefault(stored.dataset, []).append(piece)
         if damaged:
-            raise InputOutputError(shortened([_told(structure, *item) for item in damaged.items()]))
+            datasets = structure.datasets
+            raise InputOutputError(
+                shortened([damage(structure.path, datasets[name], at) for name, at in damaged.items()])
+            )
 
 
-def _told(structure: Structure, dataset: str, firsts: list[int]) -> str:
-    elements = structure.datasets[dataset].elements
-    last = min(firsts[0] + checksum.PIECE, elements) - 1
-    more = f" (and {len(firsts) - 1} more such pieces)" if len(firsts) > 1 else ""
-    where = f"elements {firsts[0]} to {last}{more}"
-    return f"{structure.path}: {dataset} is damaged: {where} differ from their checksum"
+def damage(path: Path, stored: Stored, pieces: Sequence[int]) -> str:
+    """The sentence about a dataset whose pieces of these numbers differ from their checksums."""
+    first = pieces[0] * checksum.PIECE
+    last = min(first + checksum.PIECE, stored.elements) - 1
+    more = f" (and {len(pieces) - 1} more such pieces)" if len(pieces) > 1 else ""
+    where = f"elements {first} to {last}{more}"
+    return f"{path}: {stored.dataset} is damaged: {where} differ from their checksum"

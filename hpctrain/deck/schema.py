@@ -279,6 +279,18 @@ class Checkpoint(Section):
 
     every: int = key("A checkpoint every so many steps; 0: only at the end.", 0, unit="steps", ge=0)
     keep: int = key("Newest good checkpoints that are kept.", 2, ge=1)
+    keep_every: int = key(
+        "Checkpoints of steps that are multiples of this stay for good; 0: none.", 0, unit="steps", ge=0
+    )
+    mode: Literal["collective", "background"] = key(
+        "Whether training waits while a checkpoint is written, or goes on.", "collective"
+    )
+    buffer: Bytes = key(
+        "Memory of a rank for what is being saved; in background mode it holds what changes meanwhile.",
+        256 << 20,
+        unit="bytes",
+        ge=1 << 20,
+    )
 
 
 class Stability(Section):

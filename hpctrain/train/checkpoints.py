@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hpctrain import __version__
-from hpctrain.checkpoint.entries import training_entries
-from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good
+from hpctrain.checkpoint.background import BackgroundSave
+from hpctrain.checkpoint.draft import PIECE_BYTES
+from hpctrain.checkpoint.entries import resumed_entries, training_entries
+from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good, point_to
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.provenance import Provenance
-from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.snapshot import HostBuffer
+from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text
@@ -33,37 +39,88 @@ class Checkpoints:
         self.newest: Path | None = None
         layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
         self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size)
+        self._buffer: HostBuffer | None = None
+        self._pending: BackgroundSave | None = None
+        self._held_up = 0.0
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint of the present state and forget those beyond `checkpoint.keep`. Collective."""
-        world = self.engine.world
-        path = checkpoint_path(self.folder, state.step)
-        started = time.perf_counter()
-        world.ledger.phase = "checkpoint"
-        save(path, world.everyone, self._entries(writing=True), self._stored(state))
-        keep(self.folder, self.deck.checkpoint.keep, world.everyone)
-        world.ledger.phase = "step"
-        self.newest = path
-        log = logging.getLogger("hpctrain")
-        log.info("checkpoint %s written in %.2f s", path, time.perf_counter() - started)
+        """Write a checkpoint of the present state, or begin to; what another one still lacks comes first.
+
+        Collective, as all methods.
+        """
+        self.finish()
+        path, entries, stored = checkpoint_path(self.folder, state.step), self._entries(), self._stored(state)
+        everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
+        with self._timed():
+            if checkpoint.mode == "background":
+                if self._buffer is None:
+                    on_gpu = self.engine.world.device.type == "cuda"
+                    self._buffer = HostBuffer(checkpoint.buffer, pinned=on_gpu)
+                self._pending = BackgroundSave(path, everyone, entries, stored, self._buffer)
+                return
+            save(path, everyone, entries, stored, min(PIECE_BYTES, checkpoint.buffer))
+            self._saved(path)
+
+    def protect(self) -> None:
+        """Call it before parameters and moments change."""
+        if self._pending is not None:
+            with self._timed():
+                self._pending.protect()
+
+    def poll(self, wait: bool = False) -> None:
+        """Complete the checkpoint under way if all ranks have written theirs; call it between steps."""
+        if self._pending is not None:
+            with self._timed():
+                pending, self._pending = self._pending, None
+                if pending.poll(wait):
+                    self._saved(pending.path)
+                else:
+                    self._pending = pending
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way, if there is one."""
+        self.poll(wait=True)
 
     def restore(self, path: Path) -> TrainState:
-        """Read parameters, moments and state of a checkpoint that any number of ranks wrote. Collective."""
+        """Read parameters, moments and state of a checkpoint that any number of ranks wrote."""
         engine = self.engine
-        state = read_state(path, engine.world.everyone)
-        load(path, engine.world.everyone, self._entries())
+        structure = examine(path, engine.world.everyone)
+        state = structure.state
+        moments = engine.optimizer.moments
+        entries = resumed_entries(engine.buckets, moments, engine.mesh, structure.datasets)
+        load(structure, engine.world.everyone, entries)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
-        if engine.loss_scale.window:
+        if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         self.provenance.go_on(state, path)
         self.newest = path
         return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
 
-    def _entries(self, writing: bool = False) -> list[Entry]:
+    def _saved(self, path: Path) -> None:
+        """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
+        everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
+        point_to(path, everyone)
+        keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
+        self.newest = path
+        log = logging.getLogger("hpctrain")
+        log.info("checkpoint %s written, which held up training for %.2f s", path, self._held_up)
+        self._held_up = 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        ledger, started = self.engine.world.ledger, time.perf_counter()
+        phase, ledger.phase = ledger.phase, "checkpoint"
+        try:
+            yield
+        finally:
+            ledger.phase = phase
+            self._held_up += time.perf_counter() - started
+
+    def _entries(self) -> list[Entry]:
         engine = self.engine
-        return training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing)
+        return training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing=True)
 
     def _stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""
@@ -71,7 +128,7 @@ class Checkpoints:
         return {
             **asdict(state),
             "updates": engine.optimizer.updates,
-            "loss_scale": engine.loss_scale.value,
+            "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
             "deck": deck_text(self.deck),
             "split": list(engine.placement.split),
@@ -82,14 +139,17 @@ class Checkpoints:
         }
 
 
-def find_checkpoint(world: World, target: Path) -> Path:
-    """The checkpoint meant by a file, or by a run's folder: the newest good one."""
+def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
+    """The checkpoint meant by a file, or by a run's folder: the newest good one.
+
+    With `strict`, the newest one or none.
+    """
     with world.agreement():
         if not target.exists():
             raise InputOutputError(f"{target}: no such run folder or checkpoint")
     if not target.is_dir():
         return target
-    path, warnings = newest_good(target / "checkpoints", world.everyone)
+    path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)
     if world.rank == 0:
         for warning in warnings:
             logging.getLogger("hpctrain").warning("%s", warning)

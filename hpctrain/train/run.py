@@ -84,6 +84,7 @@ class Run:
             self.deck.optimizer.clip,
             self.deck.run.seed,
         )
+        self.step.before_update = self.checkpoints.protect
         self.log = logging.getLogger("hpctrain")
 
     def train(self) -> int:
@@ -118,6 +119,7 @@ class Run:
         try:
             while self.state.step < deck.run.steps:
                 self._train_step(peak, metrics, progress)
+            self.checkpoints.finish()
             self._finish(progress)
         finally:
             gc.unfreeze()
@@ -162,6 +164,7 @@ class Run:
                 progress.step(row)
                 if validation is not None:
                     progress.evaluation(state.step, validation)
+        self.checkpoints.poll()
         if last or (deck.checkpoint.every and state.step % deck.checkpoint.every == 0):
             self.save(progress)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -46,11 +46,15 @@ class StepResult:
 
 
 class Step:
-    """One optimizer step on the engine's mesh."""
+    """One optimizer step on the engine's mesh.
+
+    `before_update` is called on all ranks before parameters and moments change.
+    """
 
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
+        self.before_update: Callable[[], None] = lambda: None
         self.executor = Executor(
             engine.models, engine.mesh.group("pipeline"), engine.groups.weight_gradients, engine.world.ledger
         )
@@ -79,6 +83,7 @@ class Step:
         finite = isfinite(loss) and isfinite(norm)
         rate = engine.learning_rate.at(state.step, batch)
         if finite:
+            self.before_update()
             engine.optimizer.step(rate, engine.loss_scale.value / clip_coefficient(norm, self.clip))
         engine.loss_scale.update(finite)
         engine.world.ledger.phase = "other"

@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
+from hpctrain.checkpoint.create import temporary_name
 from hpctrain.checkpoint.keep import checkpoint_path, checkpoint_step, checkpoints, keep, newest_good
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.write import save
@@ -18,27 +19,42 @@ from tests.checkpoint.conftest import entry
 KILLED = """
 import os, signal, sys
 import torch
-from hpctrain.checkpoint import write
-from hpctrain.checkpoint.keep import checkpoint_path, newest_good
+from hpctrain.checkpoint import draft
+from hpctrain.checkpoint.background import BackgroundSave
+from hpctrain.checkpoint.keep import checkpoint_path
 from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.snapshot import HostBuffer
+from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.parallel.shard import Shard
 
 world = World.start("cpu")
-folder, place, who = sys.argv[1], sys.argv[2], int(sys.argv[3])
-held = [Entry("/model/a", Shard.whole("a", (600000,)), torch.ones(600000), 0, world.rank, world.size)]
-write.save(checkpoint_path(folder, 1), world.everyone, held, {"step": 1})
-original = getattr(write, place)
+folder, mode, place, who = sys.argv[1:]
+values = torch.ones(600000)
+shards = [Shard.whole(name, (600000,)) for name in "ab"]
+held = [Entry(f"/model/{shard.name}", shard, values, 0, world.rank, world.size) for shard in shards]
+
+def write(step):
+    path, state = checkpoint_path(folder, step), {"step": step}
+    if mode == "collective":
+        save(path, world.everyone, held, state, 1 << 20)
+        return
+    pending = BackgroundSave(path, world.everyone, held, state, HostBuffer(2 << 20))
+    pending.protect()
+    pending.poll(wait=True)
+
+write(1)
+owner = draft if hasattr(draft, place) else draft.Draft
+original = getattr(owner, place)
 
 def dying(*arguments):
-    if place != "_synchronize":
-        original(*arguments)
-    if world.rank == who:
+    result = original(*arguments)
+    if who in ("all", str(world.rank)):
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments)
+    return result
 
-setattr(write, place, dying)
-write.save(checkpoint_path(folder, 2), world.everyone, held, {"step": 2})
+setattr(owner, place, dying)
+write(2)
 """
 
 
@@ -110,20 +126,43 @@ def test_the_newest_good_ones_are_kept(world: World, mpi_tmp_path: Path) -> None
     assert steps() == [5]
 
 
-@pytest.mark.parametrize(("place", "who"), [("_write_tensors", 1), ("_complete", 0), ("_synchronize", 1)])
+@pytest.mark.parametrize(
+    ("mode", "place", "who"),
+    [
+        ("collective", "create", "0"),
+        ("collective", "_add", "1"),
+        ("collective", "store", "all"),
+        ("collective", "settle", "1"),
+        ("collective", "complete", "0"),
+        ("collective", "publish", "0"),
+        ("background", "_add", "1"),
+        ("background", "store", "0"),
+        ("background", "settle", "all"),
+        ("background", "complete", "0"),
+    ],
+)
 def test_killed_while_writing(
-    place: str, who: int, world: World, tmp_path: Path, launch: Callable[..., CompletedProcess[str]]
+    mode: str,
+    place: str,
+    who: str,
+    world: World,
+    tmp_path: Path,
+    launch: Callable[..., CompletedProcess[str]],
 ) -> None:
-    """SIGKILL of one rank: the job ends, the older file is the newest good one, a new save clears up."""
+    """SIGKILL after a stage of writing: the job ends, the newest good file is whole, a new save clears up."""
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)
-    done = launch(2, script, folder, place, str(who), timeout=60)
+    done = launch(2, script, folder, mode, place, who, timeout=60)
     assert done.returncode not in (0, 2, 3), done.stderr
     group = world.alone().everyone
-    assert [path.name for path in sorted(folder.iterdir())] == [".step-00000002.h5.tmp", "step-00000001.h5"]
+    # Only when all is done it has its name.
+    newest = 2 if place == "publish" else 1
+    good = [checkpoint_path(folder, step) for step in range(1, newest + 1)]
+    left = [] if newest == 2 else [temporary_name(checkpoint_path(folder, 2))]
+    assert sorted(folder.iterdir()) == left + good
     found, warnings = newest_good(folder, group)
-    assert found == checkpoint_path(folder, 1)
+    assert found == good[-1]
     assert not warnings
-    assert read_state(found)["step"] == 1
+    assert read_state(found)["step"] == newest
     save(checkpoint_path(folder, 3), group, [], {})
-    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001.h5", "step-00000003.h5"]
+    assert sorted(folder.iterdir()) == [*good, checkpoint_path(folder, 3)]

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint import write
+from hpctrain.checkpoint.create import temporary_name
+from hpctrain.checkpoint.draft import Draft
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.verify import verify
-from hpctrain.checkpoint.write import save, temporary_name
+from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry, whole
 
 CALL_BYTES = 100_000
@@ -85,13 +86,16 @@ def test_one_rank_needs_no_parallel_hdf5(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_h5py_without_mpi_is_said(
-    world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_h5py_without_mpi_gives_the_same_file(
+    layout: str, world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    group = world.everyone
+    held = LAYOUTS[layout](tensors, group.rank, group.size)
+    save(mpi_tmp_path / "a.h5", group, held, STATE, CALL_BYTES)
     monkeypatch.setattr(h5py, "get_config", NoMpi)
-    with pytest.raises(HpctrainError, match="h5py was built without MPI"):
-        save(mpi_tmp_path / "a.h5", world.everyone, whole(tensors, 0, 1), STATE)
-    assert not list(mpi_tmp_path.iterdir())
+    save(mpi_tmp_path / "b.h5", group, held, STATE, CALL_BYTES)
+    assert contents(mpi_tmp_path / "a.h5") == contents(mpi_tmp_path / "b.h5")
 
 
 @pytest.mark.mpi
@@ -159,7 +163,7 @@ def test_write_errors_halfway_are_agreed(
     group = world.everyone
     held = LAYOUTS[layout](tensors, group.rank, group.size)
     save(mpi_tmp_path / "a.h5", group, held, STATE, CALL_BYTES)
-    original = write._write_tensors
+    original = Draft.store
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*arguments: Any) -> Any:
@@ -170,7 +174,7 @@ def test_write_errors_halfway_are_agreed(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(write, "_write_tensors", limited)
+    monkeypatch.setattr(Draft, "store", limited)
     try:
         save(mpi_tmp_path / "a.h5", group, held, STATE | {"step": 8}, CALL_BYTES)
         failed = ""
@@ -195,15 +199,17 @@ def test_damage_before_the_rename_is_noticed(
     """A byte that the disk stores wrongly: the file never gets its name."""
     group = world.everyone
     held = whole(tensors, group.rank, group.size)
-    original = write._complete
+    original = Draft.settle
 
-    def spoiled(temporary: Path, sums: Any) -> None:
-        original(temporary, sums)
-        with h5py.File(temporary, "r") as file:
-            offset = file["/model/matrix"].id.get_offset()
-        flip(temporary, offset + 11)
+    def spoiled(draft: Draft) -> None:
+        if group.rank == 0:
+            with h5py.File(draft.temporary, "r") as file:
+                offset = file["/model/matrix"].id.get_offset()
+            flip(draft.temporary, offset + 11)
+        group.barrier()
+        original(draft)
 
-    monkeypatch.setattr(write, "_complete", spoiled)
+    monkeypatch.setattr(Draft, "settle", spoiled)
     with pytest.raises(InputOutputError, match=r"a.h5: /model/matrix is damaged") as error:
         save(mpi_tmp_path / "a.h5", group, held, STATE)
     assert "tmp" not in error.value.problems[0].rpartition("/a.h5")[2]

@@ -1,0 +1,95 @@
+"""Save a checkpoint while training goes on: the same file as `write.save` makes.
+
+A thread of every rank writes its pieces at their places in the file, brings them to the disk and compares
+them, without HDF5 and without MPI. Between steps the ranks ask each other whether all have come that far;
+then they add up the checksums, and a thread of rank 0 completes the file and gives it its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.draft import PIECE_BYTES, begin
+from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
+from hpctrain.checkpoint.write import Offsets
+from hpctrain.comm.group import Group
+
+
+class BackgroundSave:
+    """One checkpoint that is being written."""
+
+    def __init__(
+        self,
+        path: Path,
+        group: Group,
+        entries: Sequence[Entry],
+        state: Mapping[str, Any],
+        buffer: HostBuffer,
+    ) -> None:
+        """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
+        self._draft = begin(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))
+        self._snapshot = Snapshot(self._draft.pieces, buffer)
+        self._completing = False
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._work = self._threads.submit(self._write)
+
+    @property
+    def path(self) -> Path:
+        """The name the file will have."""
+        return self._draft.path
+
+    def protect(self) -> None:
+        """Call it before the values change; it returns as soon as the checkpoint no longer needs them."""
+        self._snapshot.protect()
+
+    def poll(self, wait: bool = False) -> bool:
+        """Whether the checkpoint is complete, the same on all ranks; collective.
+
+        With `wait`, only then it returns. Errors as in `save`; after one, the save is over.
+        """
+        while True:
+            if wait:
+                futures.wait([self._work])
+            if not _all(self._draft.group, self._work.done()):
+                return False
+            failed = True
+            try:
+                with together(self._draft.group), self._draft.told():
+                    self._work.result()
+                failed = False
+            finally:
+                if failed or self._completing:
+                    self._threads.shutdown(wait=False)
+                    self._draft.close(failed)
+            if self._completing:
+                return True
+            self._completing = True
+            self._work = self._threads.submit(self._complete, self._draft.total())
+
+    def _write(self) -> None:
+        try:
+            self._draft.store(Offsets(self._draft.descriptor), self._snapshot.take)
+        finally:
+            self._snapshot.close()
+        self._draft.settle()
+
+    def _complete(self, total: Sums) -> None:
+        if self._draft.group.rank == 0:
+            self._draft.publish(total)
+
+
+def _all(group: Group, here: bool) -> bool:
+    """Whether it holds on all ranks."""
+    if group.size == 1:
+        return here
+    missing = group.all_reduce(torch.tensor(0 if here else 1))
+    return int(missing.item()) == 0

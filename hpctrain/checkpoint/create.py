@@ -1,0 +1,142 @@
+"""Lay a checkpoint file out before a tensor is written, and complete it afterwards; alone, on one rank.
+
+The file has a temporary name and takes its space on the disk at once, so that a full disk shows before
+any tensor is written. Where each dataset's bytes will lie is then known and never changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from errno import ENOSPC
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import h5py
+import numpy as np
+
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.layout import STORED_AS, Index
+from hpctrain.checkpoint.structure import CHECKSUMS, DECK, FORMAT, STATE, VERSION, Stored
+from hpctrain.checkpoint.versions import library_versions
+from hpctrain.comm.outcome import describe
+from hpctrain.errors import InputOutputError
+from hpctrain.units import format_bytes
+
+# Datasets of a page or more start at one; the space this takes is counted with the file's.
+_PAGE = 4096
+# Bound of what HDF5 itself stores for one dataset with its attributes and links.
+_DESCRIPTION_BYTES = 2048
+
+# Element type and global shape of every dataset, by name, in sorted order.
+Tensors = dict[str, tuple[str, Index]]
+
+
+def temporary_name(path: Path) -> Path:
+    """The name a checkpoint has while it is written."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[str, Stored]:
+    """Make the file, with everything but tensors and checksums, and tell the datasets' places.
+
+    What crashed saves have left in the folder is removed. InputOutputError where the disk refuses.
+    """
+    rest = {name: value for name, value in state.items() if name != "deck"}
+    texts = {STATE: json.dumps(rest, indent=1)} | ({DECK: state["deck"]} if state.get("deck") else {})
+    needed = _needed(tensors, texts)
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        for left in temporary.parent.glob(".*.h5.tmp"):
+            left.unlink()
+        # HDF5 does not take errors of its own small writes well: look first.
+        space = os.statvfs(temporary.parent)
+        if space.f_bavail * space.f_frsize < needed:
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        places = _lay_out(temporary, tensors, texts)
+        with temporary.open("r+b") as stream:
+            os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
+    except OSError as error:
+        raise InputOutputError(
+            f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}: {describe(error)}"
+        ) from None
+    return places
+
+
+def complete(temporary: Path, sums: Sums) -> None:
+    """Put the checksums into the file and say that it is complete."""
+    with h5py.File(temporary, "r+", locking=False) as file:
+        if sums.size:
+            file[CHECKSUMS][...] = sums
+        file[CHECKSUMS].attrs.modify("crc32", crc32(sums.tobytes()))
+        file.attrs.modify("complete", 1)
+
+
+def synchronize(path: Path) -> None:
+    """Bring a file or folder, as this node knows it, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _needed(tensors: Tensors, texts: Mapping[str, str]) -> int:
+    """Upper bound of the bytes of the file."""
+    stored = sum(prod(shape) * np.dtype(STORED_AS[kind]).itemsize for kind, shape in tensors.values())
+    sums = sum(8 * checksum.pieces(prod(shape)) for _, shape in tensors.values())
+    text = sum(len(text.encode()) for text in texts.values())
+    return stored + sums + text + len(tensors) * (_PAGE + _DESCRIPTION_BYTES) + (1 << 16)
+
+
+def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dict[str, Stored]:
+    """All datasets allocated, none filled; the texts and everything but the checksums in place.
+
+    Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
+    """
+    places = {}
+    with h5py.File(
+        temporary,
+        "w",
+        libver=("v108", "v108"),
+        locking=False,
+        alignment_threshold=_PAGE,
+        alignment_interval=_PAGE,
+    ) as file:
+        file.attrs["format"] = np.bytes_(FORMAT)
+        file.attrs["version"] = VERSION
+        file.attrs["versions"] = np.bytes_(json.dumps(library_versions()))
+        file.attrs["piece"] = checksum.PIECE
+        file.attrs["complete"] = 0
+        for name, text in texts.items():
+            stored = text.encode()
+            dataset = file.create_dataset(
+                name, data=np.array(stored, h5py.string_dtype("utf-8", len(stored)))
+            )
+            dataset.attrs["crc32"] = crc32(stored)
+        first_piece = 0
+        for name, (kind, shape) in tensors.items():
+            dataset = _allocate(file, name, np.dtype(STORED_AS[kind]), shape)
+            dataset.attrs["dtype"] = np.bytes_(kind)
+            dataset.attrs["first_piece"] = first_piece
+            offset = dataset.id.get_offset() if prod(shape) else 0
+            places[name] = Stored(name, kind, shape, int(offset), first_piece)
+            first_piece += checksum.pieces(prod(shape))
+        _allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)).attrs["crc32"] = 0
+    return places
+
+
+def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) -> h5py.Dataset:
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
+    space = h5py.h5s.create_simple(shape)
+    kind = h5py.h5t.py_create(dtype)
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation, link))

@@ -1,0 +1,233 @@
+"""A checkpoint on its way to the disk: what this rank writes of it, checks in it, and agrees on with others.
+
+The steps are `begin` (collective), `store` and `settle` (each rank alone, without communication, so that a
+thread may do them), and `finish` (collective). Only then the file gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.agree import combined, shortened, together
+from hpctrain.checkpoint.checksum import Sums, Words
+from hpctrain.checkpoint.create import Tensors, complete, create, synchronize, temporary_name
+from hpctrain.checkpoint.extract import opened
+from hpctrain.checkpoint.layout import Block, Entry, blocks
+from hpctrain.checkpoint.structure import Stored, examine
+from hpctrain.checkpoint.verify import damage
+from hpctrain.comm.group import Group
+from hpctrain.comm.outcome import describe
+from hpctrain.errors import HpctrainError, InputOutputError
+
+PIECE_BYTES = 16 << 20
+"""Bytes of one rank that are written at a time, at most."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a dataset that this rank writes at once."""
+
+    entry: Entry
+    block: Block
+    stored: Stored
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the file."""
+        return self.block.elements * self.stored.item_bytes
+
+    def load(self) -> Words:
+        """Its elements as they are now, flat, their bits as integers of the same size."""
+        values = self.block.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
+        words: Words = values.view(f"u{values.itemsize}")
+        return words
+
+
+class Sink(Protocol):
+    """Where pieces are written to."""
+
+    def write(self, piece: Piece, words: Words) -> None:
+        """Put the elements of a piece into its place. OSError where the system refuses."""
+
+
+@dataclass
+class Draft:
+    """One checkpoint under its temporary name."""
+
+    path: Path
+    group: Group
+    places: Mapping[str, Stored]
+    pieces: Sequence[Piece]
+    sums: Sums
+    descriptor: int
+
+    @property
+    def temporary(self) -> Path:
+        """The name it has until it is complete."""
+        return temporary_name(self.path)
+
+    def store(self, sink: Sink, words: Callable[[int], Words] | None = None) -> None:
+        """Write this rank's pieces and add up their checksums; alone.
+
+        `words` tells the elements of a piece by its number; as a rule they are loaded. InputOutputError
+        where the disk refuses.
+        """
+        for number, piece in enumerate(self.pieces):
+            content = piece.load() if words is None else words(number)
+            self._add(self.sums, piece, content)
+            try:
+                sink.write(piece, content)
+            except OSError as error:
+                raise InputOutputError(
+                    f"{self.path}: cannot write {piece.stored.dataset}: {describe(error)}"
+                ) from None
+
+    def settle(self) -> None:
+        """Bring this rank's pieces to the disk; compare what the file holds with their checksums; alone."""
+        with ThreadPoolExecutor(1, thread_name_prefix="fsync") as threads:
+            synchronized = threads.submit(os.fsync, self.descriptor)
+            found = np.zeros_like(self.sums)
+            with opened(self.temporary) as source:
+                buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
+                for piece in self.pieces:
+                    words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
+                    source.read_block(words, piece.block, piece.stored)
+                    self._add(found, piece, words)
+            synchronized.result()
+        problems = [
+            damage(self.path, stored, [int(number) for number in different])
+            for stored in self.places.values()
+            if len(different := np.flatnonzero(found[stored.pieces] != self.sums[stored.pieces]))
+        ]
+        if problems:
+            raise InputOutputError(shortened(problems))
+
+    def finish(self) -> None:
+        """Add the checksums, and give the file its name; collective."""
+        total = self.total()
+        with together(self.group), self.told():
+            if self.group.rank == 0:
+                self.publish(total)
+
+    def total(self) -> Sums:
+        """The checksums of all ranks together; collective."""
+        seeds = [checksum.seeds(name, stored.kind, stored.shape) for name, stored in self.places.items()]
+        total: Sums = combined(self.group, self.sums).view(np.uint64)
+        return total + np.concatenate(seeds) if seeds else total
+
+    def publish(self, total: Sums) -> None:
+        """Complete the file, look at it as a reader would, and give it its name; alone, on rank 0."""
+        complete(self.temporary, total)
+        synchronize(self.temporary)
+        examine(self.temporary)
+        self.temporary.replace(self.path)
+        synchronize(self.path.parent)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Errors tell the name the file will have, not the temporary one."""
+        try:
+            yield
+        except OSError as error:
+            raise InputOutputError(self._named(describe(error))) from None
+        except HpctrainError as error:
+            raise type(error)([self._named(text) for text in error.problems]) from None
+
+    def close(self, failed: bool) -> None:
+        """Let go of the file; one that failed is removed. Once, on every rank."""
+        os.close(self.descriptor)
+        if failed and self.group.rank == 0:
+            with suppress(OSError):
+                self.temporary.unlink()
+
+    def _add(self, sums: Sums, piece: Piece, words: Words) -> None:
+        stored = piece.stored
+        checksum.add(sums[stored.pieces], words, piece.block.start, piece.block.shape, stored.shape)
+
+    def _named(self, text: str) -> str:
+        return text.replace(str(self.temporary), str(self.path))
+
+
+def begin(
+    path: Path,
+    group: Group,
+    entries: Sequence[Entry],
+    state: Mapping[str, Any],
+    piece_bytes: int = PIECE_BYTES,
+) -> Draft:
+    """Lay out a checkpoint of what all ranks' entries hold together, in pieces of at most `piece_bytes`.
+
+    Collective. Ranks may pass different datasets and different pieces; together they must hold every
+    element, once. Errors as in save.
+    """
+    tensors = _agreed_tensors(group, entries)
+    temporary = temporary_name(path)
+    rows: list[Any] = []
+    failed = True
+    try:
+        with together(group):
+            if group.rank == 0:
+                rows = [
+                    (stored.offset, stored.first_piece)
+                    for stored in create(temporary, tensors, state).values()
+                ]
+        rows = group.broadcast_object(rows)
+        places = {
+            name: Stored(name, kind, shape, *place)
+            for (name, (kind, shape)), place in zip(tensors.items(), rows, strict=True)
+        }
+        pieces = _pieces(group, entries, places, piece_bytes)
+        with together(group):
+            # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
+            descriptor = os.open(temporary, os.O_RDWR)
+        failed = False
+    except HpctrainError as error:
+        raise type(error)([text.replace(str(temporary), str(path)) for text in error.problems]) from None
+    finally:
+        if failed and group.rank == 0:
+            with suppress(OSError):
+                temporary.unlink()
+    count = sum(checksum.pieces(stored.elements) for stored in places.values())
+    return Draft(path, group, places, pieces, np.zeros(count, np.uint64), descriptor)
+
+
+def _pieces(
+    group: Group, entries: Sequence[Entry], places: Mapping[str, Stored], piece_bytes: int
+) -> list[Piece]:
+    """What this rank writes, in the order of the file."""
+    found: dict[str, list[Piece]] = {name: [] for name in places}
+    for entry in entries:
+        part = entry.part(*entry.share())
+        limit = max(1, piece_bytes // part.values.element_size())
+        stored = places[entry.dataset]
+        found[entry.dataset] += [
+            Piece(part, cut, stored) for block in blocks(part) for cut in block.cut(limit)
+        ]
+    held = [sum(piece.block.elements for piece in mine) for mine in found.values()]
+    for stored, count in zip(places.values(), combined(group, np.array(held, np.int64)), strict=True):
+        assert count == stored.elements, f"{stored.dataset}: the ranks hold {count} of {stored.elements}"
+    return [piece for mine in found.values() for piece in mine]
+
+
+def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:
+    """The datasets that any rank holds, in sorted order."""
+    mine = sorted({(entry.dataset, entry.kind, entry.shape) for entry in entries})
+    # Most ranks hold the same datasets: the first one that holds a list tells it for all.
+    digest = blake2b(repr(mine).encode()).hexdigest()
+    first = group.all_gather_object(digest).index(digest) == group.rank
+    found: Tensors = {}
+    for rows in group.all_gather_object(mine if first else []):
+        for dataset, kind, shape in rows:
+            described = (kind, tuple(shape))
+            assert found.setdefault(dataset, described) == described, (dataset, found[dataset], described)
+    return dict(sorted(found.items()))

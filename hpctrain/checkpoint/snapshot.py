@@ -1,0 +1,124 @@
+"""Values as they were at one moment, written while training goes on.
+
+Forward and backward passes do not change what a checkpoint holds, only the update does. So most pieces are
+written from where they are; what is still to be written when the update comes is copied into a host
+buffer first, and where that is full, the update waits for the writer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Condition
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.checksum import Words
+from hpctrain.checkpoint.draft import Piece
+
+_ALIGNMENT = 64
+
+
+class HostBuffer:
+    """Memory given out and taken back in the same order; pinned, if pieces come from a GPU."""
+
+    def __init__(self, size: int, pinned: bool = False) -> None:
+        assert size >= 2 * _ALIGNMENT, size
+        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self._given: deque[tuple[int, int]] = deque()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that one piece should have at most: while one is written, the next can be copied."""
+        return len(self.memory) // 2 // _ALIGNMENT * _ALIGNMENT
+
+    def take(self, size: int) -> Words | None:
+        """`size` bytes; None while there is no room for them in one place."""
+        total, asked = len(self.memory), size
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        first = self._given[0][0] if self._given else 0
+        last = self._given[-1][1] if self._given else 0
+        if self._given and last <= first:  # what is given out goes around the end
+            start = last if last + size <= first else None
+        elif last + size <= total:
+            start = last
+        else:
+            start = 0 if size <= first else None
+        if start is None:
+            return None
+        self._given.append((start, start + size))
+        place: Words = self.memory[start : start + asked]
+        return place
+
+    def give_back(self) -> None:
+        """The oldest of what was taken is free again."""
+        self._given.popleft()
+
+
+class Snapshot:
+    """The elements of pieces at the time this was made, taken in order by one thread that writes them."""
+
+    def __init__(self, pieces: Sequence[Piece], buffer: HostBuffer) -> None:
+        assert all(piece.bytes <= buffer.piece_bytes for piece in pieces)
+        self._pieces, self._buffer = pieces, buffer
+        self._copies: dict[int, Words] = {}
+        self._taken = -1  # the piece that is being written, with all before it done
+        self._copying = -1
+        self._closed = False
+        self._changed = Condition()
+
+    def take(self, number: int) -> Words:
+        """The elements of a piece, to be written; those of the piece before are let go. For the writer."""
+        with self._changed:
+            self._release()
+            self._changed.wait_for(lambda: self._copying != number)
+            self._taken = number
+            self._changed.notify_all()
+            copy = self._copies.get(number)
+        return self._pieces[number].load() if copy is None else copy
+
+    def close(self) -> None:
+        """Nothing more will be taken, as all is written or writing failed. For the writer."""
+        with self._changed:
+            self._release()
+            self._closed = True
+            self._changed.notify_all()
+
+    def protect(self) -> None:
+        """After this the values may be overwritten. For the thread that trains."""
+        for number in range(len(self._pieces)):
+            with self._changed:
+                place = self._place(number)
+                if place is None:
+                    continue
+                self._copying = number
+            words = self._pieces[number].load()
+            copy = place.view(words.dtype)
+            np.copyto(copy, words)
+            with self._changed:
+                self._copies[number] = copy
+                self._copying = -1
+                self._changed.notify_all()
+        with self._changed:
+            # At most one is still being written from where it is.
+            self._changed.wait_for(lambda: self._closed or self._taken < 0 or self._taken in self._copies)
+
+    def _place(self, number: int) -> Words | None:
+        """Memory for a copy of the piece, waited for; None if it is copied or taken by now."""
+        place: Words | None = None
+
+        def settled() -> bool:
+            nonlocal place
+            if self._closed or self._taken >= number or number in self._copies:
+                return True
+            place = self._buffer.take(self._pieces[number].bytes)
+            return place is not None
+
+        self._changed.wait_for(settled)
+        return place
+
+    def _release(self) -> None:
+        if self._copies.pop(self._taken, None) is not None:
+            self._buffer.give_back()
+            self._changed.notify_all()

@@ -1,0 +1,143 @@
+"""Saving while training goes on: the file of the moment it began, whatever happens to the values."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.background import BackgroundSave
+from hpctrain.checkpoint.create import temporary_name
+from hpctrain.checkpoint.draft import Draft, Piece
+from hpctrain.checkpoint.layout import Block
+from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
+from hpctrain.checkpoint.structure import Stored
+from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.errors import InputOutputError
+from tests.checkpoint.conftest import LAYOUTS, Tensors, entry
+from tests.checkpoint.test_write import contents
+
+STATE = {"step": 3, "deck": "[run]\n"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("buffer", [200_000, 64 << 20])
+def test_same_file_as_collective_although_values_change(
+    layout: str, buffer: int, world: World, mpi_tmp_path: Path, tensors: Tensors
+) -> None:
+    """A buffer that is too small for all, and one that is not."""
+    group = world.everyone
+    held = LAYOUTS[layout](tensors, group.rank, group.size)
+    save(mpi_tmp_path / "a.h5", group, held, STATE)
+    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(buffer))
+    pending.protect()
+    for each in held:
+        each.values.zero_()
+    while not pending.poll():
+        pass
+    assert contents(mpi_tmp_path / "a.h5") == contents(mpi_tmp_path / "b.h5")
+    verify(mpi_tmp_path / "b.h5", group)
+    assert sorted(path.name for path in mpi_tmp_path.iterdir()) == ["a.h5", "b.h5"]
+
+
+def pieces(values: Tensor, count: int) -> list[Piece]:
+    """Equal pieces of a flat tensor."""
+    held = entry("a", values)
+    size = len(values) // count
+    stored = Stored("/model/a", "float32", (len(values),), 0, 0)
+    return [Piece(held, Block((n * size,), (size,), n * size, (1,)), stored) for n in range(count)]
+
+
+def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:
+    values = torch.arange(6 * 1024, dtype=torch.float32)
+    expected = values.clone()
+    parts = pieces(values, 6)
+    snapshot = Snapshot(parts, HostBuffer(3 * 4096))
+    values = parts[0].entry.values
+    assert isinstance(values, Tensor)
+    found = [snapshot.take(0)]  # being written from where it is; 1, 2 and 3 fit into the buffer
+    protected = threading.Event()
+
+    def update() -> None:
+        snapshot.protect()
+        protected.set()
+        values.zero_()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert not protected.wait(0.2)
+    found = [found[0].copy(), snapshot.take(1)]  # in the buffer until it is written
+    assert not protected.wait(0.2)
+    found = [found[0], found[1].copy(), snapshot.take(2)]  # 4 takes the place of 1, 5 must wait
+    assert not protected.wait(0.2)
+    found = [*found[:2], found[2].copy(), snapshot.take(3)]  # 5 takes the place of 2
+    assert protected.wait(5)
+    thread.join()
+    found += [snapshot.take(number).copy() for number in (4, 5)]
+    snapshot.close()
+    assert np.array_equal(np.concatenate(found).view(np.float32), expected.numpy())
+
+
+def test_a_failed_writer_holds_nobody_up() -> None:
+    parts = pieces(torch.ones(4096), 4)
+    snapshot = Snapshot(parts, HostBuffer(2 * 4096))
+    snapshot.take(0)
+    snapshot.close()
+    snapshot.protect()
+
+
+def test_the_buffer_is_a_ring() -> None:
+    buffer = HostBuffer(1024)
+    assert buffer.take(1025) is None
+    first, second = buffer.take(500), buffer.take(448)  # 512 and 448 bytes
+    assert first is not None and second is not None
+    assert len(first) == 500
+    assert buffer.take(128) is None
+    buffer.give_back()
+    third = buffer.take(512)
+    assert third is not None
+    assert third.ctypes.data == first.ctypes.data
+    assert buffer.take(1) is None  # 64 bytes are free, but at the end, behind what is taken around it
+    buffer.give_back()
+    assert buffer.take(448) is not None
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("stage", ["store", "settle", "publish"])
+def test_errors_are_agreed_and_leave_nothing(
+    stage: str, world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank's disk fails: all ranks raise the same, and training could go on to the last checkpoint."""
+    group = world.everyone
+    held = LAYOUTS["flat"](tensors, group.rank, group.size)
+    save(mpi_tmp_path / "a.h5", group, held, STATE)
+    original = getattr(Draft, stage)
+    failing = 0 if stage == "publish" else group.size - 1
+
+    def refusing(draft: Draft, *arguments: Any) -> None:
+        original(draft, *arguments)
+        if group.rank == failing:
+            raise OSError(5, os.strerror(5), str(draft.temporary))
+
+    def silent(draft: Draft, total: Any) -> None:
+        if group.rank == failing:
+            raise OSError(5, os.strerror(5), str(draft.temporary))
+
+    monkeypatch.setattr(Draft, stage, silent if stage == "publish" else refusing)
+    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(1 << 20))
+    pending.protect()
+    with pytest.raises(InputOutputError, match=r"/b\.h5: Input/output error") as error:
+        pending.poll(wait=True)
+    assert len(set(group.all_gather_object(str(error.value)))) == 1
+    group.barrier()
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["a.h5"]
+    assert not temporary_name(mpi_tmp_path / "b.h5").exists()
