@@ -27,9 +27,6 @@ from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 
-# Differences that a rank tells the others of; one is told to the user.
-_TOLD = 8
-
 
 def load(
     source: str | Path | Structure,
@@ -107,12 +104,10 @@ def _surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> li
 
 
 def _raise_first(group: Group, problems: Sequence[str]) -> None:
-    """One sentence for all that differs on any rank: its first problem, in the order of names; collective."""
-    found = sorted({problem for each in group.all_gather_object(problems[:_TOLD]) for problem in each})
+    """One sentence for all that differs on any rank, about the first of it; collective."""
+    found = list(dict.fromkeys(problem for each in group.all_gather_object(problems) for problem in each))
     if found:
-        count = int(combined(group, np.array([len(problems)], np.int64), "max")[0])
-        more = f" ({count - 1} more differ on one rank alone)" if count > 1 else ""
-        raise HpctrainError(found[0] + more)
+        raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""))
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:

@@ -134,10 +134,15 @@ def test_another_model_is_refused(world: World, mpi_tmp_path: Path, tensors: Ten
         load(path, group, whole(other, group.rank, group.size))
     assert error.value.exit_code == 2
     assert error.value.problems == (
-        f"{path}: /model/matrix: has shape [37, 19], expected [37, 20]",
-        f"{path}: /model/half: holds float16, expected float32",
-        f"{path}: /model/new: not in this checkpoint, expected with shape [2]",
+        f"{path}: /model/matrix: has shape [37, 19], expected [37, 20] (and 2 more differ)",
     )
+    for name, tensor, message in (
+        ("half", torch.zeros(11), "holds float16, expected float32"),
+        ("new", torch.zeros(2), "not in this checkpoint, expected with shape [2]"),
+    ):
+        with pytest.raises(HpctrainError) as error:
+            load(path, group, whole(dict(tensors) | {name: tensor}, group.rank, group.size))
+        assert error.value.problems == (f"{path}: /model/{name}: {message}",)
     fewer = {name: tensor for name, tensor in tensors.items() if name != "matrix"}
     with pytest.raises(HpctrainError, match="/model/matrix: in this checkpoint, but not in this model"):
         load(path, group, whole(fewer, group.rank, group.size))
