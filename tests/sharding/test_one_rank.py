@@ -46,22 +46,23 @@ TENSOR = ("layout.tensor=2", "layout.sequence_parallel=true")
 ZB_H1 = ("layout.pipeline=2", "layout.schedule=zb-h1")
 ZB_V = ("layout.pipeline=2", "layout.schedule=zb-v", "layout.chunks=2")
 
+# By turns of gpt2, whose embeddings are tied and may lie on both ends of a pipeline, and of llama.
 WAYS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "stage 0, activations in files": ("layout.zero=0", *ACTIVATIONS),
         "stage 1, optimizer in files": ("layout.zero=1", "memory.recompute=full", *OPTIMIZER),
         "stage 2, sliced": ("layout.zero=2", "memory.accumulate=sliced", "memory.recompute=sqrt"),
         "stage 3, all in files": ("layout.zero=3", "memory.recompute=3", *PARAMETERS, *ACTIVATIONS),
-        "tensor": (*TENSOR, "memory.recompute=selective", *OPTIMIZER, *ACTIVATIONS),
         "pipeline": (*ZB_H1, "memory.recompute=full", *ACTIVATIONS),
+        "tensor": (*TENSOR, "memory.recompute=selective", *OPTIMIZER, *ACTIVATIONS),
     },
     4: {
         "stage 1, hybrid": ("layout.zero=1", "layout.zero_group=2", *OPTIMIZER),
         "stage 2, hybrid, sliced": ("layout.zero=2", "layout.zero_group=2", "memory.accumulate=sliced"),
         "stage 3, hybrid, in files": ("layout.zero=3", "layout.zero_group=2", *PARAMETERS),
         "stage 2, tensor": ("layout.zero=2", *TENSOR, "memory.recompute=selective", *ACTIVATIONS),
-        "stage 3, tensor": ("layout.zero=3", *TENSOR, "memory.recompute=sqrt", "memory.keep_gathered=1"),
         "stage 2, pipeline": ("layout.zero=2", *ZB_H1, "memory.recompute=2", *OPTIMIZER),
+        "stage 3, tensor": ("layout.zero=3", *TENSOR, "memory.recompute=sqrt", "memory.keep_gathered=1"),
         "stage 3, pipeline": ("layout.zero=3", *ZB_V, "memory.recompute=full", *PARAMETERS, *ACTIVATIONS),
         "stage 3, context": ("layout.zero=3", "layout.context=2", *ACTIVATIONS),
     },
