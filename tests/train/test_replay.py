@@ -37,9 +37,15 @@ def run_dir(world: World, mpi_tmp_path: Path) -> Path:
 
 
 def replayed(world: World, path: Path, *overrides: str, **wish: Any) -> tuple[int, list[str]]:
-    """Exit code, on all ranks, and the lines that rank 0 shows."""
+    """Exit code, on all ranks, and the lines that rank 0 shows; at each the run's folder is as it was."""
     shown: list[str] = []
-    code = replay(world, path, wish.get("steps"), overrides, wish.get("against"), shown.append)
+    before = sorted(path.parent.parent.rglob("*"))
+
+    def show(line: str) -> None:
+        assert sorted(path.parent.parent.rglob("*")) == before
+        shown.append(line)
+
+    code = replay(world, path, wish.get("steps"), overrides, wish.get("against"), show)
     assert bool(shown) == (world.rank == 0)
     codes, lines = zip(*world.everyone.all_gather_object((code, shown)), strict=True)
     assert len(set(codes)) == 1
