@@ -16,8 +16,8 @@ from hpctrain.checkpoint.extract import opened
 from hpctrain.checkpoint.structure import Stored, Structure
 from hpctrain.comm.group import Group
 
-# Elements of either file held at a time; with the copies that comparing makes, less than 16 MB.
-_PIECE = 1 << 18
+# Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True)

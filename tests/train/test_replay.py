@@ -71,6 +71,7 @@ def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     assert [line.split() for line in lines[2:-1]] == [
         [str(row["step"]), f"{row['loss']:.10f}", f"{row['loss']:.10f}", "equal"] for row in rows[5:]
     ]
+    assert lines[0].endswith(f"losses recorded in {run_dir / 'metrics.jsonl'}")
     # State that waits in files waits elsewhere.
     code, lines = replayed(world, path, "memory.optimizer=disk", steps=2)
     assert (code, lines[-1]) == (0, "The 2 recorded losses come out again, bit for bit.")

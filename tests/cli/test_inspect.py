@@ -1,0 +1,39 @@
+"""`hpctrain inspect` and `hpctrain replay` as a user starts them: what goes to stdout, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from tests.report.test_inspect import write
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def checkpoints(world: World, tmp_path: Path) -> tuple[Path, Path]:
+    """Two files whose tensors differ in two elements."""
+    one, other = tmp_path / "one.h5", tmp_path / "other.h5"
+    write(world.alone().everyone, one)
+    write(world.alone().everyone, other, grown=1.0)
+    return one, other
+
+
+def test_exit_codes_and_output(launch: Launch, checkpoints: tuple[Path, Path]) -> None:
+    one, other = checkpoints
+    done = launch(0, "-m", "hpctrain", "inspect", one, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 7
+    done = launch(2, "-m", "hpctrain", "inspect", one, "--verify", "--diff", other)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("2 of the 4 tensors") == 1
+    assert "hpctrain: error" not in done.stderr
+    done = launch(0, "-m", "hpctrain", "replay", one)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"hpctrain: error: {one}: no loss beyond its step 7 is recorded in ")
+    assert "Traceback" not in done.stderr
