@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.deck.defaults import TWO_CHUNKS
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 
 ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
@@ -42,6 +43,30 @@ def check_deck(deck: Deck) -> list[Problem]:
         *_devices(deck),
         *_offload(deck),
     ]
+
+
+def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
+    """Every key that the model named by model.from, with the keys `source`, cannot have.
+
+    Its vocabulary may grow; of learned positions the first may be taken; others are not bound to a length.
+    """
+    name = f"model.from = {toml_value(deck.model.source)}"
+    problems = []
+    for key, own in source.items():
+        value = deck.value(key)
+        if key == "model.vocabulary":
+            if isinstance(value, int) and isinstance(own, int) and value < own:
+                problems.append(
+                    Problem(key, f"is smaller than the {own} of {name}, whose vocabulary can only grow")
+                )
+        elif key == "batch.sequence":
+            if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
+                told = f"is longer than the {own} learned positions of {name}"
+                problems.append(Problem(key, told, ("model.family",)))
+        elif value != own:
+            told = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
+            problems.append(Problem(key, told))
+    return problems
 
 
 def check_world(deck: Deck, ranks: int) -> None:

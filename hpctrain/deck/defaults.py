@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
@@ -19,11 +20,12 @@ def find_preset(tables: Tables) -> Preset | None:
     return next((preset for known, preset in PRESETS.items() if known == name), None)
 
 
-def fill(tables: Tables, deck_name: str) -> set[str]:
+def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> tuple[set[str], set[str]]:
     """Write every default that depends on other keys into the tables, in place.
 
-    `deck_name` is the deck's file name. A key stays away where the keys it depends on are not given or
-    of a wrong type. Returns the full names ("model.layers") of the keys that came from the preset.
+    `deck_name` is the deck's file name, `source` the keys of the model that model.from names. A key stays
+    away where the keys it depends on are not given or of a wrong type. Returns the full names
+    ("model.layers") of the keys that came from the preset, and of those that came from the source.
     """
     run, model, batch, rate = (tables[name] for name in ("run", "model", "batch", "learning_rate"))
     from_preset: set[str] = set()
@@ -39,6 +41,13 @@ def fill(tables: Tables, deck_name: str) -> set[str]:
         if "sequence" not in batch:
             batch["sequence"] = preset.sequence
             from_preset.add("batch.sequence")
+
+    from_source = set()
+    for full, value in source.items():
+        section, _, name = full.partition(".")
+        if name not in tables[section]:
+            tables[section][name] = value
+            from_source.add(full)
 
     run.setdefault("title", PurePath(deck_name).stem or "deck")
     if isinstance(run["title"], str) and run["title"]:
@@ -63,7 +72,7 @@ def fill(tables: Tables, deck_name: str) -> set[str]:
         model.setdefault("tied", False)
         if _whole(hidden):
             model.setdefault("mlp", -(-8 * hidden // (3 * 256)) * 256)
-    return from_preset
+    return from_preset, from_source
 
 
 def _whole(value: object) -> TypeGuard[int]:

@@ -26,11 +26,12 @@ class Written:
     """The keys that were written, with their places, and the problems found so far.
 
     `values` holds sections by name, as TOML gives them (not yet checked against the schema); `places` the
-    place of every section ("batch") and key ("batch.micro_size").
+    place of every section ("batch") and key ("batch.micro_size"). Without `includes`, no other file is read.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, includes: bool = True) -> None:
         self.name = name
+        self.includes = includes
         self.values: dict[str, Any] = {}
         self.places: dict[str, Place] = {}
         self.problems: list[tuple[Place, str]] = []
@@ -89,6 +90,9 @@ class Written:
                 asked,
                 f"{asked.prefix}: include = {toml_value(include)}: must be a file's name, or a list of names",
             )
+            bases = []
+        if bases and not self.includes:
+            self.add(asked, f"{asked.prefix}: include: a deck that is stored in a file cannot include others")
             bases = []
         for base in bases:
             self._include(base, path, name, chain, asked)

@@ -6,7 +6,7 @@ the `--set` argument, that it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -15,34 +15,52 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from hpctrain.deck.check import check_deck, data_ranks, world_problems
+from hpctrain.deck.check import check_deck, data_ranks, source_problems, world_problems
 from hpctrain.deck.defaults import Tables, fill, find_preset
 from hpctrain.deck.gather import Written
 from hpctrain.deck.schema import Deck, extra, fields, sections
 from hpctrain.deck.sources import Place, Sources, toml_value
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
+from hpctrain.errors import HpctrainError, InputOutputError
+
+SourceReader = Callable[[str], Mapping[str, object]]
+"""What model.from names -> the full names and values of the keys that its model settles."""
 
 _SHAPE = ("family", "layers", "hidden", "heads")
 
 
-def read_deck(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Deck:
+def read_deck(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+    read_source: SourceReader | None = None,
+) -> Deck:
     """Read and validate a deck, with `--set` arguments such as "batch.micro_size=4" on top of it.
 
-    With `ranks`, the deck is checked against that number of ranks too. Raises `HpctrainError` with
-    every problem, or `InputOutputError` where all that is wrong is that files cannot be read.
+    With `ranks`, the deck is checked against that number of ranks too. `read_source` looks into what
+    model.from names; without it that key is taken as it is. Raises `HpctrainError` with every problem, or
+    `InputOutputError` where all that is wrong is that files cannot be read.
     """
     written = Written(str(path))
     written.read_file(Path(path), str(path), ())
-    return _deck(written, overrides, ranks)
+    return _deck(written, overrides, ranks, read_source)
 
 
 def parse_deck(
-    text: str, overrides: Sequence[str] = (), name: str = "deck.toml", ranks: int | None = None
+    text: str,
+    overrides: Sequence[str] = (),
+    name: str = "deck.toml",
+    ranks: int | None = None,
+    read_source: SourceReader | None = None,
+    includes: bool = True,
 ) -> Deck:
-    """As `read_deck`, from text; `name` stands for the file's name in messages and for included files."""
-    written = Written(name)
+    """As `read_deck`, from text; `name` stands for the file's name in messages and for included files.
+
+    Text out of a checkpoint is not to open files: then `includes` is false.
+    """
+    written = Written(name, includes)
     written.read_text(text, Path(name), name, ())
-    return _deck(written, overrides, ranks)
+    return _deck(written, overrides, ranks, read_source)
 
 
 def deck_text(deck: Deck, ranks: int | None = None) -> str:
@@ -63,12 +81,14 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-def _deck(written: Written, overrides: Sequence[str], ranks: int | None) -> Deck:
+def _deck(
+    written: Written, overrides: Sequence[str], ranks: int | None, read_source: SourceReader | None
+) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
     whole = not written.problems
     for argument in overrides:
         written.override(argument)
-    deck = _Validation(written, whole).deck(ranks)
+    deck = _Validation(written, whole, read_source).deck(ranks)
     written.raise_problems()
     assert deck is not None
     return deck
@@ -77,17 +97,21 @@ def _deck(written: Written, overrides: Sequence[str], ranks: int | None) -> Deck
 class _Validation:
     """Turns what was written into a Deck and adds the problems it finds.
 
-    `whole` says whether all files could be read: if not, nothing is said of missing keys.
+    `whole` says whether all files could be read: if not, nothing is said of missing keys. `source` are the
+    keys that the model of model.from settles.
     """
 
-    def __init__(self, written: Written, whole: bool) -> None:
+    def __init__(self, written: Written, whole: bool, read_source: SourceReader | None) -> None:
         self.written = written
         self.places = written.places
         self.whole = whole
+        self.read_source = read_source
+        self.source: Mapping[str, object] = {}
 
     def deck(self, ranks: int | None) -> Deck | None:
         """The deck, where it is valid; else perhaps one with stand-ins, and at least one problem."""
         tables, bad = self._known_tables()
+        self._look_into_source(tables["model"].get("from"))
         keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
         self._idle_preset(keys)
         deck, wrong = self._validate(tables)
@@ -96,13 +120,26 @@ class _Validation:
             bad |= set(wrong)
             deck = self._stand_in(tables, bad)
         if deck is not None and self.whole:
-            found = check_deck(deck)
+            found = [*check_deck(deck), *source_problems(deck, self.source)]
             found += [] if ranks is None else world_problems(deck, ranks)
             for problem in found:
                 if not bad & {problem.key, *problem.others}:
                     told = deck.problem(problem.key, problem.sentence)
                     self.written.add(deck.sources.place(problem.key), told)
         return deck
+
+    def _look_into_source(self, path: object) -> None:
+        """Learn the keys of the model that model.from names; a wrong type is told of elsewhere."""
+        if self.read_source is None or not isinstance(path, str) or not path:
+            return
+        try:
+            self.source = self.read_source(path)
+        except HpctrainError as error:
+            place = self.places["model.from"]
+            missing = isinstance(error, InputOutputError)
+            for problem in error.problems:
+                self.written.add(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
+            self.whole = False
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
         """The sections and keys that the schema has; and the keys of sections that are none."""
@@ -136,12 +173,12 @@ class _Validation:
     def _validate(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
         """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
         whole = deepcopy(tables)
-        from_preset = fill(whole, self.written.name)
         places = dict(self.places)
-        chosen = places.get("model.preset")
-        for key in from_preset:
-            assert chosen is not None
-            places[key] = replace(chosen, value=None, note="from the preset")
+        origins = zip(("preset", "from"), fill(whole, self.written.name, self.source), strict=True)
+        for origin, keys in origins:
+            note = "from the preset" if origin == "preset" else "from model.from"
+            for key in keys:
+                places[key] = replace(places[f"model.{origin}"], value=None, note=note)
         try:
             return Deck.model_validate(
                 whole, context=Sources(self.written.name, MappingProxyType(places))
@@ -152,8 +189,9 @@ class _Validation:
     def _report(self, tables: Tables, wrong: Mapping[str, str], silent: set[str]) -> None:
         """Say what is wrong with each key, but not what only follows from another problem."""
         shape = [f"model.{name}" for name in _SHAPE]
-        unknown_preset = "preset" in tables["model"] and find_preset(tables) is None
-        no_model = not any(name in tables["model"] for name in ("preset", *_SHAPE))
+        unknown = "preset" in tables["model"] and find_preset(tables) is None
+        unknown |= "model.from" in wrong
+        no_model = not any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
         if no_model and self.whole and "model.family" in wrong and "model.family" not in silent:
             told = "name a published shape, or give model.family, layers, hidden and heads"
             self._missing("model", "model.preset", told)
@@ -165,7 +203,7 @@ class _Validation:
                     continue  # a default that follows from a wrong key
                 value = tables[section][name]
                 self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
-            elif full in silent or not self.whole or (unknown_preset and extra(field, "derived")):
+            elif full in silent or not self.whole or (unknown and extra(field, "derived")):
                 continue
             elif not extra(field, "derived"):
                 meaning = str(field.description).rstrip(".")

@@ -23,7 +23,10 @@ Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isins
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
-    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt)."""
+    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt).
+
+    `alias` is the key's name in the deck, where that can be no name in Python.
+    """
     return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
 
 
@@ -67,6 +70,13 @@ class Model(Section):
 
     preset: PresetName | None = key(
         "A published shape, whose values fill the keys not given.", None, derived="none"
+    )
+    source: str | None = key(
+        "Start from the weights of a Hugging Face folder or checkpoint, whose sizes fill keys not given.",
+        None,
+        alias="from",
+        derived="none: random weights",
+        min_length=1,
     )
     family: Literal["gpt2", "llama"] = key(
         "gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU, no biases.",
@@ -351,7 +361,9 @@ class Deck(Section):
     def value(self, name: str) -> object:
         """The value of a key by its full name, such as "batch.micro_size"."""
         section, _, own = name.partition(".")
-        return getattr(getattr(self, section), own)
+        table = getattr(self, section)
+        found = next(a for a, field in type(table).model_fields.items() if _name(a, field) == own)
+        return getattr(table, found)
 
     def problem(self, name: str, sentence: str) -> str:
         """A problem with a key as the user should read it:
@@ -370,8 +382,13 @@ def sections() -> dict[str, type[Section]]:
 
 
 def fields(section: str) -> dict[str, FieldInfo]:
-    """The keys of a section by name, in the order of the schema."""
-    return sections()[section].model_fields
+    """The keys of a section by their name in the deck, in the order of the schema."""
+    found = sections()[section].model_fields
+    return {_name(attribute, field): field for attribute, field in found.items()}
+
+
+def _name(attribute: str, field: FieldInfo) -> str:
+    return field.alias or attribute
 
 
 def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
