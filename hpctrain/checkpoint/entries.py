@@ -61,6 +61,15 @@ def model_entries(buckets: Sequence[Bucket], mesh: Mesh) -> list[Entry]:
     ]
 
 
+def master_entries(buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], mesh: Mesh) -> list[Entry]:
+    """Entries `/model/<name>` of the fp32 weights that the optimizer updates, whatever the precision."""
+    return [
+        entry
+        for bucket, moment in zip(buckets, moments, strict=True)
+        for entry in _entries("/model", moment.master, bucket, mesh, False)
+    ]
+
+
 def _entries(place: str, flat: Flat, bucket: Bucket, mesh: Mesh, writing: bool) -> Iterator[Entry]:
     """Entries of the bucket's own elements, in `flat`.
 

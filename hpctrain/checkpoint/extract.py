@@ -30,10 +30,13 @@ class Source:
     descriptor: int
     buffer_bytes: int = BUFFER_BYTES
 
-    def fill(self, entry: Entry, stored: Stored, sums: Sums | None) -> None:
-        """Read an Entry's values from its dataset, add them to `sums` if given; padding becomes zero."""
+    def fill(self, entry: Entry, stored: Stored, sums: Sums | None, zero_padding: bool = True) -> None:
+        """Read an Entry's values from its dataset, add them to `sums` if given.
+
+        Padding becomes zero, or stays as it is.
+        """
         found = blocks(entry)
-        if sum(block.elements for block in found) < entry.values.numel():
+        if zero_padding and sum(block.elements for block in found) < entry.values.numel():
             entry.values.zero_()
         host = entry.values.device.type == "cpu"
         for block in found:

@@ -34,14 +34,15 @@ def load(
     entries: Sequence[Entry],
     strict: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
+    zero_padding: bool = True,
 ) -> dict[str, Any]:
     """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
 
     `source` is the file, or what `examine` found in it. Returns the training state, as read_state does.
-    Padding becomes zero. With `strict`, a dataset that no rank asks for is an error if any of its folder
-    ("/model", "/optimizer", ...) is asked for. After an error the values are not to be used. Errors, the
-    same on all ranks: HpctrainError if names, shapes or types differ from the file's, InputOutputError if
-    the file is missing, truncated or damaged.
+    Padding becomes zero, or stays as it is. With `strict`, a dataset that no rank asks for is an error if any
+    of its folder ("/model", "/optimizer", ...) is asked for. After an error the values are not to be used.
+    Errors, the same on all ranks: HpctrainError if names, shapes or types differ from the file's,
+    InputOutputError if the file is missing, truncated or damaged.
     """
     structure = source if isinstance(source, Structure) else examine(Path(source), group)
     _raise_first(group, list(_differences(structure, entries)))
@@ -53,9 +54,9 @@ def load(
         for entry in entries:
             stored = structure.datasets[entry.dataset]
             first, last = entry.share()
-            file.fill(entry.part(0, first), stored, None)
-            file.fill(entry.part(first, last), stored, sums[stored.pieces])
-            file.fill(entry.part(last, entry.values.numel()), stored, None)
+            file.fill(entry.part(0, first), stored, None, zero_padding)
+            file.fill(entry.part(first, last), stored, sums[stored.pieces], zero_padding)
+            file.fill(entry.part(last, entry.values.numel()), stored, None, zero_padding)
             _touch(touched[stored.pieces], entry)
     totals = combined(group, sums).view(np.uint64)
     touched = combined(group, touched, "max")

@@ -21,4 +21,5 @@ def stored_deck_text(state: Mapping[str, Any], path: Path) -> str:
 
 def stored_deck(state: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> Deck:
     """The deck itself, with `--set` arguments on top; HpctrainErrors name the file, as "its deck"."""
-    return parse_deck(stored_deck_text(state, path), overrides, name=f"{path.name}, its deck")
+    text = stored_deck_text(state, path)
+    return parse_deck(text, overrides, name=f"{path.name}, its deck", includes=False)

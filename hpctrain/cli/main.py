@@ -25,6 +25,8 @@ VERBS = {
     "inspect": ("hpctrain.cli.inspect:command", "Tell what a checkpoint holds, verify it, compare two."),
     "replay": ("hpctrain.cli.replay:command", "Tell whether a run's losses come out again."),
     "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
+    "export": ("hpctrain.cli.export:command", "Write a checkpoint's model for Hugging Face's transformers."),
+    "import": ("hpctrain.cli.import_checkpoint:command", "Make a checkpoint of such a model."),
     "schedule": ("hpctrain.cli.schedule:command", "Draw, cost and check a pipeline schedule."),
     "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),
     "doctor": ("hpctrain.cli.doctor:command", "Tell whether a run could start here, and what is wrong."),

@@ -21,7 +21,7 @@ SECONDS_BETWEEN_LINES = 30.0
     "--glob", "globs", multiple=True, metavar="PATTERN", help="Which files of a folder, e.g. '*.py'."
 )
 @click.option(
-    "--tokenizer", default="bytes", metavar="bytes|FILE.json", show_default=True, help="How to cut text."
+    "--tokenizer", default="bytes", metavar="bytes|FILE.json|DIR", show_default=True, help="How to cut text."
 )
 @click.option("--train-bpe", type=int, metavar="N", help="Train a byte-level BPE of N tokens on the text.")
 @click.option(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 BYTE_VALUES = 256
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
 # What the published vocabularies call the end of a document, the most specific first.
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -63,14 +64,18 @@ class Tokenizer:
 
     @classmethod
     def from_argument(cls, argument: str) -> Tokenizer:
-        """The tokenizer a user names: "bytes" or the path of a `tokenizers` JSON file."""
+        """The tokenizer a user names: "bytes", a `tokenizers` JSON file, or a folder that has one."""
         if argument == BYTES:
             return cls(BYTES)
+        path = Path(argument)
+        if path.is_dir():
+            path /= TOKENIZER_FILE
         try:
-            text = Path(argument).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise InputOutputError(
-                f"tokenizer = {argument}: no such file; give `bytes` or the path of a tokenizer.json"
+                f"tokenizer = {argument}: no such file{'' if path == Path(argument) else f', {path}'}; "
+                "give `bytes` or the path of a tokenizer.json"
             ) from None
         except OSError as error:
             raise InputOutputError(f"tokenizer = {argument}: cannot be read ({error.strerror})") from None

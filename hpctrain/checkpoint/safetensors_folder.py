@@ -1,0 +1,247 @@
+"""A folder of safetensors files, one or several with an index: read in slices, written in pieces.
+
+What its JSON files say is distrusted: sizes are looked at before memory is taken, and names before a file
+is opened. Weights in pickles, which can run code, are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hpctrain.comm.outcome import describe
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.units import format_bytes
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+JSON_BYTES = 64 << 20
+"""Of a JSON file at most."""
+
+Index = tuple[int, ...]
+
+# Name in the file -> type, and back.
+TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of the folder: its type in the file, its shape, its file."""
+
+    kind: str
+    shape: Index
+    file: str
+
+
+class TensorFolder:
+    """The tensors of a folder, none of them in memory; made by `opened_folder`."""
+
+    def __init__(self, path: Path, files: Mapping[str, Any], tensors: Mapping[str, Described]) -> None:
+        self.path, self._files, self.tensors = path, files, tensors
+
+    def read(self, name: str, start: Index, shape: Index) -> Tensor:
+        """The rectangle `shape` at `start` of a tensor, in the file's type."""
+        described = self.tensors[name]
+        place = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+        try:
+            found: Tensor = self._files[described.file].get_slice(name)[place]
+        except (SafetensorError, OSError) as error:
+            raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
+        return found
+
+
+@contextmanager
+def opened_folder(path: Path) -> Iterator[TensorFolder]:
+    """Open every file of a folder and read what it says it holds.
+
+    HpctrainError for a folder without safetensors, or whose files and index do not fit each other;
+    InputOutputError for files that are missing, truncated or damaged.
+    """
+    mapped = _weight_map(path)
+    files: dict[str, Any] = {}
+    tensors: dict[str, Described] = {}
+    problems: list[str] = []
+    for name in sorted(set(mapped.values())) if mapped is not None else [SINGLE]:
+        files[name] = _open(path / name)
+        for tensor in files[name].keys():  # noqa: SIM118 - it is no mapping
+            described = files[name].get_slice(tensor)
+            kind, shape = described.get_dtype(), tuple(described.get_shape())
+            if mapped is not None and mapped.get(tensor) != name:
+                problems.append(f"{path / name}: holds {tensor}, of which {INDEX} does not say so")
+            tensors[tensor] = Described(kind, shape, name)
+    problems += [
+        f"{path / file}: does not hold {tensor}, of which {INDEX} says so"
+        for tensor, file in (mapped or {}).items()
+        if tensor not in tensors
+    ]
+    if problems:
+        raise HpctrainError(problems[:8])
+    yield TensorFolder(path, files, tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size; InputOutputError where it is none."""
+    try:
+        size = path.stat().st_size
+        if size > JSON_BYTES:
+            raise InputOutputError(f"{path}: has {format_bytes(size)}, too much for a JSON file of a model")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {describe(error)}") from None
+    except (ValueError, RecursionError):
+        raise InputOutputError(f"{path}: damaged or truncated: it is not JSON") from None
+    if not isinstance(found, dict):
+        raise InputOutputError(f"{path}: damaged: it is not a JSON object")
+    return found
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raise for a file of weights that are a pickle, by its name."""
+    if path.suffix in PICKLES:
+        raise HpctrainError(_pickled(path, path.parent))
+
+
+def _pickled(file: Path, folder: Path) -> str:
+    return (
+        f"{file}: weights in a pickle can run code and are not read; convert them where you trust them: "
+        f'python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+    )
+
+
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """The index, tensor to file; None where one file holds all."""
+    if (path / SINGLE).exists():
+        return None
+    if not (path / INDEX).exists():
+        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise HpctrainError(_pickled(pickles[0], path))
+        raise HpctrainError(f"{path}: holds no weights: neither {SINGLE} nor {INDEX}")
+    mapped = read_json(path / INDEX).get("weight_map")
+    if not isinstance(mapped, dict) or not mapped:
+        raise InputOutputError(f"{path / INDEX}: damaged: it has no weight_map")
+    for tensor, file in mapped.items():
+        safe = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
+        if not safe or Path(file).name != file:
+            raise HpctrainError(
+                f"{path / INDEX}: {tensor} in {file!r}: must be a .safetensors file of this folder itself"
+            )
+    return mapped
+
+
+def _open(file: Path) -> Any:
+    """The library's view of a file, which has checked its header."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise InputOutputError(f"{file}: no such file, though {INDEX} names it") from None
+    except (SafetensorError, OSError) as error:
+        raise InputOutputError(f"{file}: damaged or truncated safetensors: {error}") from None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor to be written: its type's name in the file and its shape."""
+
+    name: str
+    kind: str
+    shape: Index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * TYPES[self.kind].itemsize
+
+
+def shared_out(tensors: Sequence[Placed], most: int) -> dict[str, list[Placed]]:
+    """Files by name, each with tensors of at most `most` bytes together, or with a single larger one."""
+    files: list[list[Placed]] = []
+    room = 0
+    for tensor in tensors:
+        if tensor.nbytes > room or not files:
+            files.append([])
+            room = most
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(files) <= 1:
+        return {SINGLE: list(tensors)}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)
+    }
+
+
+def index_of(files: Mapping[str, Sequence[Placed]]) -> dict[str, Any]:
+    """What the index says of several files."""
+    size = sum(tensor.nbytes for file in files.values() for tensor in file)
+    mapped = {tensor.name: name for name, file in files.items() for tensor in file}
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapped.items()))}
+
+
+@contextmanager
+def new_file(path: Path, tensors: Sequence[Placed]) -> Iterator[dict[str, NDArray[Any]]]:
+    """Make a safetensors file and give its tensors, to be overwritten, as the file's own pages.
+
+    Elements are given as their bits, unsigned integers. The space is taken first, so that a full disk shows
+    as an OSError. On leaving, the file is on the disk and has been read by the library.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with path.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.flush()
+        os.posix_fallocate(stream.fileno(), 0, start + end)
+    views: dict[str, NDArray[Any]] = {}
+    for tensor in tensors:
+        at = start + header[tensor.name]["data_offsets"][0]
+        bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
+        views[tensor.name] = np.memmap(path, bits, "r+", at, tensor.shape)
+    yield views
+    for view in views.values():
+        assert isinstance(view, np.memmap)
+        view.flush()
+    views.clear()
+    synchronize(path)
+    kept = _open(path)
+    for tensor in tensors:
+        assert tuple(kept.get_slice(tensor.name).get_shape()) == tensor.shape
+
+
+def write_text(path: Path, text: str) -> None:
+    """A new text file, on the disk when this returns."""
+    path.write_text(text, encoding="utf-8")
+    synchronize(path)
+
+
+def synchronize(path: Path) -> None:
+    """Bring a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
