@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import click
 
@@ -29,6 +30,13 @@ def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, ref
     elif deck is None:
         raise click.UsageError("give a DECK, or --reference")
     else:
-        text = deck_text(read_deck(deck, overrides, ranks), ranks)
+        text = deck_text(read_deck(deck, overrides, ranks, _read_source), ranks)
     if started_rank(os.environ) == 0:
         click.echo(text, nl=False)
+
+
+def _read_source(path: str) -> Mapping[str, object]:
+    """The keys that a model settles; only such decks cost the import of what can read it."""
+    from hpctrain.checkpoint.source import settled_keys
+
+    return settled_keys(path)

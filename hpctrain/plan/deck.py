@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.checkpoint.source import settled_keys
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck, fields
@@ -49,14 +50,14 @@ def plan_deck(
 
     Raises HpctrainError as a run on so many ranks would.
     """
-    deck = read_deck(path, overrides, ranks)
+    deck = read_deck(path, overrides, ranks, settled_keys)
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes() if deck.run.device != "cuda" else 0
     memory = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
     savings: list[Saving] = []
     for change in _changes(deck, memory) if advised else ():
         try:
-            changed = read_deck(path, [*overrides, change], ranks)
+            changed = read_deck(path, [*overrides, change], ranks, settled_keys)
             total = plan_memory(changed, ranks, vocabulary, libraries, ranks_per_node).largest.memory.total
         except HpctrainError:
             continue  # what this deck cannot have is no advice

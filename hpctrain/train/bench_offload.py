@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from hpctrain.checkpoint.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -55,7 +56,7 @@ def bench_offload(
 ) -> None:
     """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns."""
     with world.agreement():
-        deck = read_deck(path, overrides)
+        deck = read_deck(path, overrides, read_source=settled_keys)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     files, memory = (_engine(deck, world, place) for place in ("disk", "device"))

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hpctrain.checkpoint.source import settled_keys
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
@@ -103,7 +104,7 @@ def bench_train(
 ) -> int:
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
-        deck = _with_vocabulary(read_deck(path, overrides))
+        deck = _with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
@@ -176,7 +177,7 @@ def _chosen(wish: Comparison) -> list[str]:
 def _changed(path: Path, overrides: Sequence[str], wish: Comparison) -> dict[str, Deck]:
     """The deck of each of the wish's variants."""
     return {
-        changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()]))
+        changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()], read_source=settled_keys))
         for changes in wish.variants
     }
 

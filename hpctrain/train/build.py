@@ -98,11 +98,12 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
     with world.agreement():
         file = TokenFile(deck.data.tokens)
         if deck.model.vocabulary is not None and file.vocabulary > deck.model.vocabulary:
+            would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
             raise HpctrainError(
                 deck.problem(
                     "model.vocabulary",
                     f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}: "
-                    "give at least that, or leave the key out",
+                    f"give at least that, {would}",
                 )
             )
         sequence, held_out = deck.batch.sequence, deck.data.validation

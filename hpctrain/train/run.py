@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.source import settled_keys
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
@@ -41,6 +42,7 @@ from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
 from hpctrain.train.place import with_split
 from hpctrain.train.progress import Progress
+from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.verify import verify_layout
 from hpctrain.units import format_bytes, format_count
@@ -77,6 +79,8 @@ class Run:
         self.folder = Path(self.deck.run.dir)
         self.checkpoints = Checkpoints(self.deck, self.engine, self.corpus.file.tokenizer_text)
         self.state = TrainState() if checkpoint is None else self.checkpoints.restore(checkpoint)
+        source = self.deck.model.source if checkpoint is None else None
+        self.started_from = start_from_source(self.deck, self.engine) if source is not None else ""
         self.step = Step(
             self.engine,
             self.corpus.train,
@@ -229,8 +233,7 @@ class Run:
         lines += introduce_keeping(deck, shape, engine.models, engine.plan, stage)
         if self.engine.offload.introduction:
             lines.append(self.engine.offload.introduction)
-        if self.layout_check:
-            lines.append(self.layout_check)
+        lines += [line for line in (self.layout_check, self.started_from) if line]
         if self.checkpoints.newest is not None:
             lines.append(f"goes on from {self.checkpoints.newest} at step {self.state.step}")
         for line in lines:
@@ -289,7 +292,7 @@ def remove_run(folder: Path) -> None:
 def run_deck(world: World, path: Path, overrides: Sequence[str], fresh: bool = False) -> int:
     """`hpctrain run`: train a deck from its beginning; the exit code."""
     with world.agreement():
-        deck = read_deck(path, overrides)
+        deck = read_deck(path, overrides, read_source=settled_keys)
         if world.rank == 0:
             if fresh:
                 remove_run(Path(deck.run.dir))
@@ -303,6 +306,7 @@ def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
     path = find_checkpoint(world, target)
     state = read_state(path, world.everyone)
     with world.agreement():
+        require_training_state(path, state, overrides)
         deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
         same = deck.layout == stored_deck(state, path).layout
     return Run(world, deck, path, state.get("split") if same else None).train()

@@ -1,0 +1,53 @@
+"""The start of a run from the weights of another model, as [model] from asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.entries import master_entries
+from hpctrain.checkpoint.exchange import MODEL_ONLY
+from hpctrain.checkpoint.source import load_source
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.train.build import Engine
+
+
+def start_from_source(deck: Deck, engine: Engine) -> str:
+    """Fill the weights of a new engine from what `model.from` names; in words, what was taken. Collective.
+
+    The optimizer stays as it is, at its beginning; new rows of a larger vocabulary keep their initial values.
+    Errors, the same on all ranks, as in `checkpoint.source.load_source`.
+    """
+    assert deck.model.source is not None
+    path = Path(deck.model.source)
+    optimizer, shape = engine.optimizer, engine.shape
+    source = load_source(path, engine.world, master_entries(engine.buckets, optimizer.moments, engine.mesh))
+    optimizer.publish()
+    if deck.stability.check_parameters:
+        # Ranks of several nodes may have read other files of the same name.
+        check_replicas(engine.buckets, engine.groups.tensor, engine.world.everyone)
+    told = f"starts from the weights of {path}"
+    if shape.vocabulary > source.vocabulary:
+        told += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
+    if shape.family == "gpt2" and shape.sequence < source.sequence:
+        told += f", the first {shape.sequence} of its {source.sequence} positions"
+    return told
+
+
+def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Raise HpctrainError if a checkpoint is of a model alone, or a resumed run is to start from another."""
+    if state.get(MODEL_ONLY):
+        raise HpctrainError(
+            f"{path}: holds a model alone, no training state to go on from; start a run from it with "
+            f'[model] from = "{path}" in a deck'
+        )
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name.strip() == "model.from" and value.strip():
+            raise HpctrainError(
+                f"--set {override}: a run that is resumed goes on from its own weights; `hpctrain run` "
+                "starts from others"
+            )

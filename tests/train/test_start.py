@@ -1,0 +1,207 @@
+"""Runs that start from the weights of another model, on layouts and in precisions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.checkpoint.entries import master_entries
+from hpctrain.checkpoint.exchange import import_model
+from hpctrain.checkpoint.source import settled_keys
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.plan.deck import plan_deck
+from hpctrain.train.build import Engine, build_engine, make_mesh
+from hpctrain.train.run import resume, run_deck
+from hpctrain.train.start import start_from_source
+from tests.model.test_against_transformers import gpt2_reference, llama_reference
+
+DECK = """
+[run]
+title = "tuned"
+steps = 2
+dir = "{folder}/run"
+[model]
+from = "{source}"
+[data]
+tokens = "{folder}/tokens.h5"
+[batch]
+global_size = 4
+sequence = {sequence}
+[communication]
+bucket_bytes = 20000
+[machine]
+peak_flops = 1e10
+"""
+
+REFERENCES = {"gpt2": gpt2_reference, "llama": llama_reference}
+LAYOUTS = {
+    "data": (),
+    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "model.vocabulary=131"),
+    "pipeline": ("layout.pipeline=2",),
+    "zero-1-bf16": ("layout.zero=1", "precision.compute=bf16", "model.vocabulary=128"),
+    "zero-3": ("layout.zero=3", "model.vocabulary=101", "memory.accumulate=sliced"),
+    "disk": ("memory.optimizer=disk", "model.vocabulary=99", "precision.compute=fp16"),
+}
+
+
+def make_source(world: World, folder: Path, family: str, kind: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """A Hugging Face folder or a checkpoint of random weights, and these under our names."""
+    torch.manual_seed(3)
+    model, weights = REFERENCES[family]()
+    if world.rank == 0:
+        model.save_pretrained(folder / "theirs")
+    world.everyone.barrier()
+    source = folder / "theirs"
+    if kind == "checkpoint":
+        import_model(world, folder / "theirs", folder / "model.h5")
+        source = folder / "model.h5"
+    return source, {name: tensor.detach().numpy() for name, tensor in weights.items()}
+
+
+def stored(engine: Engine, path: Path) -> dict[str, np.ndarray]:
+    """The fp32 weights of all ranks, whole, through a checkpoint."""
+    entries = master_entries(engine.buckets, engine.optimizer.moments, engine.mesh)
+    save(path, engine.world.everyone, entries, {})
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(path) as file:
+        file["model"].visititems(
+            lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+        )
+    return found
+
+
+def started(world: World, text: str, overrides: Sequence[str]) -> tuple[Engine, Engine, str]:
+    """The engine of a deck before and after it takes the weights, and what it tells."""
+    deck = parse_deck(text, overrides, read_source=settled_keys)
+    before, after = (build_engine(deck, world, make_mesh(deck, world)) for _ in range(2))
+    return before, after, start_from_source(deck, after)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "kind", "sequence"),
+    [("gpt2", "folder", 16), ("llama", "checkpoint", 48)],
+    ids=["gpt2", "llama"],
+)
+def test_every_rank_takes_its_pieces(
+    family: str, kind: str, sequence: int, layout: str, world: World, mpi_tmp_path: Path
+) -> None:
+    if world.size not in {1, 2} or (world.size == 1) != (layout == "data" or layout == "disk"):
+        pytest.skip("one rank, or the two that the layout asks for")
+    source, weights = make_source(world, mpi_tmp_path, family, kind)
+    text = DECK.format(folder=mpi_tmp_path, source=source, sequence=sequence)
+    before, after, told = started(world, text, LAYOUTS[layout])
+    initial, found = stored(before, mpi_tmp_path / "before.h5"), stored(after, mpi_tmp_path / "after.h5")
+    assert found.keys() == weights.keys()
+    for name, expected in weights.items():
+        rows = min(len(expected), len(found[name]))
+        assert found[name].shape == (initial[name].shape)
+        assert np.array_equal(found[name][:rows], expected[:rows]), name
+        assert np.array_equal(found[name][rows:], initial[name][rows:]), name
+        assert not np.array_equal(found[name], initial[name]) or name.endswith(("norm.weight", "bias")), name
+    for bucket, moments in zip(after.buckets, after.optimizer.moments, strict=True):
+        # What computes is what was read, rounded; padding stays zero, as the optimizer expects.
+        for (segment, values, _), (_, masters, _) in zip(
+            bucket.owned(bucket.own_values), bucket.owned(moments.master), strict=True
+        ):
+            whole = masters if isinstance(masters, torch.Tensor) else masters.load()
+            assert torch.equal(values, whole.to(values.dtype)), segment.parameter.shard.name
+    vocabulary = after.shape.vocabulary
+    assert f"starts from the weights of {source}" in told
+    assert (f"{vocabulary - 97} tokens added to its 97" in told) == (vocabulary > 97)
+    assert ("the first 16 of its 24 positions" in told) == (family == "gpt2")
+    for engine in (before, after):
+        engine.close()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_tmp_path: Path) -> None:
+    if world.size > 2:
+        pytest.skip("one or two ranks")
+    source, weights = make_source(world, mpi_tmp_path, "llama", "folder")
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 99)
+        tokenizer = Tokenizer.train(["the quick brown fox"], 270)
+        (source / "tokenizer.json").write_text(tokenizer.text)
+        text = DECK.format(folder=mpi_tmp_path, source=source, sequence=24)
+        (mpi_tmp_path / "deck.toml").write_text(text)
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")], tokenizer=str(source))
+    path, run = mpi_tmp_path / "deck.toml", mpi_tmp_path / "run"
+    with pytest.raises(
+        HpctrainError, match=r"vocabulary = 97 \(from model.from\): is smaller than the .* 270"
+    ):
+        run_deck(world, path, [])
+    plan = plan_deck(path, world.size, ["model.vocabulary=270"], advised=False)
+    assert plan.deck.model.layers == 3 and plan.memory.largest.memory.total > 0
+
+    # A rate of almost nothing, so that what is stored is what was read.
+    slow = ["model.vocabulary=270", "learning_rate.peak=1e-30"]
+    assert run_deck(world, path, [*slow, "run.steps=1", "learning_rate.decay_steps=4"]) == 0
+    deck = parse_deck((run / "deck.toml").read_text())
+    assert (deck.model.source, deck.model.mlp, deck.model.vocabulary) == (str(source), 80, 270)
+    with h5py.File(run / "checkpoints/step-00000001.h5") as file:
+        for name, expected in weights.items():
+            assert np.array_equal(file[f"model/{name}"][: len(expected)], expected), name
+        assert int(json.loads(file["state"][()])["updates"]) == 1
+        assert deck_text(deck) == file["deck"][()].decode()
+    if world.rank == 0:
+        assert f"starts from the weights of {source}, 173 tokens added" in (run / "log.txt").read_text()
+        shutil.rmtree(source)
+    world.everyone.barrier()
+    with pytest.raises(
+        HpctrainError, match=r"--set model.from=x: a run that is resumed goes on from its own"
+    ):
+        resume(world, run, ["model.from=x"])
+    assert resume(world, run, ["run.steps=2"]) == 0
+    assert (run / "checkpoints/step-00000002.h5").exists()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_model_alone_is_no_run_to_resume(world: World, mpi_tmp_path: Path) -> None:
+    source, _ = make_source(world, mpi_tmp_path, "gpt2", "checkpoint")
+    with pytest.raises(HpctrainError) as caught:
+        resume(world, source, [])
+    assert caught.value.problems == (
+        f"{source}: holds a model alone, no training state to go on from; start a run from it with "
+        f'[model] from = "{source}" in a deck',
+    )
+
+
+@pytest.mark.mpi(min_size=1)
+def test_damaged_models_are_refused_on_all_ranks(world: World, mpi_tmp_path: Path) -> None:
+    source, _ = make_source(world, mpi_tmp_path, "gpt2", "checkpoint")
+    text = DECK.format(folder=mpi_tmp_path, source=source, sequence=24)
+    deck = parse_deck(text, read_source=settled_keys)
+    if world.rank == 0:
+        with h5py.File(source) as file:
+            offset = file["model/blocks.2.feed_forward.up.bias"].id.get_offset()
+        content = bytearray(source.read_bytes())
+        content[offset] ^= 1
+        source.write_bytes(content)
+    world.everyone.barrier()
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    with pytest.raises(InputOutputError, match=r"/model/blocks.2.feed_forward.up.bias is damaged"):
+        start_from_source(deck, engine)
+
+    folder = mpi_tmp_path / "theirs"
+    if world.rank == 0:
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[:-4])
+    world.everyone.barrier()
+    deck = parse_deck(text, [f"model.from={folder}"], read_source=settled_keys)
+    with pytest.raises(InputOutputError, match=r"model.safetensors: damaged or truncated safetensors"):
+        start_from_source(deck, engine)
