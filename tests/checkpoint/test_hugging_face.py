@@ -284,7 +284,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "quantization_config", {"bits": 4}, "quantization_config = {'bits': 4}"),
         ("llama", "vocab_size", 62, "model.embed_tokens.weight: has shape [61, 32], expected [62, 32]"),
         ("llama", "num_hidden_layers", 3, "model.layers.2.input_layernorm.weight: not in these files"),
-        ("llama", "num_hidden_layers", 1, "model.layers.1.mlp.up_proj.weight: in this file, but not in"),
+        ("llama", "num_hidden_layers", 1, "model.layers.1.input_layernorm.weight: in this file, but not"),
     ],
 )
 def test_configs_that_are_refused(

@@ -46,13 +46,14 @@ peak_flops = 1e10
 """
 
 REFERENCES = {"gpt2": gpt2_reference, "llama": llama_reference}
-LAYOUTS = {
-    "data": (),
-    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "model.vocabulary=131"),
-    "pipeline": ("layout.pipeline=2",),
-    "zero-1-bf16": ("layout.zero=1", "precision.compute=bf16", "model.vocabulary=128"),
-    "zero-3": ("layout.zero=3", "model.vocabulary=101", "memory.accumulate=sliced"),
-    "disk": ("memory.optimizer=disk", "model.vocabulary=99", "precision.compute=fp16"),
+# Name: family, kind of source, length of sequences, ranks, layout and what else differs.
+STARTS: dict[str, tuple[str, str, int, int, tuple[str, ...]]] = {
+    "one": ("gpt2", "checkpoint", 16, 1, ("model.vocabulary=98",)),
+    "disk": ("llama", "folder", 48, 1, ("memory.optimizer=disk", "precision.compute=fp16")),
+    "tensor": ("gpt2", "folder", 16, 2, ("layout.tensor=2", "model.vocabulary=131")),
+    "pipeline": ("gpt2", "checkpoint", 24, 2, ("layout.pipeline=2", "model.vocabulary=99")),
+    "zero-1": ("llama", "folder", 24, 2, ("layout.zero=1", "precision.compute=bf16", "model.vocabulary=128")),
+    "zero-3": ("llama", "checkpoint", 48, 2, ("layout.zero=3", "layout.context=2", "model.vocabulary=101")),
 }
 
 
@@ -90,20 +91,14 @@ def started(world: World, text: str, overrides: Sequence[str]) -> tuple[Engine, 
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("family", "kind", "sequence"),
-    [("gpt2", "folder", 16), ("llama", "checkpoint", 48)],
-    ids=["gpt2", "llama"],
-)
-def test_every_rank_takes_its_pieces(
-    family: str, kind: str, sequence: int, layout: str, world: World, mpi_tmp_path: Path
-) -> None:
-    if world.size not in {1, 2} or (world.size == 1) != (layout == "data" or layout == "disk"):
-        pytest.skip("one rank, or the two that the layout asks for")
+@pytest.mark.parametrize("name", STARTS)
+def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path) -> None:
+    family, kind, sequence, ranks, overrides = STARTS[name]
+    if world.size != ranks:
+        pytest.skip(f"for {ranks} ranks")
     source, weights = make_source(world, mpi_tmp_path, family, kind)
     text = DECK.format(folder=mpi_tmp_path, source=source, sequence=sequence)
-    before, after, told = started(world, text, LAYOUTS[layout])
+    before, after, told = started(world, text, overrides)
     initial, found = stored(before, mpi_tmp_path / "before.h5"), stored(after, mpi_tmp_path / "after.h5")
     assert found.keys() == weights.keys()
     for name, expected in weights.items():
@@ -122,7 +117,7 @@ def test_every_rank_takes_its_pieces(
     vocabulary = after.shape.vocabulary
     assert f"starts from the weights of {source}" in told
     assert (f"{vocabulary - 97} tokens added to its 97" in told) == (vocabulary > 97)
-    assert ("the first 16 of its 24 positions" in told) == (family == "gpt2")
+    assert ("the first 16 of its 24 positions" in told) == (family == "gpt2" and sequence == 16)
     for engine in (before, after):
         engine.close()
 
