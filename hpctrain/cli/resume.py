@@ -12,7 +12,8 @@ import click
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=200."
 )
-def command(target: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--strict", is_flag=True, help="Refuse a run folder whose newest checkpoint is damaged.")
+def command(target: Path, overrides: tuple[str, ...], strict: bool) -> None:
     """Go on from a checkpoint, or from the newest good one of a run folder.
 
     The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
@@ -20,4 +21,4 @@ def command(target: Path, overrides: tuple[str, ...]) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.run import resume
 
-    run_verb(lambda world: resume(world, target, overrides))
+    run_verb(lambda world: resume(world, target, overrides, strict))

@@ -299,7 +299,7 @@ class Checkpoint(Section):
         "Memory of a rank for what is being saved; in background mode it holds what changes meanwhile.",
         256 << 20,
         unit="bytes",
-        ge=1 << 20,
+        ge=1000,
     )
 
 

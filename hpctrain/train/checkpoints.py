@@ -51,15 +51,16 @@ class Checkpoints:
         self.finish()
         path, entries, stored = checkpoint_path(self.folder, state.step), self._entries(), self._stored(state)
         everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
-        with self._timed():
-            if checkpoint.mode == "background":
+        if checkpoint.mode == "background":
+            with self._timed():
                 if self._buffer is None:
                     on_gpu = self.engine.world.device.type == "cuda"
                     self._buffer = HostBuffer(checkpoint.buffer, pinned=on_gpu)
                 self._pending = BackgroundSave(path, everyone, entries, stored, self._buffer)
-                return
+            return
+        with self._timed():
             save(path, everyone, entries, stored, min(PIECE_BYTES, checkpoint.buffer))
-            self._saved(path)
+        self._saved(path)
 
     def protect(self) -> None:
         """Call it before parameters and moments change."""
@@ -69,13 +70,15 @@ class Checkpoints:
 
     def poll(self, wait: bool = False) -> None:
         """Complete the checkpoint under way if all ranks have written theirs; call it between steps."""
-        if self._pending is not None:
-            with self._timed():
-                pending, self._pending = self._pending, None
-                if pending.poll(wait):
-                    self._saved(pending.path)
-                else:
-                    self._pending = pending
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with self._timed():
+            complete = pending.poll(wait)
+        if complete:
+            self._saved(pending.path)
+        else:
+            self._pending = pending
 
     def finish(self) -> None:
         """Wait for the checkpoint under way, if there is one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import EXIT_DONE, HpctrainError
+from hpctrain.errors import EXIT_DONE
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import plan_memory
@@ -35,6 +34,7 @@ from hpctrain.train.build import (
     settle_vocabulary,
 )
 from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
+from hpctrain.train.folder import lock_folder, refuse_other_run, remove_run
 from hpctrain.train.keeping import introduce_keeping
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
@@ -94,10 +94,11 @@ class Run:
     def train(self) -> int:
         """Train up to `run.steps`; the exit code."""
         deck, world = self.deck, self.world
-        resumed = self.checkpoints.newest is not None
+        resumed, lock = self.checkpoints.newest is not None, None
         with world.agreement():
             if world.rank == 0:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                lock = lock_folder(self.folder)
                 (self.folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
                 self.memory.write(self.folder)
         with world.agreement():
@@ -134,6 +135,8 @@ class Run:
                 metrics.close()
             close_log(self.log)
             self.engine.close()
+            if lock is not None:
+                lock.close()
         return EXIT_DONE
 
     def _train_step(self, peak: float, metrics: MetricsWriter | None, progress: Progress | None) -> None:
@@ -268,27 +271,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def refuse_other_run(deck: Deck) -> None:
-    """Raise if the run's folder holds another run."""
-    folder = Path(deck.run.dir)
-    if any((folder / name).exists() for name in ("deck.toml", "metrics.jsonl", "checkpoints")):
-        raise HpctrainError(
-            deck.problem(
-                "run.dir",
-                f"holds another run already; go on with it by `hpctrain resume {folder}`, replace it with "
-                "`--fresh`, or choose another run.dir or run.title",
-            )
-        )
-
-
-def remove_run(folder: Path) -> None:
-    """Delete an earlier run's folder; refuse a folder that is not a run's."""
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / "deck.toml").exists():
-            raise HpctrainError(f"--fresh: {folder} holds no run (no deck.toml), so it is not removed")
-        shutil.rmtree(folder)
-
-
 def run_deck(world: World, path: Path, overrides: Sequence[str], fresh: bool = False) -> int:
     """`hpctrain run`: train a deck from its beginning; the exit code."""
     with world.agreement():
@@ -301,9 +283,12 @@ def run_deck(world: World, path: Path, overrides: Sequence[str], fresh: bool = F
     return Run(world, deck).train()
 
 
-def resume(world: World, target: Path, overrides: Sequence[str]) -> int:
-    """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder."""
-    path = find_checkpoint(world, target)
+def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = False) -> int:
+    """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder.
+
+    With `strict`, a run whose newest checkpoint is damaged does not go on.
+    """
+    path = find_checkpoint(world, target, strict)
     state = read_state(path, world.everyone)
     with world.agreement():
         require_training_state(path, state, overrides)

@@ -15,7 +15,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.checkpoints import find_checkpoint
-from hpctrain.train.run import refuse_other_run, remove_run, resume, run_deck
+from hpctrain.train.run import resume, run_deck
 
 DECK = """
 [run]
@@ -226,22 +226,56 @@ def test_resume_passes_over_a_damaged_checkpoint(
         newest.write_bytes(content)
     world.everyone.barrier()
     assert find_checkpoint(world, folder).name == "step-00000010.h5"
+    with pytest.raises(InputOutputError, match=r"step-00000020\.h5: /optimizer/exp_avg/.* is damaged"):
+        find_checkpoint(world, folder, strict=True)
     with pytest.raises(InputOutputError, match=r"step-00000020\.h5"):
         resume(world, newest, [])
 
 
-def test_fresh_removes_runs_only(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.tex").write_text("years of work")
-    with pytest.raises(HpctrainError, match="holds no run"):
-        remove_run(tmp_path / "precious")
-    assert (tmp_path / "precious" / "thesis.tex").exists()
-    remove_run(tmp_path / "absent")
+@pytest.mark.mpi(min_size=1)
+def test_background_checkpoints_are_those_of_the_collective_mode(
+    world: World, deck_file: Path, mpi_tmp_path: Path
+) -> None:
+    """With a buffer too small for the state; every fifth step stays, of the others the newest."""
+    keys = ["checkpoint.every=3", "checkpoint.keep=1", "checkpoint.keep_every=6", "checkpoint.buffer=20000"]
+    for mode in ("collective", "background"):
+        changes = [f"run.dir={mpi_tmp_path / mode}", f"checkpoint.mode={mode}", *keys]
+        run_deck(world, deck_file, changes)
+    world.everyone.barrier()
+    folders = [mpi_tmp_path / mode / "checkpoints" for mode in ("collective", "background")]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    kept = ["latest", *(f"step-{step:08d}.h5" for step in (6, 12, 18, 20))]
+    assert names == [kept, kept]
+    for folder in folders:
+        assert (folder / "latest").readlink() == Path("step-00000020.h5")
+    for name in kept:
+        one, other = (contents(folder / name) for folder in folders)
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def test_a_deck_is_refused_where_a_run_is(tmp_path: Path) -> None:
-    deck = parse_deck(DECK.format(tokens="x"), [f"run.dir={tmp_path}"])
-    refuse_other_run(deck)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(HpctrainError, match="hpctrain resume"):
-        refuse_other_run(deck)
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16")])
+def test_runs_of_another_precision_go_on(
+    before: str, after: str, world: World, deck_file: Path, mpi_tmp_path: Path
+) -> None:
+    """Master weights and moments are the same numbers; parameters of half precision are these, rounded."""
+    run_deck(
+        world,
+        deck_file,
+        [f"run.dir={mpi_tmp_path / 'one'}", f"precision.compute={before}", "run.steps=10"],
+    )
+    first = mpi_tmp_path / "one" / "checkpoints" / "step-00000010.h5"
+    keys = [f"precision.compute={after}", "optimizer.weight_decay=0.0", "learning_rate.peak=1e-30"]
+    resume(world, first, [f"run.dir={mpi_tmp_path / 'two'}", "run.steps=11", *keys])
+    old, new = contents(first), contents(mpi_tmp_path / "two" / "checkpoints" / "step-00000011.h5")
+    for name in (name for name in old if name.startswith("model/")):
+        master = name.replace("model/", "master/")
+        expected, found = old.get(master, old[name]), new.get(master, new[name])
+        assert np.array_equal(expected, found), name
+        if after == "fp16":
+            assert np.array_equal(new[name], expected.astype(np.float16)), name
+    losses = [
+        row["loss"] for run in ("one", "two") for row in read_metrics(mpi_tmp_path / run / "metrics.jsonl")
+    ]
+    assert losses[10] == pytest.approx(losses[9], rel=0.2)
