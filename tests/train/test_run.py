@@ -175,7 +175,7 @@ def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: P
     assert resolved.model.vocabulary == 257
     assert resolved.run.dir == str(folder)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert kept == ["step-00000015.h5", "step-00000020.h5"]
+    assert kept == ["latest", "step-00000015.h5", "step-00000020.h5"]
     ledger = json.loads((folder / "ledger.json").read_text())
     assert "checkpoint " in (folder / "log.txt").read_text()
     assert not list(folder.glob("log.[0-9]*.txt"))
