@@ -103,3 +103,39 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
     from hpctrain.train.bench_offload import bench_offload
 
     run_verb(lambda world: bench_offload(world, deck, overrides, rounds, path))
+
+
+@command.command()
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
+)
+@click.option(
+    "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns."
+)
+@click.option("--against", type=click.Choice(["dcp"]), help="Also torch.distributed.checkpoint, over gloo.")
+@click.option(
+    "--dir",
+    "folder",
+    default=".",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder for the files, which are removed.",
+)
+@click.option("--warm", is_flag=True, help="Read what may still be in the page cache.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+def checkpoint(
+    deck: Path,
+    overrides: tuple[str, ...],
+    rounds: int,
+    against: str | None,
+    folder: Path,
+    warm: bool,
+    path: Path | None,
+) -> None:
+    """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.bench_checkpoint import Wish, bench_checkpoint
+
+    wish = Wish(rounds, against == "dcp", folder, warm)
+    run_verb(lambda world: bench_checkpoint(world, deck, overrides, wish, path))

@@ -1,0 +1,64 @@
+"""What a benchmark of files needs: plain files to compare with, an empty page cache, the peak of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.checkpoint.create import synchronize
+
+BLOCK_BYTES = 16 << 20
+_STATUS, _REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def write_plainly(path: Path, count: int) -> None:
+    """Write `count` bytes into a new file, one block after another, and bring them to the disk."""
+    block = memoryview(bytearray(min(count, BLOCK_BYTES)))
+    with path.open("wb", buffering=0) as stream:
+        for first in range(0, count, BLOCK_BYTES):
+            stream.write(block[: count - first])
+        os.fsync(stream.fileno())
+
+
+def read_plainly(paths: Sequence[Path], count: int) -> None:
+    """Read `count` bytes of files in turn, one block after another; those of the last are enough."""
+    block = memoryview(bytearray(min(count, BLOCK_BYTES)))
+    for path in paths:
+        with path.open("rb", buffering=0) as stream:
+            while count and (found := stream.readinto(block[:count])):
+                count -= found
+    assert count == 0, (paths, count)
+
+
+def forget(folder: Path) -> None:
+    """Bring the files of a folder to the disk, and take them out of this node's page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            synchronize(path)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+class PeakMemory:
+    """The resident memory of this process at its peak, beyond what it was at the beginning."""
+
+    def __init__(self) -> None:
+        try:
+            _REFERENCES.write_text("5", encoding="ascii")
+        except OSError:
+            self._before: int | None = None
+        else:
+            self._before = _status("VmRSS")
+
+    def extra(self) -> int | None:
+        """Bytes; None where the system does not let a process forget its peak."""
+        return None if self._before is None else max(0, _status("VmHWM") - self._before)
+
+
+def _status(field: str) -> int:
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

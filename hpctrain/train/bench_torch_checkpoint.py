@@ -1,0 +1,78 @@
+"""The same state saved and loaded by torch.distributed.checkpoint, over gloo, in files."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hpctrain.checkpoint.layout import Entry
+from hpctrain.comm.world import World
+
+
+class TorchCheckpoint:
+    """What torch stores of the entries' datasets, and reads.
+
+    Where all ranks hold all tensors whole these are stored, each by one of the ranks; otherwise every
+    dataset is cut into equal rows over all ranks, so that a rank holds as much as with us.
+    """
+
+    def __init__(self, world: World, entries: Sequence[Entry], loaded: Collection[str]) -> None:
+        """Collective, with gloo started. `loaded` are the datasets that will be read, of all ranks."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        mine = [(entry.dataset, entry.shape, entry.values.dtype) for entry in entries]
+        for rows in world.everyone.all_gather_object(mine):
+            found |= {name: (shape, dtype) for name, shape, dtype in rows}
+        own = {entry.dataset: entry for entry in entries if _is_whole(entry)}
+        self.state: dict[str, Tensor] = {}
+        if all(world.everyone.all_gather_object(own.keys() == found.keys())):
+            for name, entry in own.items():
+                assert isinstance(entry.values, Tensor)
+                self.state[name] = entry.values.view(entry.shape)
+        else:
+            mesh = init_device_mesh("cpu", (world.size,))
+            for name, (shape, dtype) in sorted(found.items()):
+                first, last = (-(-shape[0] // world.size) * n for n in (world.rank, world.rank + 1))
+                rows = max(0, min(last, shape[0]) - first)
+                local = torch.ones((rows, *shape[1:]), dtype=dtype)
+                stride = torch.empty(shape, device="meta").stride()
+                self.state[name] = DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+                )
+        self.read_state = {name: self.state[name] for name in sorted(loaded)}
+        warnings.filterwarnings("ignore", module=r"torch\.distributed")
+        logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that this rank reads."""
+        return sum(
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+            for tensor in self.read_state.values()
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into an empty folder and bring it to the disk. Collective."""
+        save(self.state, storage_writer=FileSystemWriter(folder, sync_files=True))
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint in place. Collective."""
+        load(self.read_state, storage_reader=FileSystemReader(folder))
+
+
+def _is_whole(entry: Entry) -> bool:
+    return (
+        isinstance(entry.values, Tensor)
+        and entry.values.device.type == "cpu"
+        and entry.values.numel() == entry.shard.elements
+        and entry.shard.local == entry.shard.shape
+    )
