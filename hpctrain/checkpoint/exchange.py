@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,7 +31,7 @@ from hpctrain.checkpoint.safetensors_folder import (
     synchronize,
     write_text,
 )
-from hpctrain.checkpoint.source import ModelFolder, opened_model, stored_shape, tensor_shapes
+from hpctrain.checkpoint.source import ModelFolder, open_model, stored_shape, tensor_shapes
 from hpctrain.checkpoint.structure import Stored, Structure, examine
 from hpctrain.checkpoint.tokenizer_files import tokenizer_files, tokenizer_text
 from hpctrain.checkpoint.write import save
@@ -47,7 +46,7 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.scratch import Flat
 from hpctrain.units import format_bytes, format_count
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Of a tensor that are in memory at a time."""
 
 MODEL_ONLY = "model_only"
@@ -82,9 +81,8 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
                 temporary.mkdir(parents=True)
         with together(group), opened(structure.path) as source:
             for name, tensors in list(files.items())[group.rank :: group.size]:
-                with new_file(temporary / name, tensors) as views:
-                    for tensor in tensors:
-                        _copy(source, structure, sources, by_name[tensor.name], views[tensor.name], wanted)
+                for tensor, view in new_file(temporary / name, tensors):
+                    _copy(source, structure, sources, by_name[tensor], view, wanted)
         with together(group):
             if group.rank == 0:
                 if len(files) > 1:
@@ -109,35 +107,34 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
 def import_model(world: World, folder: Path, out: Path, replace: bool = False) -> str:
     """Write the model of a Hugging Face folder as a checkpoint of a model alone; collective.
 
-    Returns what was written, in words. Errors as in `opened_model` and `checkpoint.write.save`;
+    Returns what was written, in words. Errors as in `open_model` and `checkpoint.write.save`;
     HpctrainError where the file exists and may not be replaced.
     """
     group = world.everyone
-    with ExitStack() as stack:
-        with together(group):
-            if out.exists() and not replace:
-                raise HpctrainError(f"{out}: exists already; --force replaces it")
-            model = stack.enter_context(opened_model(folder, world))
-            text, missing = tokenizer_text(folder, model.shape.vocabulary)
-            state = {
-                MODEL_ONLY: True,
-                "imported_from": str(folder),
-                "deck": _deck_text(model.shape, out, folder),
-                "tokenizer": text,
-            }
-        entries = [
-            Entry(
-                f"/model/{part.name}",
-                Shard.whole(part.name, part.shape),
-                cast("Flat", FolderTensor(model, part.name, part.shape, 0, prod(part.shape))),
-                copy=group.rank,
-                copies=group.size,
-            )
-            for each in model.counterparts
-            for part in each.parts
-        ]
-        save(out, group, entries, state, PIECE_BYTES)
-        shape = model.shape
+    with together(group):
+        if out.exists() and not replace:
+            raise HpctrainError(f"{out}: exists already; --force replaces it")
+        model = open_model(folder, world)
+        text, missing = tokenizer_text(folder, model.shape.vocabulary)
+        state = {
+            MODEL_ONLY: True,
+            "imported_from": str(folder),
+            "deck": _deck_text(model.shape, out, folder),
+            "tokenizer": text,
+        }
+    entries = [
+        Entry(
+            f"/model/{part.name}",
+            Shard.whole(part.name, part.shape),
+            cast("Flat", FolderTensor(model, part.name, part.shape, 0, prod(part.shape))),
+            copy=group.rank,
+            copies=group.size,
+        )
+        for each in model.counterparts
+        for part in each.parts
+    ]
+    save(out, group, entries, state, PIECE_BYTES)
+    shape = model.shape
     told = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     return (
         f"{out}: {shape.family}, {format_count(shape.parameters)} parameters, "

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,49 +48,52 @@ class Described:
 
 
 class TensorFolder:
-    """The tensors of a folder, none of them in memory; made by `opened_folder`."""
+    """The tensors of a folder, none of them in memory; made by `open_folder`."""
 
-    def __init__(self, path: Path, files: Mapping[str, Any], tensors: Mapping[str, Described]) -> None:
-        self.path, self._files, self.tensors = path, files, tensors
+    def __init__(self, path: Path, tensors: Mapping[str, Described]) -> None:
+        self.path, self.tensors = path, tensors
+        self._name, self._file = "", cast(Any, None)
 
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
         """The rectangle `shape` at `start` of a tensor, in the file's type."""
         described = self.tensors[name]
+        if name != self._name:
+            # A file is mapped into memory: what has been read of it goes when it is opened anew.
+            self._name, self._file = name, None
+            self._file = _open(self.path / described.file)
         place = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
         try:
-            found: Tensor = self._files[described.file].get_slice(name)[place]
+            found: Tensor = self._file.get_slice(name)[place]
         except (SafetensorError, OSError) as error:
             raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
         return found
 
 
-@contextmanager
-def opened_folder(path: Path) -> Iterator[TensorFolder]:
+def open_folder(path: Path) -> TensorFolder:
     """Open every file of a folder and read what it says it holds.
 
     HpctrainError for a folder without safetensors, or whose files and index do not fit each other;
     InputOutputError for files that are missing, truncated or damaged.
     """
     mapped = _weight_map(path)
-    files: dict[str, Any] = {}
     tensors: dict[str, Described] = {}
     problems: list[str] = []
     for name in sorted(set(mapped.values())) if mapped is not None else [SINGLE]:
-        files[name] = _open(path / name)
-        for tensor in files[name].keys():  # noqa: SIM118 - it is no mapping
-            described = files[name].get_slice(tensor)
+        file = _open(path / name)
+        for tensor in file.keys():  # noqa: SIM118 - it is no mapping
+            described = file.get_slice(tensor)
             kind, shape = described.get_dtype(), tuple(described.get_shape())
             if mapped is not None and mapped.get(tensor) != name:
                 problems.append(f"{path / name}: holds {tensor}, of which {INDEX} does not say so")
             tensors[tensor] = Described(kind, shape, name)
     problems += [
-        f"{path / file}: does not hold {tensor}, of which {INDEX} says so"
-        for tensor, file in (mapped or {}).items()
+        f"{path / name}: does not hold {tensor}, of which {INDEX} says so"
+        for tensor, name in (mapped or {}).items()
         if tensor not in tensors
     ]
     if problems:
         raise HpctrainError(problems[:8])
-    yield TensorFolder(path, files, tensors)
+    return TensorFolder(path, tensors)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -193,12 +195,11 @@ def index_of(files: Mapping[str, Sequence[Placed]]) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapped.items()))}
 
 
-@contextmanager
-def new_file(path: Path, tensors: Sequence[Placed]) -> Iterator[dict[str, NDArray[Any]]]:
-    """Make a safetensors file and give its tensors, to be overwritten, as the file's own pages.
+def new_file(path: Path, tensors: Sequence[Placed]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Make a safetensors file, giving name and pages of one tensor after another, to be overwritten.
 
     Elements are given as their bits, unsigned integers. The space is taken first, so that a full disk shows
-    as an OSError. On leaving, the file is on the disk and has been read by the library.
+    as an OSError. After the last one the file is on the disk and has been read by the library.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -216,16 +217,10 @@ def new_file(path: Path, tensors: Sequence[Placed]) -> Iterator[dict[str, NDArra
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.flush()
         os.posix_fallocate(stream.fileno(), 0, start + end)
-    views: dict[str, NDArray[Any]] = {}
     for tensor in tensors:
         at = start + header[tensor.name]["data_offsets"][0]
         bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
-        views[tensor.name] = np.memmap(path, bits, "r+", at, tensor.shape)
-    yield views
-    for view in views.values():
-        assert isinstance(view, np.memmap)
-        view.flush()
-    views.clear()
+        yield tensor.name, np.memmap(path, bits, "r+", at, tensor.shape)
     synchronize(path)
     kept = _open(path)
     for tensor in tensors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from hpctrain.checkpoint.safetensors_folder import (
     PICKLES,
     TYPES,
     TensorFolder,
-    opened_folder,
+    open_folder,
     read_json,
     refuse_pickle,
 )
@@ -102,29 +101,28 @@ def stored_shape(structure: Structure) -> ModelShape:
     return ModelShape.of(deck, deck.model.vocabulary)
 
 
-@contextmanager
-def opened_model(path: Path, world: World) -> Iterator[ModelFolder]:
+def open_model(path: Path, world: World) -> ModelFolder:
     """Open a Hugging Face folder whose tensors are those that its config describes; this rank alone.
 
-    Errors as in `opened_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
+    Errors as in `open_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
     another shape or type.
     """
     config, shape = _folder_config(path)
-    with opened_folder(path) as folder:
-        if shape.layers > len(folder.tensors):
-            raise HpctrainError(
-                f"{path / CONFIG}: describes {shape.layers} layers, but the files hold "
-                f"{len(folder.tensors)} tensors"
-            )
-        theirs = counterparts(shape.family, tensor_shapes(shape, world))
-        prefix = PREFIX[shape.family]
-        if not any(name.startswith(prefix) for name in folder.tensors):
-            theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
-        found = list(_differences(folder, theirs, shape))
-        if found:
-            raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if found[1:] else ""))
-        parts = {part.name: (each, part) for each in theirs for part in each.parts}
-        yield ModelFolder(folder, shape, config, theirs, parts)
+    folder = open_folder(path)
+    if shape.layers > len(folder.tensors):
+        raise HpctrainError(
+            f"{path / CONFIG}: describes {shape.layers} layers, but the files hold "
+            f"{len(folder.tensors)} tensors"
+        )
+    theirs = counterparts(shape.family, tensor_shapes(shape, world))
+    prefix = PREFIX[shape.family]
+    if not any(name.startswith(prefix) for name in folder.tensors):
+        theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
+    found = list(_differences(folder, theirs, shape))
+    if found:
+        raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if found[1:] else ""))
+    parts = {part.name: (each, part) for each in theirs for part in each.parts}
+    return ModelFolder(folder, shape, config, theirs, parts)
 
 
 def tensor_shapes(shape: ModelShape, world: World) -> dict[str, Index]:
@@ -139,15 +137,15 @@ def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShap
 
     Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
     beyond the entries' are left out. Checksums of a checkpoint are compared. Returns the source's shape.
-    Errors, the same on all ranks, as in `source_shape`, `opened_model` and `checkpoint.read.load`.
+    Errors, the same on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`.
     """
     group = world.everyone
     if not _is_checkpoint(path):
-        with together(group), opened_model(path, world) as model:
+        with together(group):
+            model = open_model(path, world)
             for entry in entries:
                 _fill(_fitted(entry, model.shape), model)
-            shape = model.shape
-        return shape
+        return model.shape
     structure = examine(path, group)
     with together(group):
         shape = stored_shape(structure)
