@@ -326,6 +326,7 @@ def _second(folder: Path) -> Path:
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "../evil.safetensors"})), 2, "../evil"),
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "/etc/passwd"})), 2, "'/etc/passwd'"),
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": 3})), 2, "in 3: must be"),
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "a.bin"})), 2, "in 'a.bin': must be"),
         (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "no.safetensors"})), 3, "no such file"),
         (lambda f: _index(f, lambda m: m.update({"extra": min(m.values())})), 2, "does not hold extra"),
         (lambda f: _index(f, lambda m: m.pop("model.norm.weight") and None), 2, "holds model.norm.weight"),
