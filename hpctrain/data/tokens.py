@@ -13,6 +13,7 @@ the ranks of a node share one copy, the page cache's, and nothing is read before
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -136,7 +137,12 @@ class TokenFile:
 
     def read(self, start: int, count: int) -> Tensor:
         """Tokens start .. start + count - 1, int64 [count]."""
-        return torch.from_numpy(self.view(start, count).astype(np.int64))
+        tokens = torch.from_numpy(self.view(start, count).astype(np.int64))
+        # The pages stay in the page cache, but not in this process: else its memory grew with what it reads.
+        pages = self._tokens.base
+        assert isinstance(pages, mmap.mmap)
+        pages.madvise(mmap.MADV_DONTNEED)
+        return tokens
 
     def view(self, start: int, count: int) -> npt.NDArray[Any]:
         """The same tokens where they lie, in the file's own type; read-only."""

@@ -182,7 +182,7 @@ class _Column(torch.autograd.Function):
             layer._add_gradients(output_gradient, whole)
             layer._add_bias_gradients(output_gradient)
 
-        groups.weight_gradients.submit(compute)
+        groups.weight_gradients.submit(compute, x, output_gradient)
         if reducing is not None:
             input_gradient = reducing.wait()
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
@@ -213,7 +213,7 @@ class _Row(torch.autograd.Function):
         layer._add_bias_gradients(output_gradient)
         whole = groups.tensor.all_gather(output_gradient) if groups.sequence_parallel else output_gradient
         input_gradient = whole @ layer.weight() if ctx.needs_input_grad[0] else None
-        groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x))
+        groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x), whole, x)
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
 
 

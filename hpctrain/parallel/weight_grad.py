@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-Computation = Callable[[], None]
+
+@dataclass(frozen=True)
+class Computation:
+    """A computation that waits; `watched` is what a watch on its tensors returned, held with it."""
+
+    compute: Callable[[], None]
+    watched: Sequence[object] = ()
 
 
 class WeightGradientQueue:
-    """Holds weight-gradient computations back while `deferring`; `take` hands them over."""
+    """Holds weight-gradient computations back while `deferring`; `take` hands them over.
+
+    `watch`, if set, is called with every tensor that a computation held back needs.
+    """
 
     def __init__(self) -> None:
         self.deferring = False
+        self.watch: Callable[[Tensor], object] | None = None
         self._waiting: list[Computation] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def submit(self, compute: Computation) -> None:
-        """Compute now, or keep for `take` while deferring."""
+    def submit(self, compute: Callable[[], None], *tensors: Tensor) -> None:
+        """Compute now, or keep for `take` while deferring. `tensors` are what the computation holds."""
         if self.deferring:
-            self._waiting.append(compute)
+            watched = [self.watch(tensor) for tensor in tensors] if self.watch is not None else ()
+            self._waiting.append(Computation(compute, watched))
         else:
             compute()
 
@@ -35,5 +48,5 @@ class WeightGradientQueue:
 def compute_all(computations: list[Computation]) -> None:
     """Do what was held back, in its order, outside autograd."""
     with torch.no_grad():
-        for compute in computations:
-            compute()
+        for computation in computations:
+            computation.compute()

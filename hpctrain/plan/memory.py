@@ -11,7 +11,6 @@ from hpctrain.comm.reduction import ROUND_BYTES
 from hpctrain.deck.schema import Deck
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Part
 from hpctrain.optim.offload import working_bytes
 from hpctrain.parallel.linear import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
@@ -19,16 +18,20 @@ from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
+from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
 from hpctrain.plan.model import PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
 from hpctrain.sharding.accounts import Account, storage_bytes
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.memory import activation_bytes
+from hpctrain.sharding.memory import ActivationBytes
 
 MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""
 
-KEPT_FREE = 0.1
-"""Of the activations: freed memory between them that the host's allocator keeps; as measured."""
+HOLES = 2.4
+"""Activations of so many blocks: freed memory between what is in use, which glibc 2.36 keeps; as measured.
+
+Aligned memory fits into no hole of its own size there, so that what a block frees waits for its neighbours.
+"""
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -85,39 +88,45 @@ def plan_memory(
     libraries: int = 0,
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
 ) -> MemoryPlan:
     """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
 
-    `libraries` are the bytes that a process holds without a model; `split` the blocks of every part, where
-    these are known already. Raises HpctrainError as a run would, and where `layout.zero_group = "node"` needs
-    `ranks_per_node`.
+    `libraries` are the bytes that a process holds without a model; `split` the blocks of every part and
+    `schedule` that of a whole step, where a run has measured before it chose them. Raises HpctrainError as a
+    run would, and where `layout.zero_group = "node"` needs `ranks_per_node`.
     """
     sizes = axis_sizes(deck, ranks)
     shape = ModelShape.of(deck, vocabulary)
     zero_group = zero_group_size(deck, sizes, ranks_per_node)
     micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * sizes["data"]))
-    schedule = make_schedule(deck, sizes["data"])(micro_batches)
+    if schedule is None:
+        schedule = make_schedule(deck, sizes["data"])(micro_batches)
     counts = _split(deck, shape, schedule, split)
     itemsize = DTYPES[deck.precision.compute].itemsize
     rehearsal = accumulation(min(micro_batches, REHEARSED_MICRO_BATCHES))
-    found: dict[object, tuple[Account, int]] = {}
+    found: dict[object, tuple[Account, int, list[PlannedPart]]] = {}
+    kept = saved_bytes(deck, shape, sizes)
     stages = []
     for number in range(schedule.stage_count):
         parts = parts_of(schedule, counts, number)
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold.
-        kind = tuple((part.last - part.first, part.embeds, part.predicts) for part in parts)
+        kind: object = tuple((part.last - part.first, part.embeds, part.predicts) for part in parts)
+        if deck.model.frozen:
+            kind = number
         if kind not in found:
             planned = plan_stage(deck, shape, sizes, schedule, counts, number, zero_group)
             if deck.layout.zero > 1:
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
             used = sum(bucket.layout.used for bucket in planned.buckets)
-            found[kind] = _without_offloaded(deck, _states(planned, itemsize), planned), used
-        states, used = found[kind]
-        activation = _activations(deck, shape, sizes, schedule, number, parts)
-        other = libraries + _workspace(deck, shape, sizes, parts)
+            held = _without_offloaded(deck, _states(planned, itemsize), planned)
+            found[kind] = held, used, planned.parts
+        states, used, planned_parts = found[kind]
+        activation = activation_peak(deck, kept, schedule.stages[number], planned_parts)
+        other = libraries + _workspace(deck, shape, sizes, planned_parts, kept)
         if deck.run.device != "cuda":
-            other += int(KEPT_FREE * activation)
+            other += int(HOLES * kept.block)
         memory = replace(
             states,
             activation=activation,
@@ -190,50 +199,6 @@ def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Ac
     return states
 
 
-def _activations(
-    deck: Deck,
-    shape: ModelShape,
-    sizes: Mapping[str, int],
-    schedule: Schedule,
-    stage: int,
-    parts: Sequence[Part],
-) -> int:
-    """The most that a stage's forwards keep at once, until the end of their backwards."""
-    itemsize = DTYPES[deck.precision.compute].itemsize
-    kept = activation_bytes(
-        shape,
-        deck.batch.micro_size,
-        DTYPES[deck.precision.compute],
-        tensor=sizes["tensor"],
-        sequence_parallel=deck.layout.sequence_parallel,
-        context=sizes["context"],
-        context_form=deck.layout.context_form,
-        recompute=deck.memory.recompute,
-        device=deck.run.device if deck.run.device == "cuda" else "cpu",
-    )
-    waiting = deck.memory.activations != "keep"
-    if deck.memory.activation_format != "exact":
-        bits = 16 if deck.memory.activation_format == "bf16" else 8
-        kept = replace(kept, block=kept.block * bits // (8 * itemsize))
-    each = [
-        kept.of_part(0 if waiting else part.last - part.first, part.embeds, part.predicts) for part in parts
-    ]
-    # What the head keeps is gone by the time at which blocks are computed again.
-    again = [kept.again(part.last - part.first) - kept.head * part.predicts for part in parts]
-    alive = peak = 0
-    for action in schedule.stages[stage]:
-        if action.kind == "F":
-            alive += each[action.chunk]
-            peak = max(peak, alive)
-        elif action.kind == "W":
-            alive -= each[action.chunk]
-        else:
-            peak = max(peak, alive + again[action.chunk])
-            alive -= each[action.chunk] if action.kind == "B" else 0
-    # Where they wait elsewhere, those of the present block and of the one that leaves or comes are here.
-    return peak + (2 * kept.block if waiting else 0)
-
-
 def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:
     """Hidden states and their gradients on their way between stages."""
     if schedule.stage_count == 1:
@@ -246,20 +211,30 @@ def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule:
     return (AHEAD + 1) * len(senders) * one
 
 
-def _workspace(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], parts: Sequence[Part]) -> int:
-    """What computing needs in passing, at its peak: the loss of a chunk of tokens, or a block's backward."""
+def _workspace(
+    deck: Deck,
+    shape: ModelShape,
+    sizes: Mapping[str, int],
+    parts: Sequence[PlannedPart],
+    kept: ActivationBytes,
+) -> int:
+    """What computing needs in passing beside activations at their peak: the loss of a chunk of tokens, the
+    last block's backward, by when the head's activations are gone, or the compression of what waits.
+    """
     itemsize = DTYPES[deck.precision.compute].itemsize
     tensor = sizes["tensor"]
     tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
     inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
-    block = tokens * (3 * inner + 3 * shape.hidden) * itemsize
+    # Gradients of the residual stream, before and after, and of the widest hidden layer.
+    block = tokens * (inner + 2 * shape.hidden) * itemsize
     if itemsize < MOMENT_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
         block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
     loss = 0
-    if any(part.predicts for part in parts):
+    if any(part.part.predicts for part in parts):
+        block = max(0, block - kept.head)
         rows = -(-shape.vocabulary // tensor)
         chunk = chunk_rows(tokens, rows)
         loss = 2 * chunk * rows * MOMENT_BYTES  # of this chunk and of the one before
         if itemsize < MOMENT_BYTES:
             loss += (2 * chunk * rows + min(rows * shape.hidden, PRODUCT_ELEMENTS)) * itemsize
-    return max(block, loss)
+    return max(block, loss, packing_bytes(deck, kept))

@@ -23,6 +23,7 @@ from hpctrain.deck.check import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
@@ -31,6 +32,7 @@ from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
+from hpctrain.plan.activations import PlannedPart
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.pool import Pool
@@ -74,6 +76,13 @@ class PlannedStage:
     synchronizer: GradientSynchronizer
     residency: Residency
     ledger: Ledger
+
+    @property
+    def parts(self) -> list[PlannedPart]:
+        """What activations need to know of the parts."""
+        return [
+            PlannedPart(model.part, silent_blocks(model), embedding_trained(model)) for model in self.models
+        ]
 
 
 def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
@@ -141,6 +150,7 @@ def plan_stage(
     pool, compute = Pool(sharding.group.empty), deck.precision.compute
     with META:
         models = build_parts(shape, layer_groups, schedule, split, stage)
+        freeze_parameters(models, deck.model.frozen)
         buckets = [
             bucket
             for model in models
@@ -207,7 +217,8 @@ def _backward(model: Transformer, stage: PlannedStage, waiting: bool) -> None:
             _add(_of(model.final_norm))
     blocks = model.block_list()
     size = segment_size(stage.recompute, len(blocks))
-    for number in reversed(range(len(blocks))):
+    silent = silent_blocks(model)
+    for number in reversed(range(silent // (size or 1) * (size or 1), len(blocks))):
         block = blocks[number]
         last = min(number // size * size + size, len(blocks)) - 1 if size else -1
         if number == last:  # the forward pass of its segment again
@@ -217,7 +228,7 @@ def _backward(model: Transformer, stage: PlannedStage, waiting: bool) -> None:
         with residency.held(block.unit):
             apart = _waiting(block) if waiting else set()
             _add(p for p in _of(block) if p not in apart)
-    if model.embedding is not None:
+    if model.embedding is not None and embedding_trained(model):
         if model.positions is not None:
             _add(_of(model.positions))
         table = model.embedding.table

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +27,30 @@ UNDER_WAY = 2
 """Segments whose memory stays while they leave; the last ones of a forward pass need not come back."""
 
 
+class Held(Protocol):
+    """What autograd holds in place of a tensor."""
+
+    def unpack(self) -> Tensor:
+        """The tensor again."""
+
+
+Watch = Callable[[Tensor], Held]
+"""Told of every tensor that is kept; what it returns is there for as long as the tensor is."""
+
+
 class Stored:
     """One storage that autograd saved, by however many views of it."""
 
-    def __init__(self, segment: Segment, tensor: Tensor, form: ActivationFormat) -> None:
-        self.segment, self.form = segment, form
+    def __init__(self, segment: Segment, tensor: Tensor, form: ActivationFormat, watch: Watch | None) -> None:
+        self.segment, self.form, self._watch = segment, form, watch
         self.dtype, self.device = tensor.dtype, tensor.device
         storage = tensor.untyped_storage()
         self.values: Tensor | None = torch.empty(0, dtype=self.dtype, device=self.device).set_(storage)
         self.length = self.values.numel()
         self._packed: Tensor | None = None
         self._stay: Stay | None = None
+        self._watched: list[Held] = []
+        self._tell()
 
     def leave(self, shelf: Shelf | None) -> None:
         """Compress, and start to leave for the shelf."""
@@ -48,6 +62,7 @@ class Stored:
         if shelf is not None:
             self._stay = shelf.put(self._packed)
             weakref.finalize(self, self._stay.release).atexit = False
+        self._tell()
 
     def advance(self) -> None:
         """Go on leaving."""
@@ -59,11 +74,13 @@ class Stored:
         if self._stay is not None:
             self._stay.settle()
             self.values = self._packed = None
+            self._tell()
 
     def start_return(self) -> None:
         """Start to come back."""
         if self._stay is not None and self.values is None and self._packed is None:
             self._stay.start_fetch()
+            self._tell()
 
     def back(self) -> Tensor:
         """The values, flat, kept as long as anyone may ask for them."""
@@ -74,7 +91,15 @@ class Stored:
                 packed = self._stay.fetch()
             self.values = expand(packed, self.form, self.length, self.dtype)
             self._packed = None
+            self._tell()
         return self.values
+
+    def _tell(self) -> None:
+        """Let the watch know what is in memory now."""
+        if self._watch is not None:
+            coming = self._stay.memory if self._stay is not None else None
+            here = [tensor for tensor in (self.values, self._packed, coming) if tensor is not None]
+            self._watched = [self._watch(tensor) for tensor in here]
 
 
 class View:
@@ -84,8 +109,8 @@ class View:
         self.stored = stored
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def tensor(self) -> Tensor:
-        """It again."""
+    def unpack(self) -> Tensor:
+        """The tensor again."""
         self.stored.segment.needed()
         return self.stored.back().as_strided(self.size, self.stride, self.offset)
 
@@ -102,19 +127,21 @@ class Segment:
         self._stored: list[weakref.ref[Stored]] = []
         self._started = False
 
-    def pack(self, tensor: Tensor, form: ActivationFormat, smallest: int) -> Tensor | View:
+    def pack(
+        self, tensor: Tensor, form: ActivationFormat, smallest: int, watch: Watch | None = None
+    ) -> Tensor | Held:
         """What autograd is to hold in place of a tensor: itself, where it stays."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if isinstance(tensor, Parameter) or address in self._without or storage.nbytes() < smallest:
-            return tensor
+            return watch(tensor) if watch is not None else tensor
         stored = self._open.get(address)
         if stored is None:
-            stored = Stored(self, tensor, form if self._is_activation(tensor) else "exact")
+            stored = Stored(self, tensor, form if self._is_activation(tensor) else "exact", watch)
             self._open[address] = stored
             self._stored.append(weakref.ref(stored))
         elif stored.dtype != tensor.dtype:
-            return tensor
+            return watch(tensor) if watch is not None else tensor
         return View(stored, tensor)
 
     def _is_activation(self, tensor: Tensor) -> bool:
@@ -149,18 +176,25 @@ class Segment:
 
 
 class ActivationStore:
-    """Keeps what segments save in a format, on a shelf where there is one (`shelf`), else in memory."""
+    """Keeps what segments save in a format, on a shelf where there is one (`shelf`), else in memory.
+
+    `watch`, if set, is told of all that is in memory for them.
+    """
 
     def __init__(self, form: ActivationFormat = "exact", smallest: int = SMALLEST) -> None:
         self.form, self.smallest = form, smallest
         self.shelf: Shelf | None = None
+        self.watch: Watch | None = None
         self._leaving: deque[Segment] = deque()
 
     @contextmanager
     def saving(self, x: Tensor, shared: Sequence[Tensor], before: Segment | None) -> Iterator[Segment]:
         """The forward pass of a segment of blocks, whose input is x [s, b, h], after that of `before`."""
         segment = Segment(x, shared, before)
-        with saved_tensors_hooks(lambda tensor: segment.pack(tensor, self.form, self.smallest), _unpack):
+        watch = self.watch
+        with saved_tensors_hooks(
+            lambda tensor: segment.pack(tensor, self.form, self.smallest, watch), _unpack
+        ):
             yield segment
         segment.close(self.shelf)
         if self.shelf is not None:
@@ -173,5 +207,5 @@ class ActivationStore:
                     stored.settle()
 
 
-def _unpack(held: Tensor | View) -> Tensor:
-    return held.tensor() if isinstance(held, View) else held
+def _unpack(held: Tensor | Held) -> Tensor:
+    return held if isinstance(held, Tensor) else held.unpack()

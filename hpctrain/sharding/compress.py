@@ -46,8 +46,17 @@ def expand(stored: Tensor, form: ActivationFormat, length: int, dtype: torch.dty
     return (rounded.float() * scales).view(-1)[:length].to(dtype)
 
 
-def compressed_bytes(length: int, dtype: torch.dtype, form: ActivationFormat) -> int:
-    """Bytes of `compress` of so many elements."""
+def compress_peak(length: int, itemsize: int, form: ActivationFormat) -> int:
+    """Bytes that `compress` of so many elements of `itemsize` bytes holds at the most beside them."""
+    if form != "int8":
+        return 2 * length if form == "bf16" and itemsize > 2 else 0
+    padded = -(-length // BLOCK) * BLOCK
+    copies = itemsize + (4 if itemsize < 4 else 0)
+    return padded * (copies + 4 + 4)  # in fp32 their magnitudes, or later the rounded ones, and a quotient
+
+
+def compressed_bytes(length: int, itemsize: int, form: ActivationFormat) -> int:
+    """Bytes of `compress` of so many elements of `itemsize` bytes."""
     if form == "int8":
         return -(-length // BLOCK) * (BLOCK + 4)
-    return length * (min(2, dtype.itemsize) if form == "bf16" else dtype.itemsize)
+    return length * (min(2, itemsize) if form == "bf16" else itemsize)

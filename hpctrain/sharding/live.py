@@ -1,29 +1,42 @@
-"""What autograd holds for backward, counted while it holds it."""
+"""What is held for backward, counted while it is held: by autograd, and by weight gradients that wait."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from hpctrain.parallel.weight_grad import WeightGradientQueue
+from hpctrain.sharding.activations import ActivationStore
+
 
 class LiveActivations:
-    """Counts the bytes that autograd keeps while this is active: now, and at the most.
+    """Counts the bytes that are kept for backward while this is active: now, and at the most.
 
-    A storage that is kept several times counts once. Those whose addresses `without` returns, such as
-    parameters, do not count. What other hooks for saved tensors take charge of is not seen.
+    A storage that is kept several times counts once. Those of the tensors that `without` returns, such as
+    parameters, do not count. What the weight gradients of `queue` need counts until they are computed, and of
+    what `store` takes charge of, that which is in memory.
     """
 
-    def __init__(self, without: Callable[[], set[int]]) -> None:
+    def __init__(
+        self,
+        without: Callable[[], Iterable[Tensor]],
+        queue: WeightGradientQueue | None = None,
+        store: ActivationStore | None = None,
+    ) -> None:
         self.bytes = self.peak = 0
-        self._without = without
+        self._without, self._queue, self._store = without, queue, store
         self._kept: Counter[int] = Counter()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Kept.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, Kept.unpack)
 
     def __enter__(self) -> LiveActivations:
+        if self._queue is not None:
+            self._queue.watch = self.keep
+        if self._store is not None:
+            self._store.watch = self.keep
         self._hooks.__enter__()
         return self
 
@@ -31,15 +44,20 @@ class LiveActivations:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+        if self._queue is not None:
+            self._queue.watch = None
+        if self._store is not None:
+            self._store.watch = None
 
-    def _pack(self, tensor: Tensor) -> _Kept:
-        return _Kept(self, tensor)
+    def keep(self, tensor: Tensor) -> Kept:
+        """Count a tensor for as long as what this returns is there."""
+        return Kept(self, tensor)
 
     def enter(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage that is kept once more; whether it counts at all."""
         address = storage.data_ptr()
         if not self._kept[address]:
-            if address in self._without():
+            if any(address == other.untyped_storage().data_ptr() for other in self._without()):
                 return False
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
@@ -54,8 +72,8 @@ class LiveActivations:
             self.bytes -= storage.nbytes()
 
 
-class _Kept:
-    """One saved tensor, for as long as its graph is there."""
+class Kept:
+    """One tensor that is kept, for as long as this is there."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # an output of the node itself would keep itself alive

@@ -1,48 +1,15 @@
-"""Activation memory: what autograd really keeps for backward, and what the published formula says."""
+"""Activation memory in closed form: what is kept for backward, and what the published formula says."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.groups import ContextForm
+from hpctrain.sharding.compress import ActivationFormat, compressed_bytes
 from hpctrain.sharding.recompute import segment_size
-
-
-class SavedTensors:
-    """Counts the bytes that autograd saves while it is active, each storage once.
-
-    Parameters and other tensors named in `without` are not counted.
-    """
-
-    def __init__(self, without: list[Tensor]) -> None:
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in without}
-        self.bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return tensor
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def gpt_activation_bytes(
@@ -74,32 +41,74 @@ def statistics_bytes(
 
 
 @dataclass(frozen=True)
+class Storage:
+    """Memory that autograd saves: bytes, bytes of an element, and whether these are features of tokens, which
+    may be compressed.
+    """
+
+    bytes: int
+    itemsize: int
+    features: bool = True
+
+    def compressed(self, form: ActivationFormat) -> int:
+        """Bytes in a format."""
+        return compressed_bytes(
+            self.bytes // self.itemsize, self.itemsize, form if self.features else "exact"
+        )
+
+
+@dataclass(frozen=True)
 class ActivationBytes:
     """Bytes that autograd saves of one micro-batch on one rank; see `activation_bytes`.
 
-    `block` of a block whose forward pass is kept, `hidden` of the hidden states between blocks, `shared` of
-    what all blocks of a part share, `embedding` of the part that embeds, `head` of the one that predicts:
-    final norm and loss.
+    `storages` of a block whose forward pass is kept, in the order of the forward pass, `hidden` of the hidden
+    states between blocks, `shared` of what all blocks of a part share, `embedding` of the part that embeds,
+    `head` of the one that predicts: final norm and loss. `waiting` is held of a block by weight gradients
+    that are computed later than the rest of its backward pass, `waiting_first` before anything of it goes.
     """
 
-    block: int
-    hidden: int
+    storages: tuple[Storage, ...]
+    hidden: Storage
     shared: int
     embedding: int
     head: int
+    waiting: int
+    waiting_first: int
     recompute: Recomputed = "none"
+
+    @property
+    def block(self) -> int:
+        """Of a block whose forward pass is kept."""
+        return sum(storage.bytes for storage in self.storages)
+
+    def segments(self, blocks: int, silent: int = 0) -> int:
+        """Of how many pieces of a part something is kept: blocks, or what is computed again as a whole.
+
+        None is of those that lie within the first `silent` blocks, which autograd does not see.
+        """
+        size = segment_size(self.recompute, blocks) or 1
+        return -(-self.seen(blocks, silent) // size)
+
+    def seen(self, blocks: int, silent: int) -> int:
+        """Blocks of these pieces."""
+        size = segment_size(self.recompute, blocks) or 1
+        return blocks - silent // size * size if silent < blocks else 0
+
+    @property
+    def segment(self) -> tuple[Storage, ...]:
+        """What is kept of a segment of blocks."""
+        return self.storages if self.recompute in {"none", "selective"} else (self.hidden,)
 
     def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
         """What a part of the model keeps from a micro-batch's forward to its backward."""
-        size = segment_size(self.recompute, blocks)
-        kept = -(-blocks // size) * self.hidden if size else blocks * self.block
+        kept = self.segments(blocks) * sum(storage.bytes for storage in self.segment)
         kept += self.shared if blocks else 0
         return kept + (self.embedding if embeds else 0) + (self.head if predicts else 0)
 
     def again(self, blocks: int) -> int:
         """What is there besides while the longest segment of a part is computed again, in backward."""
         size = segment_size(self.recompute, blocks)
-        return size * self.block - self.hidden if size else 0
+        return size * self.block - self.hidden.bytes if size else 0
 
 
 def activation_bytes(
@@ -121,37 +130,51 @@ def activation_bytes(
     size = dtype.itemsize
     tokens = shape.sequence // context * micro_size
     rows = tokens // tensor if sequence_parallel else tokens
-    hidden = size * rows * shape.hidden
-    mask = rows * shape.hidden if shape.dropout else 0
-    norm = _norm_bytes(shape, rows, size, device)
+    hidden = Storage(size * rows * shape.hidden, size)
+    mask = [Storage(rows * shape.hidden, 1, features=False)] if shape.dropout else []
+    norm = _norm(shape, rows, size, device)
     inner = size * tokens * shape.mlp // tensor
-    feed_forward = norm + hidden + (4 if shape.family == "llama" else 2) * inner + mask
-    attention = norm + hidden + mask
-    attention += _attention_bytes(shape, tokens, size, tensor, context, context_form, recompute)
-    tables = 2 * size * shape.sequence // context * shape.head_size if shape.family == "llama" else 0
+    gated = shape.family == "llama"
+    # GELU's input and output; or gate and up, which are one, their product's other factor, and the product.
+    expanded = [Storage(2 * inner, size)] if gated else []
+    expanded += [Storage(inner, size)] * 2
+    core = _attention(shape, tokens, size, tensor, context, context_form, recompute)
+    tables = 2 * size * shape.sequence // context * shape.head_size if gated else 0
     # Token ids, with a mark of those that other ranks look up; and the places of the learned positions.
-    embedding = (8 if tensor == 1 else 9) * tokens + mask
+    embedding = (8 if tensor == 1 else 9) * tokens + sum(storage.bytes for storage in mask)
     if shape.family == "gpt2":
         embedding += 8 * shape.sequence // context
+    # Inputs and output gradients of the four linear layers.
+    unit = size * tokens * shape.head_size
+    heads, shared = shape.heads // tensor, max(1, shape.key_value_heads // tensor)
+    whole = size * tokens * shape.hidden
+    waiting = hidden.bytes + (heads + 2 * shared) * unit + heads * unit + whole
+    waiting += hidden.bytes + (2 if gated else 1) * inner + inner + whole
     return ActivationBytes(
-        block=attention + feed_forward,
+        storages=(*norm, hidden, *core, *mask, *norm, hidden, *expanded, *mask),
         hidden=hidden,
         shared=tables,
         embedding=embedding,
-        head=norm + size * tokens * shape.hidden,
+        head=sum(storage.bytes for storage in norm) + whole,
+        waiting=waiting,
+        waiting_first=whole - sum(storage.bytes for storage in mask),
         recompute=recompute,
     )
 
 
-def _norm_bytes(shape: ModelShape, rows: int, size: int, device: str) -> int:
+def _norm(shape: ModelShape, rows: int, size: int, device: str) -> list[Storage]:
     """A norm's input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
     statistic = 4 if device == "cuda" else size
     if shape.family == "gpt2":
-        return size * rows * shape.hidden + 2 * statistic * rows
-    return (size if device == "cuda" else 8) * rows * shape.hidden + 4 * rows
+        return [Storage(size * rows * shape.hidden, size), *[Storage(statistic * rows, statistic, False)] * 2]
+    inputs = [size] if device == "cuda" else [4, 4]
+    return [
+        *(Storage(each * rows * shape.hidden, each) for each in inputs),
+        Storage(4 * rows, 4, features=False),
+    ]
 
 
-def _attention_bytes(
+def _attention(
     shape: ModelShape,
     tokens: int,
     size: int,
@@ -159,16 +182,17 @@ def _attention_bytes(
     context: int,
     context_form: ContextForm,
     recompute: Recomputed,
-) -> int:
+) -> list[Storage]:
     """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
     unit = size * tokens * shape.head_size
     heads, shared = shape.heads // tensor, max(1, shape.key_value_heads // tensor)
-    projected, output = (heads + 2 * shared) * unit, heads * unit
+    projected, output = Storage((heads + 2 * shared) * unit, size), Storage(heads * unit, size)
     if recompute == "selective":
-        return projected + output
-    log_sum = 4 * tokens * heads
+        return [projected, output]
+    log_sum = Storage(4 * tokens * heads, 4, features=False)
     if context > 1 and context_form == "all_to_all":
         # The exchanged queries, keys, values and output, and the output as it comes back.
-        return (heads + 2 * max(shared, context)) * unit + 2 * output + log_sum
-    rotated = (heads + shared) * unit if shape.family == "llama" else 0
-    return projected + rotated + output + log_sum
+        exchanged = Storage(max(shared, context) * unit, size)
+        return [output, exchanged, exchanged, output, log_sum, output]
+    rotated = [output, Storage(shared * unit, size)] if shape.family == "llama" else []
+    return [projected, *rotated, output, log_sum]

@@ -30,6 +30,11 @@ class Stay(ABC):
     def fetch(self) -> Tensor:
         """The bytes, back on their device."""
 
+    @property
+    def memory(self) -> Tensor | None:
+        """Memory of the device into which the bytes are coming back, if there is such."""
+        return None
+
     @abstractmethod
     def release(self) -> None:
         """Give up its place. Never waits, never fails."""
@@ -218,10 +223,15 @@ class _DiskStay(Stay):
         self.reading.wait()
         host, copies = self.host, self.shelf.copies
         if copies is None:
+            self.host = None  # from now on the caller's
             return host
         memory = copies.arrived(*copies.start_in(host))
         self._give_host()
         return memory
+
+    @property
+    def memory(self) -> Tensor | None:
+        return self.host if self.shelf.copies is None else None
 
     def release(self) -> None:
         # Pinned memory that a transfer may still use is not given to others.

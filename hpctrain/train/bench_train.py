@@ -30,7 +30,8 @@ from hpctrain.model.attention import Rotary
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.sharding.memory import SavedTensors, gpt_activation_bytes
+from hpctrain.sharding.live import LiveActivations
+from hpctrain.sharding.memory import gpt_activation_bytes
 from hpctrain.train.bench_stages import Prediction, StageProbe, sentence, table
 from hpctrain.train.bench_torch import RIVALS, torch_step
 from hpctrain.train.bench_torch_pipeline import PIPELINE_RIVALS, pipeline_step
@@ -281,9 +282,9 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     first = engine.model.block_list()[0]
     with engine.residency.held(first.unit):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
-        with SavedTensors(parameters) as saved:
+        with LiveActivations(lambda: parameters) as saved:
             first(x, rotary, source, positions)
-    text = f"activations of one layer on one rank: {format_bytes(saved.bytes)} measured"
+    text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
     if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
         formula = gpt_activation_bytes(shape, micro, tensor, local)
         text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"

@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hpctrain.errors import InputOutputError
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.accounts import Account, storage_bytes
 from hpctrain.sharding.live import LiveActivations
+from hpctrain.sharding.recompute import Recompute
 from hpctrain.train.build import Engine
 from hpctrain.train.metrics import peak_rss_bytes
 
@@ -31,7 +33,9 @@ class MemoryLedger:
     @contextmanager
     def activations(self) -> Iterator[None]:
         """Count what autograd keeps within: a step. Counting takes time, so one step is counted."""
-        with LiveActivations(self._parameters) as live:
+        groups = self.engine.groups
+        store = groups.keeping.store if isinstance(groups.keeping, Recompute) else None
+        with LiveActivations(self._parameters, groups.weight_gradients, store) as live:
             yield
         self.activation_peak = max(self.activation_peak, live.peak)
 
@@ -78,9 +82,5 @@ class MemoryLedger:
         except OSError as error:
             raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
-    def _parameters(self) -> set[int]:
-        return {
-            bucket.values.untyped_storage().data_ptr()
-            for bucket in self.engine.buckets
-            if bucket.values is not None
-        }
+    def _parameters(self) -> list[Tensor]:
+        return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]

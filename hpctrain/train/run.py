@@ -74,6 +74,7 @@ class Run:
             libraries,
             max(1, world.size // world.nodes),
             self.engine.placement.split,
+            self.engine.plan,
         )
         self.memory = MemoryLedger(self.engine, predicted)
         self.folder = Path(self.deck.run.dir)

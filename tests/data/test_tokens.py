@@ -16,6 +16,7 @@ from hpctrain.data import write
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile, token_type
 from hpctrain.errors import InputOutputError
+from hpctrain.plan.libraries import resident_bytes
 
 WORDS = [b"hello ", b"\xff\x00 world", "é".encode() * 20]
 
@@ -28,6 +29,17 @@ def path(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{i}.txt").write_bytes(word)
     prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
     return tmp_path / "tokens.h5"
+
+
+def test_reading_leaves_no_pages_in_the_process(world: World, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_bytes(b"some text\n" * 3_000_000)
+    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    file = TokenFile(tmp_path / "tokens.h5")
+    file.read(0, 1)
+    before = resident_bytes()
+    for start in range(0, file.tokens - 512, 30_000):
+        file.read(start, 512)
+    assert resident_bytes() - before < file.tokens // 4
 
 
 def contents(file: TokenFile) -> object:

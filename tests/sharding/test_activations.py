@@ -160,7 +160,7 @@ def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
     first, second = (segment.pack(view, "exact", 1024) for view in (x[:, :, :32], x.transpose(0, 1)))
     assert not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor)
     assert first.stored is second.stored
-    assert torch.equal(first.tensor(), x[:, :, :32]) and torch.equal(second.tensor(), x.transpose(0, 1))
+    assert torch.equal(first.unpack(), x[:, :, :32]) and torch.equal(second.unpack(), x.transpose(0, 1))
     small = torch.randn(3)
     assert segment.pack(shared, "exact", 0) is shared
     assert segment.pack(small, "exact", 1024) is small

@@ -21,7 +21,7 @@ def values(length: int, dtype: torch.dtype) -> torch.Tensor:
 def test_errors_stay_below_the_bounds(form: str, dtype: torch.dtype, length: int) -> None:
     x = values(length, dtype)
     stored = compress(x, form)
-    assert (stored.dtype, stored.numel()) == (torch.uint8, compressed_bytes(length, dtype, form))
+    assert (stored.dtype, stored.numel()) == (torch.uint8, compressed_bytes(length, dtype.itemsize, form))
     again = expand(stored, form, length, dtype)
     assert again.dtype == dtype and again.shape == x.shape
     error = (again.double() - x.double()).abs()

@@ -10,7 +10,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.model.dtypes import DTYPES
-from hpctrain.sharding.memory import ActivationBytes, SavedTensors, activation_bytes
+from hpctrain.sharding.live import LiveActivations
+from hpctrain.sharding.memory import ActivationBytes, activation_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -75,12 +76,12 @@ def saved_bytes(training: Trainer) -> list[int]:
         if model.embedding is None:
             dtype = next(model.parameters()).dtype
             hidden = torch.randn(model.hidden_shape(micro)).to(dtype).requires_grad_()
-        with SavedTensors(parameters) as saved:
+        with LiveActivations(lambda: parameters) as saved:
             if model.part.predicts:
                 model.loss(batch.inputs, batch.terms, hidden)
             else:
                 model(batch.inputs, hidden)
-        found.append(saved.bytes)
+        found.append(saved.peak)
     return found
 
 

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
 from hpctrain.deck.schema import Deck
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 FP32 = 4
+
+SEVENTEEN_MILLION = """
+[run]
+steps = 2
+[model]
+family = "gpt2"
+layers = 5
+hidden = 512
+heads = 8
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 4
+micro_size = 4
+sequence = 64
+[memory]
+activations = "disk"
+activation_format = "bf16"
+"""
+"""The smallest model of which plans are promised."""
+
+
+def test_peak_resident_memory_is_the_planned_one(world: World, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"some text\n" * 2000)
+    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path)])
+    (tmp_path / "deck.toml").write_text(SEVENTEEN_MILLION, encoding="utf-8")
+    # A process of its own, which has held nothing before.
+    command = [sys.executable, "-m", "hpctrain", "run", "deck.toml"]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}
+    places = {**outside, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tmp_path, env=places, check=True, capture_output=True)
+    row = json.loads((tmp_path / "runs" / "deck" / "plan.json").read_text(encoding="utf-8"))
+    (planned,), (measured,) = row["predicted"]["stages"], row["measured"]
+    assert planned["total_bytes"] == pytest.approx(measured["total_bytes"], rel=0.1)
+    assert planned["activation_bytes"] == pytest.approx(measured["activation_bytes"], rel=0.01)
 
 
 def one_step(world: World, deck: Deck) -> tuple[Trainer, dict[tuple[str, str, str], tuple[int, int]]]:

@@ -1,0 +1,63 @@
+"""Which parameters of a model are not trained, and of which of its blocks autograd therefore sees nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.shard import Parameter
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What `freeze_parameters` found: the patterns that named something, whether anything is left to train,
+    and pairs of a frozen and a trained parameter that are one matrix or vector in memory.
+    """
+
+    used: set[str]
+    left: bool
+    torn: list[tuple[str, str]]
+
+
+def freeze_parameters(models: Sequence[Transformer], patterns: Sequence[str]) -> Frozen:
+    """Freeze what the patterns name: no gradient, no weight decay."""
+    used: set[str] = set()
+    torn: list[tuple[str, str]] = []
+    left = False
+    for leaf in (leaf for model in models for unit in model.units() for leaf in unit):
+        for fused in (_of_dims(leaf, 2), _of_dims(leaf, 1)):
+            for parameter in fused:
+                matching = [p for p in patterns if fnmatchcase(parameter.shard.name, p)]
+                used.update(matching)
+                if matching:
+                    parameter.requires_grad_(False)
+                    parameter.decayed = False
+            trained = [p.shard.name for p in fused if p.requires_grad]
+            frozen = [p.shard.name for p in fused if not p.requires_grad]
+            left = left or bool(trained)
+            if trained and frozen:
+                torn.append((frozen[0], trained[0]))
+    return Frozen(used, left, torn)
+
+
+def embedding_trained(model: Transformer) -> bool:
+    """Whether what a part passes to its first block depends on parameters that are trained: its own, or
+    those of the parts before.
+    """
+    modules = (model.embedding, model.positions)
+    return model.embedding is None or any(p.requires_grad for m in modules if m for p in m.parameters())
+
+
+def silent_blocks(model: Transformer) -> int:
+    """Leading blocks that neither are trained nor follow anything that is."""
+    if embedding_trained(model):
+        return 0
+    trained = [any(p.requires_grad for p in block.parameters()) for block in model.block_list()]
+    return trained.index(True) if True in trained else len(trained)
+
+
+def _of_dims(leaf: Sequence[Parameter], dims: int) -> list[Parameter]:
+    """A layer's matrices, or its vectors."""
+    return [parameter for parameter in leaf if parameter.dim() == dims]
