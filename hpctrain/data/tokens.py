@@ -139,7 +139,7 @@ class TokenFile:
         """Tokens start .. start + count - 1, int64 [count]."""
         tokens = torch.from_numpy(self.view(start, count).astype(np.int64))
         # The pages stay in the page cache, but not in this process: else its memory grew with what it reads.
-        pages = self._tokens.base
+        pages: object = self._tokens.base
         assert isinstance(pages, mmap.mmap)
         pages.madvise(mmap.MADV_DONTNEED)
         return tokens

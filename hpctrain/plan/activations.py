@@ -113,9 +113,9 @@ def activation_peak(
                     extra += min(UNDER_WAY, stored - pieces) * _on_way(way, deck)
         again = kept.again(part.blocks) if pieces else 0
         peak = max(peak, alive, alive - head + extra + again)
-        if action.kind == "I":
+        if action.kind == "I" and pieces:
             # From block to block the graph goes and what weight gradients need comes.
-            done = seen - seen // max(1, pieces)
+            done = seen - seen // pieces
             gone = (pieces - 1) * (way.staying + (0 if elsewhere else way.packed))
             change = max(0, done * kept.waiting - gone)
             peak = max(peak, alive - head + change + extra + again + kept.waiting_first)

@@ -126,7 +126,7 @@ def plan_memory(
         activation = activation_peak(deck, kept, schedule.stages[number], planned_parts)
         other = libraries + _workspace(deck, shape, sizes, planned_parts, kept)
         if deck.run.device != "cuda":
-            other += int(HOLES * kept.block)
+            other += int(HOLES * kept.block) + _snapshot(deck, used // (sizes["data"] * sizes["context"]))
         memory = replace(
             states,
             activation=activation,
@@ -197,6 +197,15 @@ def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Ac
         way = working_bytes(buckets, memory.offload_buffer, memory.parameters == "disk")
         states = replace(states, buffer=states.buffer + way)
     return states
+
+
+def _snapshot(deck: Deck, elements: int) -> int:
+    """Host memory that a checkpoint takes while training goes on: at most that of all it writes of a rank,
+    master weights and two moments of so many elements.
+    """
+    if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
+        return 0
+    return min(deck.checkpoint.buffer, 3 * MOMENT_BYTES * elements)
 
 
 def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:

@@ -17,7 +17,8 @@ class Account:
     `parameter`: values that layers compute with, in the compute format. `gradient`: their sums. `optimizer`:
     moments, and master weights where these are not the parameters themselves. `activation`: what autograd
     keeps for backward, at its peak. `buffer`: memory that communication and gathered or opened buckets take
-    turns in. `other`: what computing needs in passing, and on a CPU the interpreter and its libraries.
+    turns in. `other`: what computing needs in passing, and on a CPU the interpreter, its libraries,
+    what the allocator keeps free, and what a checkpoint copies while training goes on.
     """
 
     parameter: int = 0

@@ -197,6 +197,15 @@ def test_stages_of_a_pipeline_hold_their_part() -> None:
     assert first / last == pytest.approx(3 / 2)  # 1F1B holds 4, 3, 2 and 1 micro-batches
 
 
+def test_checkpoints_in_the_background_take_memory_of_what_they_copy() -> None:
+    deck = ("checkpoint.mode=background", "checkpoint.every=5", "checkpoint.buffer=2 MB")
+    plain, copied = plan(2).stages[0], plan(2, *deck).stages[0]
+    assert copied.memory.other - plain.memory.other == 12 * (plain.parameters // 2)
+    large = plan(2, *deck, "model.hidden=512").stages[0].memory.other
+    assert large - plan(2, "model.hidden=512").stages[0].memory.other == 2_000_000
+    assert plan(2, *deck, "checkpoint.every=0").stages[0].memory.other == plain.memory.other
+
+
 def test_slices_within_nodes_need_to_know_nodes() -> None:
     deck = small_deck("layout.zero=1", "layout.zero_group=node")
     with pytest.raises(HpctrainError, match="--ranks-per-node"):

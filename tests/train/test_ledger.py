@@ -33,7 +33,6 @@ micro_size = 4
 sequence = 64
 [memory]
 activations = "disk"
-activation_format = "bf16"
 """
 """The smallest model of which plans are promised."""
 
