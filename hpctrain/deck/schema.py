@@ -220,7 +220,10 @@ class Batch(Section):
     micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
     sequence: int = key("Length of a sequence.", unit="tokens", derived="the preset's, else required", ge=1)
     ramp_from: int = key(
-        "Batch of the first step, growing to global_size; 0: no ramp.", 0, unit="sequences", ge=0
+        "Batch of the first step, growing by as many at a time to global_size; 0: no ramp.",
+        0,
+        unit="sequences",
+        ge=0,
     )
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hpctrain.deck.schema import Batch
 
 
-def batch_at(batch: Batch, step: int, data_ranks: int) -> int:
-    """Sequences of step `step` (from 0): linear from `ramp_from` to `global_size` over `ramp_steps`,
-    rounded down to whole micro-batches on every data rank.
+def batch_at(batch: Batch, step: int) -> int:
+    """Sequences of step `step` (from 0): from `ramp_from` to `global_size` over `ramp_steps`, linearly.
+
+    They grow by whole `ramp_from`, which any layout of the run divides into micro-batches: so that they do
+    not depend on the layout.
     """
     if not batch.ramp_from or step >= batch.ramp_steps:
         return batch.global_size
     grown = batch.ramp_from + (batch.global_size - batch.ramp_from) * step // batch.ramp_steps
-    whole = batch.micro_size * data_ranks
-    return max(batch.ramp_from, grown // whole * whole)
+    return grown // batch.ramp_from * batch.ramp_from

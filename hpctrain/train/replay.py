@@ -66,8 +66,6 @@ def replay(
     count = _steps(path, recorded, steps)
     split = state.get("split") if deck.layout == original.layout else None
     with _engine_of(world, deck, path, split) as run:
-        with world.agreement():
-            _refuse_other_batches(path, run, original, recorded, count)
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
             show(
@@ -77,7 +75,7 @@ def replay(
             show(f"{'step':>8}  {'recorded':>14}  {'replayed':>14}  relative difference")
         rows = []
         for expected in recorded.losses[:count]:
-            result = run.step(run.state, batch_at(run.deck.batch, run.state.step, run.mesh.size("data")))
+            result = run.step(run.state, batch_at(run.deck.batch, run.state.step))
             rows.append((expected, result.loss))
             if world.rank == 0:
                 show(_row(expected, result.loss))
@@ -144,21 +142,6 @@ def _refuse_other_samples(original: Deck, deck: Deck) -> None:
     ]
     if problems:
         raise HpctrainError(problems)
-
-
-def _refuse_other_batches(path: Path, run: Run, original: Deck, recorded: Recorded, count: int) -> None:
-    """Within the ramp of the batch, its sizes depend on micro-batch and data ranks."""
-    for segment in recorded.segments:
-        there = segment.layout.get("data", 1)
-        for step in range(max(recorded.step, segment.first_step - 1), segment.last_step):
-            took = batch_at(original.batch, step, there)
-            takes = batch_at(run.deck.batch, step, run.mesh.size("data"))
-            if step < recorded.step + count and took != takes:
-                raise HpctrainError(
-                    f"{path}: step {step + 1} is in the ramp of the batch and would take {takes} sequences "
-                    f"here, but took {took}, so that its loss cannot come out again; replay it with the "
-                    f"micro-batches and data ranks that it had, {original.batch.micro_size} and {there}"
-                )
 
 
 def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:

@@ -147,7 +147,7 @@ class Run:
         started = time.perf_counter()
         first = not self.memory.activation_peak
         with self.memory.activations() if first else nullcontext():
-            result = self.step(state, batch_at(deck.batch, state.step, self.mesh.size("data")))
+            result = self.step(state, batch_at(deck.batch, state.step))
         seconds = time.perf_counter() - started
         self.checkpoints.provenance.note(state.step, result.loss, result.grad_norm)
         last = state.step == deck.run.steps

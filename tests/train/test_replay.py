@@ -106,8 +106,10 @@ def test_one_wrong_bit_is_seen_where_none_may_be(world: World, run_dir: Path) ->
 def test_another_layout_gives_the_losses_to_rounding(
     world: World, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(HpctrainError, match=r"step 6 is in the ramp of the batch"):
-        replayed(world, step_file(run_dir, 5), "layout.tensor=2")
+    # With half the data ranks, within the ramp of the batch.
+    code, lines = replayed(world, step_file(run_dir, 5), "layout.tensor=2")
+    assert code == 0
+    assert "to rounding" in lines[-1]
     # The run itself goes on in another layout, which its later checkpoint tells.
     resume(world, run_dir, ["run.steps=15", "layout.tensor=2"])
     code, lines = replayed(world, step_file(run_dir, 10))
