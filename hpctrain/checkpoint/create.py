@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from errno import ENOSPC
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zlib import crc32
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums
@@ -121,22 +123,33 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
         first_piece = 0
         for name, (kind, shape) in tensors.items():
             dataset = _allocate(file, name, np.dtype(STORED_AS[kind]), shape)
-            dataset.attrs["dtype"] = np.bytes_(kind)
-            dataset.attrs["first_piece"] = first_piece
-            offset = dataset.id.get_offset() if prod(shape) else 0
+            _attach(dataset, "dtype", np.array(kind.encode()))
+            _attach(dataset, "first_piece", np.array(first_piece))
+            offset = dataset.get_offset() if prod(shape) else 0
             places[name] = Stored(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))
-        _allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)).attrs["crc32"] = 0
+        _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), "crc32", np.array(0))
     return places
 
 
-def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) -> h5py.Dataset:
+def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) -> h5py.h5d.DatasetID:
+    space = h5py.h5s.create_simple(shape)
+    return h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(dtype), space, *_creation_lists())
+
+
+def _attach(dataset: h5py.h5d.DatasetID, name: str, value: NDArray[Any]) -> None:
+    """Give a dataset an attribute, as h5py does, without the time that its objects take."""
+    kind, space = h5py.h5t.py_create(value.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
+    h5py.h5a.create(dataset, name.encode(), kind, space).write(value)
+
+
+@cache
+def _creation_lists() -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
+    """How a dataset is laid out: at once, in one range, unfilled; its folders are made with it."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     link.set_create_intermediate_group(True)
-    space = h5py.h5s.create_simple(shape)
-    kind = h5py.h5t.py_create(dtype)
-    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation, link))
+    return creation, link

@@ -25,12 +25,14 @@ from hpctrain.checkpoint.extract import opened
 from hpctrain.checkpoint.layout import Block, Entry, blocks
 from hpctrain.checkpoint.structure import Stored, examine
 from hpctrain.checkpoint.verify import damage
+from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
 
-PIECE_BYTES = 16 << 20
-"""Bytes of one rank that are written at a time, at most."""
+PIECE_BYTES = 4 << 20
+"""Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""
+_WRITEBACK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Piece:
     def bytes(self) -> int:
         """What it takes in the file."""
         return self.block.elements * self.stored.item_bytes
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Offset and length of the smallest range of the file that holds it, in bytes."""
+        return self.stored.span(self.block.start, self.block.shape)
 
     def load(self) -> Words:
         """Its elements as they are now, flat, their bits as integers of the same size."""
@@ -70,6 +77,8 @@ class Draft:
     pieces: Sequence[Piece]
     sums: Sums
     descriptor: int
+    disk: ThreadPoolExecutor
+    """The thread that waits for the disk while others compute."""
 
     @property
     def temporary(self) -> Path:
@@ -82,6 +91,8 @@ class Draft:
         `words` tells the elements of a piece by its number; as a rule they are loaded. InputOutputError
         where the disk refuses.
         """
+        waiting = 0  # bytes that the disk does not know of
+        start = 0
         for number, piece in enumerate(self.pieces):
             content = piece.load() if words is None else words(number)
             self._add(self.sums, piece, content)
@@ -91,18 +102,20 @@ class Draft:
                 raise InputOutputError(
                     f"{self.path}: cannot write {piece.stored.dataset}: {describe(error)}"
                 ) from None
+            offset, length = piece.span
+            start = start if waiting else offset
+            waiting += piece.bytes
+            if waiting >= _WRITEBACK_BYTES:
+                # Pieces are in the order of the file: in between there is little of others.
+                self.disk.submit(start_writing, self.descriptor, start, offset + length - start)
+                waiting = 0
 
     def settle(self) -> None:
         """Bring this rank's pieces to the disk; compare what the file holds with their checksums; alone."""
-        with ThreadPoolExecutor(1, thread_name_prefix="fsync") as threads:
-            synchronized = threads.submit(os.fsync, self.descriptor)
-            found = np.zeros_like(self.sums)
-            with opened(self.temporary) as source:
-                buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
-                for piece in self.pieces:
-                    words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
-                    source.read_block(words, piece.block, piece.stored)
-                    self._add(found, piece, words)
+        synchronized = self.disk.submit(os.fsync, self.descriptor)
+        try:
+            found = self._read_back()
+        finally:
             synchronized.result()
         problems = [
             damage(self.path, stored, [int(number) for number in different])
@@ -111,6 +124,17 @@ class Draft:
         ]
         if problems:
             raise InputOutputError(shortened(problems))
+
+    def _read_back(self) -> Sums:
+        """The checksums of this rank's pieces as the file has them."""
+        found = np.zeros_like(self.sums)
+        with opened(self.temporary) as source:
+            buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
+            for piece in self.pieces:
+                words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
+                source.read_block(words, piece.block, piece.stored)
+                self._add(found, piece, words)
+        return found
 
     def finish(self) -> None:
         """Add the checksums, and give the file its name; collective."""
@@ -145,6 +169,7 @@ class Draft:
 
     def close(self, failed: bool) -> None:
         """Let go of the file; one that failed is removed. Once, on every rank."""
+        self.disk.shutdown(cancel_futures=True)
         os.close(self.descriptor)
         if failed and self.group.rank == 0:
             with suppress(OSError):
@@ -197,8 +222,9 @@ def begin(
         if failed and group.rank == 0:
             with suppress(OSError):
                 temporary.unlink()
+    disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
     count = sum(checksum.pieces(stored.elements) for stored in places.values())
-    return Draft(path, group, places, pieces, np.zeros(count, np.uint64), descriptor)
+    return Draft(path, group, places, pieces, np.zeros(count, np.uint64), descriptor, disk)
 
 
 def _pieces(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,30 @@ from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.layout import Block, Entry, Runs, blocks, runs
 from hpctrain.checkpoint.structure import Stored
+from hpctrain.checkpoint.writeback import start_reading
 from hpctrain.errors import InputOutputError
 
 BUFFER_BYTES = 16 << 20
 # Runs shorter than this are read together with what lies between them.
 _SIEVED_BYTES = 32 << 10
+_PART_BYTES = 4 << 20
+# What the system is asked to read before it is needed.
+_AHEAD_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a dataset that is read at once, where it goes, and the sums it is added to."""
+
+    entry: Entry
+    stored: Stored
+    sums: Sums | None
+    block: Block
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the file."""
+        return self.block.elements * self.stored.item_bytes
 
 
 @dataclass(frozen=True)
@@ -35,21 +55,43 @@ class Source:
 
         Padding becomes zero, or stays as it is.
         """
+        self.fill_all(self.parts(entry, stored, sums, zero_padding))
+
+    def parts(
+        self, entry: Entry, stored: Stored, sums: Sums | None, zero_padding: bool = True
+    ) -> Iterator[Part]:
+        """What `fill` reads, in pieces that stay in the processor's cache while they are added up."""
         found = blocks(entry)
         if zero_padding and sum(block.elements for block in found) < entry.values.numel():
             entry.values.zero_()
-        host = entry.values.device.type == "cpu"
-        for block in found:
-            for chunk in block.cut(max(1, self.buffer_bytes // stored.item_bytes)):
-                with chunk.filling(entry.values) as view:
-                    direct = host and chunk.contiguous
-                    target = view.reshape(-1) if direct else torch.empty(chunk.elements, dtype=view.dtype)
-                    words = target.numpy().view(f"u{stored.item_bytes}")
-                    self.read_block(words, chunk, stored)
-                    if sums is not None:
-                        checksum.add(sums, words, chunk.start, chunk.shape, stored.shape)
-                    if not direct:
-                        view.copy_(target.reshape(chunk.shape))
+        limit = max(1, min(self.buffer_bytes, _PART_BYTES) // stored.item_bytes)
+        return (Part(entry, stored, sums, part) for block in found for part in block.cut(limit))
+
+    def fill_all(self, parts: Iterable[Part]) -> None:
+        """Read parts in order, while the system reads what comes next from the disk."""
+        ahead: deque[Part] = deque()
+        waiting = 0
+        for part in parts:
+            start_reading(self.descriptor, *part.stored.span(part.block.start, part.block.shape))
+            ahead.append(part)
+            waiting += part.bytes
+            while waiting > _AHEAD_BYTES:
+                waiting -= ahead[0].bytes
+                self._fill(ahead.popleft())
+        for part in ahead:
+            self._fill(part)
+
+    def _fill(self, part: Part) -> None:
+        entry, stored, block = part.entry, part.stored, part.block
+        with block.filling(entry.values) as view:
+            direct = entry.values.device.type == "cpu" and block.contiguous
+            target = view.reshape(-1) if direct else torch.empty(block.elements, dtype=view.dtype)
+            words = target.numpy().view(f"u{stored.item_bytes}")
+            self.read_block(words, block, stored)
+            if part.sums is not None:
+                checksum.add(part.sums, words, block.start, block.shape, stored.shape)
+            if not direct:
+                view.copy_(target.reshape(block.shape))
 
     def read_block(self, words: Words, block: Block, stored: Stored) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""

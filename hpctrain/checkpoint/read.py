@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, together
-from hpctrain.checkpoint.extract import BUFFER_BYTES, opened
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.extract import BUFFER_BYTES, Part, Source, opened
 from hpctrain.checkpoint.layout import Entry, blocks, runs
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import Stored, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
@@ -51,13 +52,13 @@ def load(
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
-        for entry in entries:
-            stored = structure.datasets[entry.dataset]
-            first, last = entry.share()
-            file.fill(entry.part(0, first), stored, None, zero_padding)
-            file.fill(entry.part(first, last), stored, sums[stored.pieces], zero_padding)
-            file.fill(entry.part(last, entry.values.numel()), stored, None, zero_padding)
-            _touch(touched[stored.pieces], entry)
+        file.fill_all(
+            part
+            for entry in entries
+            for part in _parts(file, entry, structure.datasets[entry.dataset], sums, zero_padding)
+        )
+    for entry in entries:
+        _touch(touched[structure.datasets[entry.dataset].pieces], entry)
     totals = combined(group, sums).view(np.uint64)
     touched = combined(group, touched, "max")
     doubtful = []
@@ -109,6 +110,18 @@ def _raise_first(group: Group, problems: Sequence[str]) -> None:
     found = list(dict.fromkeys(problem for each in group.all_gather_object(problems) for problem in each))
     if found:
         raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""))
+
+
+def _parts(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding: bool) -> Iterator[Part]:
+    """What is read of an Entry: of its copies each adds up its share."""
+    first, last = entry.share()
+    for start, end, added in (
+        (0, first, None),
+        (first, last, sums[stored.pieces]),
+        (last, entry.values.numel(), None),
+    ):
+        if start < end:
+            yield from file.parts(entry.part(start, end), stored, added, zero_padding)
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:

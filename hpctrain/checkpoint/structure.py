@@ -21,7 +21,7 @@ import torch
 
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
-from hpctrain.checkpoint.layout import STORED_AS, Index
+from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, InputOutputError
 
@@ -68,6 +68,13 @@ class Stored:
     def pieces(self) -> slice:
         """This tensor's checksums among all."""
         return slice(self.first_piece, self.first_piece + pieces(self.elements))
+
+    def span(self, start: Index, shape: Index) -> tuple[int, int]:
+        """Offset and length of the smallest range of the file that holds a rectangle, in bytes."""
+        strides = row_major(self.shape)
+        first = sum(at * step for at, step in zip(start, strides, strict=True))
+        count = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        return self.offset + first * self.item_bytes, count * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -126,9 +133,7 @@ def _examine(path: Path) -> Structure:
         if "deck" not in state and DECK in file:
             state["deck"] = _text(file, DECK, size)
         state["versions"] = json.loads(_label(file.attrs, "versions"))
-        datasets = {}
-        for name in _names(file):
-            datasets[name] = _stored(name, file[name], size)
+        datasets = _datasets(file, size)
         sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
     return Structure(path, datasets, sums, state)
 
@@ -146,36 +151,39 @@ def _check_kind(path: Path, attributes: Any) -> None:
         raise InputOutputError(f"{path}: its writing was never completed")
 
 
-def _names(file: h5py.File) -> list[str]:
-    found: list[str] = []
+def _datasets(file: h5py.File, size: int) -> dict[str, Stored]:
+    """All tensors, by name. HDF5 itself is asked, since h5py's objects take most of the time otherwise."""
+    names: list[str] = []
 
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and f"/{name}" not in (STATE, DECK, CHECKSUMS):
-            found.append(f"/{name}")
+    def visit(name: bytes, info: Any) -> None:
+        if info.type == h5py.h5o.TYPE_DATASET:
+            names.append(f"/{name.decode()}")
 
-    file.visititems(visit)
-    return sorted(found)
+    h5py.h5o.visit(file.id, visit, info=True)
+    tensors = sorted(set(names) - {STATE, DECK, CHECKSUMS})
+    return {name: _stored(name, h5py.h5d.open(file.id, name.encode()), size) for name in tensors}
 
 
-def _stored(name: str, dataset: h5py.Dataset, size: int) -> Stored:
-    kind = _label(dataset.attrs, "dtype")
-    _require(STORED_AS.get(kind) == dataset.dtype, f"{name} has type {dataset.dtype}, marked {kind}")
+def _stored(name: str, dataset: h5py.h5d.DatasetID, size: int) -> Stored:
+    kind = bytes(_attribute(dataset, "dtype")).decode()
+    dtype, shape = dataset.dtype, dataset.shape
+    if STORED_AS.get(kind) != dtype:
+        raise ValueError(f"{name} has type {dtype}, marked {kind}")
     offset = _place(name, dataset, size)
-    shape = tuple(int(n) for n in dataset.shape)
-    return Stored(name, kind, shape, offset, int(dataset.attrs["first_piece"]))
+    return Stored(name, kind, shape, offset, int(_attribute(dataset, "first_piece")))
 
 
-def _place(name: str, dataset: h5py.Dataset, size: int) -> int:
+def _place(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
     """Offset of the dataset's bytes, all of which lie inside this file."""
-    creation = dataset.id.get_create_plist()
+    creation = dataset.get_create_plist()
     _require(
         creation.get_layout() == h5py.h5d.CONTIGUOUS and creation.get_external_count() == 0,
         f"{name} is not one contiguous range of the file",
     )
-    count = prod(int(n) for n in dataset.shape)
+    count = prod(dataset.shape)
     if count == 0:
         return 0
-    offset = dataset.id.get_offset()
+    offset = dataset.get_offset()
     _require(
         offset is not None and offset + count * dataset.dtype.itemsize <= size,
         f"{name} reaches beyond the end of the file, which is truncated",
@@ -183,9 +191,19 @@ def _place(name: str, dataset: h5py.Dataset, size: int) -> int:
     return int(offset)
 
 
+def _attribute(dataset: h5py.h5d.DatasetID, name: str) -> Any:
+    """A number, or a text of fixed length."""
+    attribute = h5py.h5a.open(dataset, name.encode())
+    dtype = attribute.dtype
+    _require(attribute.shape == () and dtype.kind in "Siu", f"attribute {name} is of wrong type")
+    value = np.empty((), dtype)
+    attribute.read(value)
+    return value[()]
+
+
 def _text(file: h5py.File, name: str, size: int) -> str:
     dataset = file[name]
-    _place(name, dataset, size)
+    _place(name, dataset.id, size)
     _require(
         dataset.shape == () and dataset.dtype.kind == "S" and dataset.dtype.itemsize <= _TEXT_LIMIT,
         f"{name} is not a text",

@@ -95,7 +95,7 @@ class Hdf5:
 
     def write(self, piece: Piece, words: Words) -> None:
         """One call of HDF5, of this rank alone."""
-        dataset = self.file[piece.stored.dataset].id
+        dataset = h5py.h5d.open(self.file.id, piece.stored.dataset.encode())
         place = dataset.get_space()
         place.select_hyperslab(piece.block.start, piece.block.shape)
         dataset.write(h5py.h5s.create_simple((words.size,)), place, words.view(dataset.dtype))
@@ -121,7 +121,6 @@ def _opened_by_all(draft: Draft, problems: list[str]) -> Iterator[h5py.File]:
         yield file
     finally:
         try:
-            file.flush()
             file.close()
         except (OSError, RuntimeError) as error:
             problems.append(f"{draft.path}: cannot be closed: {error}")
