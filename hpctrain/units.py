@@ -13,9 +13,14 @@ _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)}
 _BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)}
 
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
+_SECONDS |= {"sec": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400}
+_SECONDS |= {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+_PARTS = re.compile(_PAIR.pattern + r"\s*")
+
 
 class UnitError(HpctrainError, ValueError):
-    """A size that cannot be read (a `ValueError` too, as validation libraries expect)."""
+    """A size or time that cannot be read (a `ValueError` too, as validation libraries expect)."""
 
 
 def parse_bytes(text: str) -> int:
@@ -28,6 +33,23 @@ def parse_bytes(text: str) -> int:
     if match is None or unit not in _BYTES:
         raise UnitError(f'"{text}" is not a size: write it as 25000000, "25 MB" or "24 MiB"')
     return round(float(match[1]) * _BYTES[unit]) if _fractional(match[1]) else int(match[1]) * _BYTES[unit]
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as "90", "90 s", "50 min", "1.5 h" or, as `format_seconds` writes, "1 h 02 min".
+
+    Raises `UnitError` for anything else, negative times included.
+    """
+    written = text.strip()
+    parts = [(match[1], match[2].lower()) for match in _PARTS.finditer(written)]
+    whole = "".join(match[0] for match in _PARTS.finditer(written)) == written
+    if parts == [(written, "")]:
+        return float(written)
+    sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
+    # Each unit is smaller than the one before: "2 min 1 h" is a slip.
+    if not parts or not whole or 0 in sizes or sizes != sorted(set(sizes), reverse=True):
+        raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min" or "1 h 30 min"')
+    return sum(float(number) * size for (number, _), size in zip(parts, sizes, strict=True))
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:

@@ -11,6 +11,7 @@ from hpctrain.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    parse_seconds,
 )
 
 
@@ -105,3 +106,39 @@ def test_seconds_as_text(seconds: float, text: str) -> None:
 @given(some.integers(min_value=0, max_value=10**17))
 def test_sizes_survive_printing_to_three_digits(size: int) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.005, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0),
+        ("90", 90),
+        ("1_500", 1500),
+        ("2.5", 2.5),
+        (" 90 s ", 90),
+        ("250ms", 0.25),
+        ("12 us", 1.2e-5),
+        ("50 min", 3000),
+        ("1 Minute", 60),
+        ("1.5 h", 5400),
+        ("1 h 30 min", 5400),
+        ("2 d 03 h", 183_600),
+        ("1 day 2 hours 3 minutes 4 seconds", 93_784),
+    ],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "5 m", "-5 min", "1 30 min", "30 min 1 h", "1 h 1 h", "1 h 30", "1:30", "5 min,"]
+)
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(UnitError, match="is not a time: write it as"):
+        parse_seconds(text)
+
+
+@given(some.integers(min_value=1, max_value=86_400 * 9))
+def test_times_survive_printing_to_two_units(seconds: int) -> None:
+    cut_off = 1 if seconds < 3600 else 60 if seconds < 86_400 else 3600
+    assert 0 <= seconds - parse_seconds(format_seconds(seconds)) < cut_off

@@ -21,9 +21,10 @@ _COLUMNS = (18, 30, 32, 9)
 
 _HEAD = """
 A deck is a TOML file of the sections and keys below; keys without a default ("required") must be
-given. Sizes may be written as "25 MB" or "24 MiB". At the top of a deck, include = "base.toml" (or
-a list) takes the keys of other files, relative to this one; its own keys win. On the command line,
---set section.key=value wins over all files, and --set section.key= puts a key back to its default.
+given. Sizes may be written as "25 MB" or "24 MiB", times as "90 s", "50 min" or "1 h 30 min". At
+the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
+one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
+section.key= puts a key back to its default.
 """
 
 

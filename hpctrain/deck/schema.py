@@ -13,13 +13,18 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
-from hpctrain.units import parse_bytes
+from hpctrain.units import parse_bytes, parse_seconds
 
 _LARGEST = 10_000_000
 """Of a model's sizes: beyond any model, and small enough to search for divisors."""
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
 """A size; written as a number of bytes or as "25 MB", printed as a number."""
+
+Duration = Annotated[
+    float, BeforeValidator(lambda value: parse_seconds(value) if isinstance(value, str) else value)
+]
+"""A time; written as a number of seconds or as "50 min", printed as a number."""
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:

@@ -26,6 +26,8 @@ def wanted(field: FieldInfo) -> str:
         return either([f"a list of {items}", *map(toml_value, _choices(field))])
     if extra(field, "unit") == "bytes":
         return 'a size above 0, such as 25000000 or "25 MB"'
+    if extra(field, "unit") == "seconds":
+        return f'a time{_bounds(field)}, such as 3000 or "50 min"'
     number = ("a whole number" if kind is int else "a number") + _bounds(field)
     return either([number, *map(toml_value, _choices(field))])
 
@@ -54,7 +56,7 @@ def given(value: object, field: FieldInfo) -> str:
     match value:
         case bool():
             return f", not {toml_value(value)}"
-        case str() if kind is not str and extra(field, "unit") != "bytes":
+        case str() if kind is not str and extra(field, "unit") not in {"bytes", "seconds"}:
             return f", not text{_without_quotes(value)}"
         case int() if kind is str:
             return ", not a number"
