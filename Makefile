@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-full install lint format bench clean
+.PHONY: help run test test-full cluster-test install lint format bench clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -31,6 +31,7 @@ help:
 	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
 	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
 	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not a spread of 40"
+	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
@@ -64,6 +65,10 @@ test: install
 
 test-full: export HPCTRAIN_ALL_LAYOUT_PAIRS := yes
 test-full: test
+
+cluster-test: install
+	@tests/cluster/install.sh
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -m cluster tests/cluster $(ARGS)
 
 $(QUICK)-data/tokens.h5: | install
 	@echo "== corpus: the Python standard library's own sources"

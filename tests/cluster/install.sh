@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Installs what the virtual cluster needs, where apt may; says so, and goes on, where it may not: its tests then skip.
+# No service is started, and one that was running stays so.
+set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C PATH=$PATH:/usr/sbin:/sbin
+
+say() { echo "cluster: $*"; }
+declare -A package_of=([munged]=munge [slurmctld]=slurm-wlm [slurmd]=slurm-wlm [srun]=slurm-wlm [ip]=iproute2
+    [tc]=iproute2 [unshare]=util-linux [setpriv]=util-linux)
+packages=()
+for program in "${!package_of[@]}"; do
+    command -v "$program" >/dev/null || packages+=("${package_of[$program]}")
+done
+[ ${#packages[@]} -gt 0 ] || exit 0
+mapfile -t packages < <(printf '%s\n' "${packages[@]}" | sort -u)
+if [ "$(id -u)" != 0 ] || [ "${FETCH:-yes}" = no ] || ! command -v apt-get >/dev/null; then
+    say "not installing ${packages[*]}: that needs root, apt, and FETCH other than no"
+    exit 0
+fi
+say "installing ${packages[*]}"
+# Debian's way to install a service without starting it.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e $policy ]; then
+    printf '#!/bin/sh\nexit 101\n' >$policy
+    chmod 755 $policy
+    trap 'rm -f $policy' EXIT
+fi
+quiet=(-o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300 -qq)
+apt-get "${quiet[@]}" install -y --no-install-recommends "${packages[@]}" >/dev/null 2>&1 || {
+    apt-get "${quiet[@]}" update
+    apt-get "${quiet[@]}" install -y --no-install-recommends "${packages[@]}" >/dev/null
+}

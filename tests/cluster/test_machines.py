@@ -1,0 +1,122 @@
+"""The virtual cluster is one: separate nodes for MPI, with memory and folders of their own, and links."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import NODES, Cluster, wait_until
+
+pytestmark = pytest.mark.cluster
+
+PLACES = """
+import os, socket
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+print(world.allreduce(1), world.rank, socket.gethostname(), node.rank, node.size)
+"""
+
+
+def test_srun_sees_two_nodes_with_two_ranks_each(cluster: Cluster) -> None:
+    ranks = cluster.run("srun", "-N", "2", "-n", "4", "--oversubscribe", "--mpi=pmix", "python", "-c", PLACES)
+    assert sorted(ranks.stdout.splitlines()) == ["4 0 n1 0 2", "4 1 n1 1 2", "4 2 n2 0 2", "4 3 n2 1 2"]
+
+
+def test_mpirun_without_slurm_sees_two_nodes(cluster: Cluster) -> None:
+    """Open MPI's own way from node to node: an agent in the place of ssh, here nsenter."""
+    agent = cluster.folder / "agent"
+    cases = "".join(f"{name}) first={cluster.machines[name].first};;\n" for name in NODES)
+    agent.write_text(
+        "#!/bin/bash\nnode=$1; shift\ncase $node in\n" + cases + "esac\n"
+        'exec nsenter --target $first --mount --uts --ipc --net --pid bash -c "$*"\n'
+    )
+    agent.chmod(0o755)
+    command = [
+        "mpirun",
+        "--mca",
+        "plm_rsh_agent",
+        str(agent),
+        "--mca",
+        "plm_rsh_no_tree_spawn",
+        "1",
+        "--host",
+        "n1:2,n2:2",
+    ]
+    # Started in the head's network, but seeing the host's processes, which the agent names.
+    enter = ["nsenter", "--target", str(cluster.machines["head"].first), "--net", "--uts"]
+    ranks = subprocess.run(
+        [*enter, *command, "--oversubscribe", "--bind-to", "none", "-n", "4", "python", "-c", PLACES],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ranks.returncode == 0, ranks.stdout + ranks.stderr
+    assert sorted(ranks.stdout.splitlines()) == ["4 0 n1 0 2", "4 1 n1 1 2", "4 2 n2 0 2", "4 3 n2 1 2"]
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_nodes_share_no_memory_and_no_temporary_folder(cluster: Cluster, folder: str) -> None:
+    cluster.run("touch", f"{folder}/mine", on="n1")
+    assert "mine" in cluster.run("ls", folder, on="n1").stdout.split()
+    assert "mine" not in cluster.run("ls", folder, on="n2").stdout.split()
+    assert not (Path(folder) / "mine").exists()
+    cluster.run("rm", f"{folder}/mine", on="n1")
+
+
+def test_a_node_whose_link_is_cut_is_down_until_it_is_mended(cluster: Cluster) -> None:
+    ping = ("python", "-c", "import socket; socket.create_connection(('n2', 6818), timeout=1)")
+    cluster.run(*ping, on="n1")
+    cluster.cut_link("n2")
+    assert cluster.run(*ping, on="n1", check=False).returncode != 0
+    wait_until(
+        lambda: "down" in cluster.run("sinfo", "-h", "-n", "n2", "-o", "%T").stdout, 30, "n2 to be down"
+    )
+    cluster.repair()
+    cluster.run(*ping, on="n1")
+
+
+def test_a_killed_node_takes_its_processes_along(cluster: Cluster) -> None:
+    job = cluster.run("sbatch", "--parsable", "-N", "2", "--wrap", "srun sleep 1000").stdout.strip()
+    wait_until(lambda: all(cluster.processes(node, "sleep 1000") for node in NODES), 20, "the job to run")
+    first = cluster.machines["n2"].first
+    cluster.kill_node("n2")
+    assert not Path(f"/proc/{first}").exists()
+    assert cluster.job(int(job))["JobState"] in {"RUNNING", "COMPLETING", "NODE_FAIL", "PENDING"}
+    cluster.repair()
+    assert not cluster.processes("n1", "sleep 1000")
+
+
+def test_a_limited_link_is_slow(cluster: Cluster) -> None:
+    """4 MB through 16 Mbit/s take two seconds at least; the clock is the test's subject here."""
+    server = (
+        "import socket; s = socket.create_server(('', 7000)); c, _ = s.accept()\nwhile c.recv(1 << 16): pass"
+    )
+    client = (
+        "import socket, time; c = socket.create_connection(('n2', 7000)); c.sendall(bytes(4_000_000));"
+        "c.shutdown(socket.SHUT_WR); c.recv(1)"
+    )
+    cluster.limit_link("n2", "16mbit")
+    listener = subprocess.Popen(
+        [*cluster.machines["n2"].enter, "python", "-c", server], env=cluster.environment
+    )
+    try:
+        listening = ("python", "-c", "print('1B58' in open('/proc/net/tcp').read())")
+        wait_until(lambda: "True" in cluster.run(*listening, on="n2").stdout, 10, "the listener")
+        start = time.monotonic()
+        cluster.run("python", "-c", client, on="n1")
+        assert time.monotonic() - start > 1.8
+    finally:
+        listener.kill()
+        listener.wait()
+
+
+def test_the_host_keeps_its_network(cluster: Cluster) -> None:
+    assert os.uname().nodename not in {"head", *NODES}
+    addresses = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True).stdout
+    assert "10.77.0." not in addresses
