@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.sharding.scratch import Flat, to_fill
+from hpctrain.sharding.scratch import to_fill, to_read
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -54,19 +54,21 @@ class Ranks:
         """Read a checkpoint over what cannot be mistaken for it, and write it again."""
         if self.training is None or self.checkpoints is None:
             return
-        for bucket, moments in zip(
-            self.training.engine.buckets, self.training.engine.optimizer.moments, strict=True
-        ):
-            spoil(bucket.own_values, moments.master, moments.exp_avg, moments.exp_avg_sq)
+        engine = self.training.engine
+        flats = [
+            values
+            for bucket, moments in zip(engine.buckets, engine.optimizer.moments, strict=True)
+            for flat in (bucket.own_values, moments.master, moments.exp_avg, moments.exp_avg_sq)
+            for _, values, _ in bucket.owned(flat)
+        ]
+        for flat in flats:
+            for _, piece in to_fill(flat):
+                piece.fill_(float("nan"))
         self.training.state = self.checkpoints.restore(source)
+        for flat in flats:
+            assert not any(bool(piece.isnan().any()) for _, piece in to_read(flat))
         self.checkpoints.save(self.training.state)
         self.checkpoints.finish()
-
-
-def spoil(*flats: Flat) -> None:
-    for flat in flats:
-        for _, piece in to_fill(flat):
-            piece.fill_(float("nan"))
 
 
 def ranks_of(world: World, folder: Path, model: Sequence[str], name: str, mode: str) -> Ranks:
