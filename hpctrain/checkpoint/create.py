@@ -78,15 +78,6 @@ def complete(temporary: Path, sums: Sums) -> None:
         file.attrs.modify("complete", 1)
 
 
-def synchronize(path: Path) -> None:
-    """Bring a file or folder, as this node knows it, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _needed(tensors: Tensors, texts: Mapping[str, str]) -> int:
     """Upper bound of the bytes of the file."""
     stored = sum(prod(shape) * np.dtype(STORED_AS[kind]).itemsize for kind, shape in tensors.values())

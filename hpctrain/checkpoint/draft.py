@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, shortened, together
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.create import Tensors, complete, create, synchronize, temporary_name
+from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
 from hpctrain.checkpoint.extract import opened
 from hpctrain.checkpoint.layout import Block, Entry, blocks
 from hpctrain.checkpoint.structure import Stored, examine
@@ -29,6 +29,7 @@ from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import synchronize
 
 PIECE_BYTES = 4 << 20
 """Bytes of one rank that are written at a time, at most: they stay in the cache while they are added up."""

@@ -28,7 +28,6 @@ from hpctrain.checkpoint.safetensors_folder import (
     index_of,
     new_file,
     shared_out,
-    synchronize,
     write_text,
 )
 from hpctrain.checkpoint.source import ModelFolder, open_model, stored_shape, tensor_shapes
@@ -40,6 +39,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import synchronize
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard

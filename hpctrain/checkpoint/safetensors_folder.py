@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import synchronize
 from hpctrain.units import format_bytes
 
 CONFIG = "config.json"
@@ -231,12 +232,3 @@ def write_text(path: Path, text: str) -> None:
     """A new text file, on the disk when this returns."""
     path.write_text(text, encoding="utf-8")
     synchronize(path)
-
-
-def synchronize(path: Path) -> None:
-    """Bring a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ on the number of ranks; the CRCs of the parts of a piece are combined.
 
 from __future__ import annotations
 
-import os
 import shutil
 import zlib
 from array import array
@@ -28,6 +27,7 @@ import hpctrain
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile, token_type
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import synchronize
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -141,13 +141,13 @@ def write_tokens(
         header = _write(world, temporary, part, tokenizer, source, report)
         with world.agreement():
             if world.local_rank == 0:
-                sync(temporary)
+                synchronize(temporary)
         with world.agreement():
             TokenFile(temporary, "written file").verify(world.rank, world.size)
         with world.agreement():
             if world.rank == 0:
                 temporary.replace(out)
-                sync(out.parent)
+                synchronize(out.parent)
     finally:
         if world.rank == 0:
             with suppress(OSError):
@@ -166,15 +166,6 @@ def combine(first: int, second: int, length: int) -> int:
         with_first, without = zlib.crc32(zeros, with_first), zlib.crc32(zeros, without)
         length -= len(zeros)
     return with_first ^ without ^ second
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report) -> Header:

@@ -28,9 +28,9 @@ MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""
 
 HOLES = 2.4
-"""Activations of so many blocks: freed memory between what is in use, which glibc 2.36 keeps; as measured.
+"""Activations of so many blocks: freed memory between what is in use, which the C library keeps.
 
-Aligned memory fits into no hole of its own size there, so that what a block frees waits for its neighbours.
+Measured with glibc 2.36 (`mallinfo2`) on models of 17M parameters: 1.0 to 3.4 blocks; not derived.
 """
 
 REHEARSED_MICRO_BATCHES = 3

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.checkpoint.create import synchronize
+from hpctrain.files import synchronize
 
 BLOCK_BYTES = 16 << 20
 _STATUS, _REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
