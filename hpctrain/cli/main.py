@@ -19,6 +19,7 @@ VERBS = {
     "run": ("hpctrain.cli.run:command", "Train the model of a deck."),
     "resume": ("hpctrain.cli.resume:command", "Go on from a checkpoint or a run folder."),
     "deck": ("hpctrain.cli.deck:command", "Print a deck resolved, or the reference of all keys."),
+    "job": ("hpctrain.cli.job:command", "Write a batch script for a deck, or submit it."),
     "plan": ("hpctrain.cli.plan:command", "Tell what every rank of a deck will hold in memory."),
     "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
     "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),

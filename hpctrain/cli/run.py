@@ -14,12 +14,20 @@ import click
 )
 @click.option("--fresh", is_flag=True, help="Replace an earlier run in the same run folder.")
 @click.option(
+    "--resume", "again", is_flag=True, help="Go on from the newest good checkpoint in the run folder, if any."
+)
+@click.option(
     "--verify-layout", is_flag=True, help="First compare a tiny step of this layout with one rank's."
 )
-def command(deck: Path, overrides: tuple[str, ...], fresh: bool, verify_layout: bool) -> None:
-    """Train the model of DECK, alone or under mpirun or srun."""
+def command(deck: Path, overrides: tuple[str, ...], fresh: bool, again: bool, verify_layout: bool) -> None:
+    """Train the model of DECK, alone or under mpirun or srun.
+
+    With --resume, which batch scripts use, the same command begins a run and goes on with it.
+    """
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.run import run_deck
 
+    if fresh and again:
+        raise click.UsageError("--fresh and --resume exclude one another")
     changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
-    run_verb(lambda world: run_deck(world, deck, changes, fresh))
+    run_verb(lambda world: run_deck(world, deck, changes, fresh, again))

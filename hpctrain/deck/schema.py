@@ -335,6 +335,19 @@ class Machine(Section):
         derived="measured",
         gt=0,
     )
+    ranks_per_node: int | None = key(
+        "Ranks that `hpctrain job` starts on a node.", None, unit="ranks", derived="gpus_per_node", ge=1
+    )
+    gpus_per_node: int | None = key(
+        "GPUs that `hpctrain job` asks for on a node.", None, unit="GPUs", derived="none", ge=0
+    )
+    memory_per_node: Bytes | None = key(
+        "Memory that `hpctrain job` asks for on a node.",
+        None,
+        unit="bytes",
+        derived="what `hpctrain plan` predicts, and a quarter more",
+        ge=1,
+    )
 
 
 class Deck(Section):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hpctrain.checkpoint.keep import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.source import settled_keys
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -272,14 +274,25 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def run_deck(world: World, path: Path, overrides: Sequence[str], fresh: bool = False) -> int:
-    """`hpctrain run`: train a deck from its beginning; the exit code."""
+def run_deck(
+    world: World, path: Path, overrides: Sequence[str], fresh: bool = False, again: bool = False
+) -> int:
+    """`hpctrain run`: train a deck, from its beginning; the exit code.
+
+    With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now.
+    """
     with world.agreement():
         deck = read_deck(path, overrides, read_source=settled_keys)
+        folder = Path(deck.run.dir)
+        begun = again and bool(checkpoints(folder / "checkpoints"))
+    if any(world.everyone.all_gather_object(begun)):
+        checkpoint = find_checkpoint(world, folder)
+        return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone))
+    with world.agreement():
         if world.rank == 0:
-            if fresh:
-                remove_run(Path(deck.run.dir))
-            else:
+            if fresh or (again and (folder / "deck.toml").exists()):
+                remove_run(folder)  # with `again`, what a job left that ended before its first checkpoint
+            elif not again:
                 refuse_other_run(deck)
     return Run(world, deck).train()
 
@@ -294,5 +307,11 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
     with world.agreement():
         require_training_state(path, state, overrides)
         deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+    return _go_on(world, deck, path, state)
+
+
+def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any]) -> int:
+    """Train on from a checkpoint with that state; the exit code."""
+    with world.agreement():
         same = deck.layout == stored_deck(state, path).layout
     return Run(world, deck, path, state.get("split") if same else None).train()

@@ -1,0 +1,71 @@
+#!/bin/bash
+# Trains inputs/quickstart.toml on 1 node with 2 ranks, in 3 variants; goes on where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+#   sbatch jobs/slurm-array-sweep.sh
+# Written by: hpctrain job inputs/quickstart.toml --ranks-per-node 2 --variant learning_rate.peak=1e-3 --variant learning_rate.peak=2e-3 --variant 'learning_rate.peak=4e-3 learning_rate.warmup=50' --output jobs/slurm-array-sweep.sh
+#SBATCH --account=ACCOUNT
+#SBATCH --partition=PARTITION
+#SBATCH --job-name=quickstart
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=1
+#SBATCH --time=01:00:00
+#SBATCH --array=0-2
+#SBATCH --output=%x-%A-%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+deck=inputs/quickstart.toml
+settings=()
+# Task N of the array takes line N, from 0: KEY=VALUE, several with spaces between.
+variants=(
+    learning_rate.peak=1e-3
+    learning_rate.peak=2e-3
+    'learning_rate.peak=4e-3 learning_rate.warmup=50'
+)
+for change in ${variants[$SLURM_ARRAY_TASK_ID]}; do settings+=(--set "$change"); done
+settings+=(--set "run.title=quickstart-$SLURM_ARRAY_TASK_ID" --set "run.dir=runs/quickstart-$SLURM_ARRAY_TASK_ID")
+ranks_per_node=2
+# On 1 node: pipeline 1 x data 2 x context 1 x tensor 1. Numbers of nodes that the deck's layout fits:
+fitting_nodes=(1)
+
+nodes=0
+for count in "${fitting_nodes[@]}"; do
+    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi
+done
+if [ "$nodes" -eq 0 ]; then
+    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $SLURM_JOB_NUM_NODES" >&2
+    exit 2
+fi
+
+export OMP_NUM_THREADS=1
+# The run stops by itself before the job's end, which older versions of Slurm tell squeue alone.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
+    end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)
+    end=${end:+$(date -d "$end" +%s)}
+    if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
+fi
+
+# Slurm itself starts the ranks, over PMIx (srun --mpi=list tells what else there is), and sends them its signal.
+srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
+    --cpus-per-task=1 --cpu-bind=cores --distribution=block:block --kill-on-bad-exit=1 \
+    "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
+code=$?
+
+# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
+# All else is a fault or a lost node, after which a job is started again five times at most.
+restarts=${SLURM_RESTART_COUNT:-0}
+case $code in
+0 | 2 | 3 | 126 | 127) exit "$code" ;;
+75) ;;
+*) if [ "$restarts" -ge 5 ]; then
+    echo "exit code $code after $restarts restarts: not started again" >&2
+    exit "$code"
+fi ;;
+esac
+echo "exit code $code: job $SLURM_JOB_ID is queued again"
+scontrol requeue "$SLURM_JOB_ID"
+exit "$code"

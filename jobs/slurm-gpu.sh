@@ -1,0 +1,71 @@
+#!/bin/bash
+# Trains inputs/quickstart.toml on 1 to 2 nodes with 4 ranks and 4 GPUs each; goes on where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+#   sbatch jobs/slurm-gpu.sh
+Not run yet on such a machine: there was none where this was written. It was checked for syntax alone.
+# Written by: hpctrain job inputs/quickstart.toml --nodes 1-2 --gpus-per-node 4 --set batch.micro_size=2 --output jobs/slurm-gpu.sh
+#SBATCH --account=ACCOUNT
+#SBATCH --partition=PARTITION
+#SBATCH --job-name=quickstart
+#SBATCH --nodes=1-2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=1
+#SBATCH --gpus-per-node=4
+#SBATCH --time=01:00:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+deck=inputs/quickstart.toml
+settings=(--set batch.micro_size=2)
+ranks_per_node=4
+# On 2 nodes: pipeline 1 x data 8 x context 1 x tensor 1. Numbers of nodes that the deck's layout fits:
+fitting_nodes=(1 2)
+
+nodes=0
+for count in "${fitting_nodes[@]}"; do
+    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi
+done
+if [ "$nodes" -eq 0 ]; then
+    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $SLURM_JOB_NUM_NODES" >&2
+    exit 2
+fi
+
+export OMP_NUM_THREADS=1
+# NCCL finds the network itself; where it takes a wrong one, name interfaces and adapters:
+#   export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Its helper threads run on the cores next to their GPU, wherever the rank is bound.
+export NCCL_IGNORE_CPU_AFFINITY=1
+# Kernels start in the order they were queued in: communication is not kept waiting behind what comes after it.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+# The run stops by itself before the job's end, which older versions of Slurm tell squeue alone.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
+    end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)
+    end=${end:+$(date -d "$end" +%s)}
+    if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
+fi
+
+# Slurm itself starts the ranks, over PMIx (srun --mpi=list tells what else there is), and sends them its signal.
+srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
+    --cpus-per-task=1 --cpu-bind=cores --gpu-bind=none --distribution=block:block --kill-on-bad-exit=1 \
+    "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
+code=$?
+
+# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
+# All else is a fault or a lost node, after which a job is started again five times at most.
+restarts=${SLURM_RESTART_COUNT:-0}
+case $code in
+0 | 2 | 3 | 126 | 127) exit "$code" ;;
+75) ;;
+*) if [ "$restarts" -ge 5 ]; then
+    echo "exit code $code after $restarts restarts: not started again" >&2
+    exit "$code"
+fi ;;
+esac
+echo "exit code $code: job $SLURM_JOB_ID is queued again"
+scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
