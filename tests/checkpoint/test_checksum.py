@@ -98,3 +98,12 @@ def test_seeds_tell_datasets_types_shapes_and_pieces_apart() -> None:
     ]
     assert len(set(seeds)) == len(seeds) == 12
     assert 0 not in seeds
+
+
+def test_long_rows_with_gaps() -> None:
+    """Columns so wide that a row of them is more than what is multiplied at a time."""
+    words = np.random.default_rng(4).integers(0, 2**32, (3, 700_001), np.uint32)
+    sums = checksum.zeros(words.shape)
+    for first, last in pairwise((0, 333_333, 700_001)):
+        checksum.add(sums, words[:, first:last].copy(), (0, first), (3, last - first), words.shape)
+    assert sums.tolist() == whole(words).tolist()

@@ -201,6 +201,17 @@ def test_truncated(kept: float, world: World, small: Path) -> None:
         read_state(small)
 
 
+@pytest.mark.parametrize("name", ["dtype", "first_piece"])
+@pytest.mark.parametrize("value", [[1, 2], "text of any length"])
+def test_attributes_of_wrong_type(name: str, value: object, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    save(path, world.alone().everyone, [entry("a", torch.ones(3))], {})
+    with h5py.File(path, "r+") as file:
+        file["/model/a"].attrs[name] = value
+    with pytest.raises(InputOutputError, match=f"a.h5: damaged .*: attribute {name} is of wrong type"):
+        read_state(path)
+
+
 def test_truncated_while_it_is_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = world.alone().everyone
     path = tmp_path / "a.h5"
