@@ -42,6 +42,8 @@ class Together:
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
+        # mpirun ends the ranks with SIGTERM when one has died: show what this one was waiting for.
+        self.last_word = os.dup(2)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -83,6 +85,14 @@ class Together:
         if hasattr(report, "wasxfail"):
             del report.wasxfail
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Before each test: show the stack on SIGTERM again, for which a run in a test before may have
+        had a handler of its own."""
+        if self.rank == 0:
+            faulthandler.unregister(signal.SIGTERM)
+            faulthandler.register(signal.SIGTERM, file=self.last_word, all_threads=False, chain=True)
+
     def meet(self, patience: float | None) -> bool:
         """Whether all ranks came within `patience` seconds; None waits for ever."""
         request = self.communicator.Ibarrier()
@@ -115,10 +125,7 @@ def pytest_configure(config: pytest.Config) -> None:
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     communicator = MPI.COMM_WORLD.Dup()
     config.pluginmanager.register(Together(config, communicator), "together")
-    if communicator.rank == 0:
-        # mpirun ends the ranks with SIGTERM when one has died: show what this one was waiting for.
-        faulthandler.register(signal.SIGTERM, file=os.dup(2), all_threads=False, chain=True)
-    else:
+    if communicator.rank > 0:
         reporter: Any = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.TextIOWrapper(io.FileIO(os.devnull, "w"))
         # Of temporary folders that they share, all ranks would remove the same dead links at the end.

@@ -23,6 +23,7 @@ VERBS = {
     "plan": ("hpctrain.cli.plan:command", "Tell what every rank of a deck will hold in memory."),
     "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
     "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
+    "status": ("hpctrain.cli.status:command", "Tell where runs stand."),
     "inspect": ("hpctrain.cli.inspect:command", "Tell what a checkpoint holds, verify it, compare two."),
     "replay": ("hpctrain.cli.replay:command", "Tell whether a run's losses come out again."),
     "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),

@@ -65,6 +65,11 @@ class Ledger:
         entry.seconds += seconds
         return entry
 
+    @property
+    def seconds(self) -> float:
+        """The time this rank has spent inside calls, all entries together."""
+        return sum(entry.seconds for entry in self._entries.values())
+
     def rows(self) -> list[Entry]:
         """Copies of all entries, sorted by axis, operation and phase."""
         return [Entry(**asdict(self._entries[key])) for key in sorted(self._entries)]

@@ -40,6 +40,7 @@ def check_deck(deck: Deck) -> list[Problem]:
         *_memory(deck),
         *_batch(deck),
         *_schedule(deck),
+        *_times(deck),
         *_devices(deck),
         *_offload(deck),
     ]
@@ -380,6 +381,19 @@ def _schedule(deck: Deck) -> Iterator[Problem]:
             "learning_rate.warmup",
             f"must be at most learning_rate.decay_steps = {rate.decay_steps}",
             ("learning_rate.decay_steps", "learning_rate.decay", "run.steps"),
+        )
+
+
+def _times(deck: Deck) -> Iterator[Problem]:
+    limit, margin, factor = deck.run.time_limit, deck.run.time_margin, deck.stability.straggler_factor
+    if limit is not None and margin is not None and margin >= limit:
+        yield Problem(
+            "run.time_margin", f"must be less than run.time_limit = {toml_value(limit)}", ("run.time_limit",)
+        )
+    if 0 < factor <= 1:
+        yield Problem(
+            "stability.straggler_factor",
+            "must be above 1, or 0 to name no rank: half of all ranks take longer than the median",
         )
 
 

@@ -57,6 +57,20 @@ class Run(Section):
     evaluate_sequences: int = key(
         "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
     )
+    time_limit: Duration | None = key(
+        "Before the run has taken this long it stops in good order, to be resumed; Slurm's limit counts too.",
+        None,
+        unit="seconds",
+        derived="none",
+        gt=0,
+    )
+    time_margin: Duration | None = key(
+        "Kept free before the time limit, besides the time of a step and a checkpoint.",
+        None,
+        unit="seconds",
+        derived="1 min, at most a tenth of the limit",
+        ge=0,
+    )
     threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = key(
         "Where to compute; auto: on GPUs where every rank has one.", "auto"
@@ -316,6 +330,11 @@ class Stability(Section):
 
     check_parameters: bool = key(
         "Whether to compare the initial parameters of all copies before training.", True
+    )
+    straggler_factor: float = key(
+        "Ranks that compute this many times as long as the median are named; 0: none (none over NCCL).",
+        1.5,
+        ge=0,
     )
     z_loss: float = key(
         "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0

@@ -37,11 +37,30 @@ class Checkpoints:
         self.deck, self.engine, self.tokenizer = deck, engine, tokenizer
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
+        self.longest = 0.0
+        """Seconds from beginning to end of the slowest one so far."""
         layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
         self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size)
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
         self._held_up = 0.0
+        self._began = 0.0
+        self._step: int | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is begun and not complete."""
+        return self._pending is not None
+
+    @property
+    def expected_bytes(self) -> float:
+        """About the size of one: parameters, moments and, in half precision, master weights."""
+        half = self.deck.precision.compute != "fp32"
+        return self.engine.shape.parameters * (14.0 if half else 12.0)
+
+    def has(self, step: int) -> bool:
+        """Whether the newest one in the run's folder, complete or under way, is of this step."""
+        return self._step == step
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint of the present state, or begin to; what another one still lacks comes first.
@@ -49,6 +68,7 @@ class Checkpoints:
         Collective, as all methods.
         """
         self.finish()
+        self._began, self._step = time.perf_counter(), state.step
         path, entries, stored = checkpoint_path(self.folder, state.step), self._entries(), self._stored(state)
         everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
         if checkpoint.mode == "background":
@@ -99,6 +119,8 @@ class Checkpoints:
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         self.provenance.go_on(state, path)
         self.newest = path
+        if path.parent == self.folder:
+            self._step = int(state["step"])
         return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
 
     def _saved(self, path: Path) -> None:
@@ -107,6 +129,7 @@ class Checkpoints:
         point_to(path, everyone)
         keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.newest = path
+        self.longest = max(self.longest, time.perf_counter() - self._began)
         log = logging.getLogger("hpctrain")
         log.info("checkpoint %s written, which held up training for %.2f s", path, self._held_up)
         self._held_up = 0.0

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,8 @@ from hpctrain.errors import HpctrainError
 
 LOCK = "lock"
 """Name of the file that is locked while a job writes to the folder; it tells which one."""
+
+_SECONDS_PER_LOOK = 0.1
 
 # What file systems without locks say.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -50,7 +53,7 @@ def lock_folder(folder: Path) -> TextIO:
     """
     stream = (folder / LOCK).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(stream)
     except BlockingIOError:
         stream.seek(0)
         holder = stream.read(200).strip()
@@ -71,3 +74,24 @@ def lock_folder(folder: Path) -> TextIO:
     stream.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
     stream.flush()
     return stream
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process holds the folder. Where the file system has no locks, it counts as held."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _lock(stream: TextIO) -> None:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Who looks whether it is free holds it for a moment.
+        time.sleep(_SECONDS_PER_LOOK)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

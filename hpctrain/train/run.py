@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import EXIT_DONE
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import plan_memory
@@ -36,18 +37,20 @@ from hpctrain.train.build import (
     settle_vocabulary,
 )
 from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
+from hpctrain.train.control import Control, Order
 from hpctrain.train.folder import lock_folder, refuse_other_run, remove_run
-from hpctrain.train.keeping import introduce_keeping
-from hpctrain.train.log import close_log, open_log
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.memory import MemoryLedger
-from hpctrain.train.metrics import MetricsWriter, StepMetrics, peak_rss_bytes
+from hpctrain.train.metrics import StepMetrics, peak_rss_bytes
 from hpctrain.train.place import with_split
-from hpctrain.train.progress import Progress
+from hpctrain.train.reporter import Reporter
+from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.stragglers import Stragglers
+from hpctrain.train.summary import introduction, outcome
+from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
 from hpctrain.train.verify import verify_layout
-from hpctrain.units import format_bytes, format_count
 
 TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
@@ -60,6 +63,7 @@ class Run:
         self, world: World, deck: Deck, checkpoint: Path | None = None, split: Sequence[int] | None = None
     ) -> None:
         """`split`, of a run that goes on in its old layout, stands in for one that would be measured."""
+        self.limit = TimeLimit.find(deck, os.environ, time.monotonic())
         torch.set_num_threads(deck.run.threads)
         world.use_device(deck.run.device)
         self.world = world
@@ -92,73 +96,106 @@ class Run:
             self.deck.run.seed,
         )
         self.step.before_update = self.checkpoints.protect
+        self.peak = self.deck.machine.peak_flops or 0.0
+        self.pace = Pace(expected_seconds(self.checkpoints.expected_bytes, world.nodes))
         self.log = logging.getLogger("hpctrain")
 
-    def train(self) -> int:
-        """Train up to `run.steps`; the exit code."""
+    def train(self, signals: Signals | None = None) -> int:
+        """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code."""
         deck, world = self.deck, self.world
-        resumed, lock = self.checkpoints.newest is not None, None
+        lock = None
         with world.agreement():
             if world.rank == 0:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
                 lock = lock_folder(self.folder)
                 (self.folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
                 self.memory.write(self.folder)
-        with world.agreement():
-            self.log = open_log(self.folder, world.rank)
-            metrics = (
-                MetricsWriter(self.folder / "metrics.jsonl", self.state.step if resumed else None)
-                if world.rank == 0
-                else None
-            )
-        peak = deck.machine.peak_flops or self._measured_peak()
-        self._introduce(peak)
-        progress = (
-            Progress(deck.run.steps, self.state.step, log_every=deck.run.log_every, logger=self.log)
-            if world.rank == 0
-            else None
-        )
-        world.ledger.reset()
-        if deck.run.trace:
-            most = TRACED_SPANS // (deck.run.trace_steps * world.size)
-            world.ledger.timeline = Timeline(deck.run.trace_steps, most)
-        gc.collect()
-        gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
+        newest = self.checkpoints.newest
+        facts = {
+            "title": deck.run.title,
+            "ranks": world.size,
+            "nodes": world.nodes,
+            "steps": deck.run.steps,
+            "step": self.state.step,
+            "checkpoint": None if newest is None else str(newest),
+        }
+        reporter = Reporter(world, deck, self.state.step, facts, newest is not None)
         try:
-            while self.state.step < deck.run.steps:
-                self._train_step(peak, metrics, progress)
+            self.peak = self.peak or self._measured_peak()
+            reporter.say(introduction(deck, self.engine, self.corpus, self.peak))
+            reporter.say(line for line in (self.layout_check, self.started_from) if line)
+            if newest is not None:
+                reporter.say([f"goes on from {newest} at step {self.state.step}"])
+            reporter.begin()
+            world.ledger.reset()
+            if deck.run.trace:
+                most = TRACED_SPANS // (deck.run.trace_steps * world.size)
+                world.ledger.timeline = Timeline(deck.run.trace_steps, most)
+            gc.collect()
+            gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
+            order = self._train_steps(reporter, signals or Signals())
             self.checkpoints.finish()
-            self._finish(progress)
+            self._finish(reporter, order)
+        except BaseException as error:
+            reporter.failed(error)
+            raise
         finally:
             gc.unfreeze()
             world.ledger.timeline = None
-            if progress is not None:
-                progress.close()
-            if metrics is not None:
-                metrics.close()
-            close_log(self.log)
+            reporter.close()
             self.engine.close()
             if lock is not None:
                 lock.close()
-        return EXIT_DONE
+        return EXIT_AGAIN if order.stop else EXIT_DONE
 
-    def _train_step(self, peak: float, metrics: MetricsWriter | None, progress: Progress | None) -> None:
+    def _train_steps(self, reporter: Reporter, signals: Signals) -> Order:
+        """All steps, with what is asked for between them; the last order, which says whether to stop."""
+        control = Control(self.world, self.folder, signals, self._out_of_time)
+        stragglers = Stragglers(self.mesh, self.deck.stability.straggler_factor)
+        while self.state.step < self.deck.run.steps:
+            order = control.agree()
+            if order.checkpoint:
+                reporter.log.info("checkpoint asked for: %s", order.why)
+                if not self.checkpoints.has(self.state.step):
+                    self.save(reporter)
+                control.saved()
+            if order.stop:
+                return order
+            self._train_step(reporter, stragglers)
+        control.forget()
+        return Order()
+
+    def _out_of_time(self) -> str:
+        """On rank 0, why no other step can be made in time; "" where one can."""
+        self.pace.checkpoint = self.checkpoints.longest or self.pace.checkpoint
+        return self.pace.reason_to_stop(
+            self.limit,
+            time.monotonic(),
+            evaluates=self._evaluates(self.state.step + 1),
+            writing=self.checkpoints.under_way,
+        )
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether an evaluation comes after that step."""
+        every = self.deck.run.evaluate_every
+        due = step == self.deck.run.steps or (every > 0 and step % every == 0)
+        return due and self.corpus.validation is not None
+
+    def _train_step(self, reporter: Reporter, stragglers: Stragglers) -> None:
         deck, state, world = self.deck, self.state, self.world
         if world.ledger.timeline is not None:
             world.ledger.timeline.begin(state.step + 1)
-        started = time.perf_counter()
+        started, communicating = time.perf_counter(), world.ledger.seconds
         first = not self.memory.activation_peak
         with self.memory.activations() if first else nullcontext():
             result = self.step(state, batch_at(deck.batch, state.step))
         seconds = time.perf_counter() - started
+        slow = stragglers.step(seconds - (world.ledger.seconds - communicating))
+        if slow is not None:
+            reporter.status.note(stragglers=[straggler.row() for straggler in slow])
+        self.pace.steps.append(seconds)
         self.checkpoints.provenance.note(state.step, result.loss, result.grad_norm)
-        last = state.step == deck.run.steps
-        every = deck.run.evaluate_every
-        validation = None
-        if self.corpus.validation is not None and (last or (every and state.step % every == 0)):
-            if progress is not None:
-                progress.working("evaluating")
-            validation = self.step.evaluate(self.corpus.validation, deck.run.evaluate_sequences)
+        validation = self._evaluate(reporter) if self._evaluates(state.step) else None
         if result.skipped:
             self.log.warning(
                 "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
@@ -168,17 +205,23 @@ class Run:
                 state.skipped,
             )
         with world.agreement():
-            if metrics is not None and progress is not None:
-                row = self._row(result, seconds, peak, validation)
-                metrics.write(row)
-                progress.step(row)
-                if validation is not None:
-                    progress.evaluation(state.step, validation)
+            if world.rank == 0:
+                row = self._row(result, seconds, validation)
+                reporter.step(row, max(self.pace.steps), self.checkpoints.newest)
         self.checkpoints.poll()
-        if last or (deck.checkpoint.every and state.step % deck.checkpoint.every == 0):
-            self.save(progress)
+        every = deck.checkpoint.every
+        if state.step == deck.run.steps or (every and state.step % every == 0):
+            self.save(reporter)
 
-    def _row(self, result: StepResult, seconds: float, peak: float, validation: float | None) -> StepMetrics:
+    def _evaluate(self, reporter: Reporter) -> float:
+        assert self.corpus.validation is not None
+        reporter.working("evaluating")
+        started = time.perf_counter()
+        loss = self.step.evaluate(self.corpus.validation, self.deck.run.evaluate_sequences)
+        self.pace.evaluation = time.perf_counter() - started
+        return loss
+
+    def _row(self, result: StepResult, seconds: float, validation: float | None) -> StepMetrics:
         rate = result.tokens / seconds
         return StepMetrics(
             step=self.state.step,
@@ -191,16 +234,16 @@ class Run:
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=self.engine.loss_scale.value if self.engine.loss_scale.window else None,
-            mfu=rate * self.engine.shape.flops_per_token / (peak * self.world.size),
+            mfu=rate * self.engine.shape.flops_per_token / (self.peak * self.world.size),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=validation,
         )
 
-    def save(self, progress: Progress | None) -> None:
+    def save(self, reporter: Reporter) -> None:
         """Write a checkpoint of the present state, and the trace so far."""
-        if progress is not None:
-            progress.working("writing a checkpoint")
+        reporter.working("checkpointing")
         self.checkpoints.save(self.state)
+        reporter.saved(self.checkpoints.newest)
         timeline = self.world.ledger.timeline
         if timeline is not None:
             write_trace(self.folder / TRACE_FILE, timeline, self.mesh, self.engine.plan)
@@ -219,59 +262,19 @@ class Run:
         total = everyone.all_reduce(torch.tensor(rate, dtype=torch.float64))
         return float(total.item()) / everyone.size
 
-    def _introduce(self, peak: float) -> None:
-        shape, world, deck = self.engine.shape, self.world, self.deck
-        axes = " x ".join(
-            f"{axis} {self.mesh.size(axis)}" for axis in ("pipeline", "data", "context", "tensor")
-        )
-        lines = [
-            f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
-            f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
-            f"on {counted(world.nodes, 'node')}",
-            f"{deck.data.tokens}: {format_count(self.corpus.file.tokens)} tokens; a step takes "
-            f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
-            f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
-        ]
-        if self.mesh.size("pipeline") > 1:
-            lines.append(f"{deck.layout.schedule}: {self.engine.placement}")
-        engine = self.engine
-        stage = self.mesh.coordinate("pipeline")
-        lines += introduce_keeping(deck, shape, engine.models, engine.plan, stage)
-        if self.engine.offload.introduction:
-            lines.append(self.engine.offload.introduction)
-        lines += [line for line in (self.layout_check, self.started_from) if line]
-        if self.checkpoints.newest is not None:
-            lines.append(f"goes on from {self.checkpoints.newest} at step {self.state.step}")
-        for line in lines:
-            self.log.info("%s", line)
-            if world.rank == 0:
-                print(line, flush=True)
-
-    def _finish(self, progress: Progress | None) -> None:
-        measured = self.memory.measured()
+    def _finish(self, reporter: Reporter, order: Order) -> None:
+        """Write down and say what there is to say at the end, or before it by an order to stop."""
+        measured, newest = self.memory.measured(), self.checkpoints.newest
         with self.world.agreement():
             if self.world.rank == 0:
                 self.memory.write(self.folder, measured)
-        if self.world.rank != 0:
-            return
-        self.world.ledger.write(self.folder / "ledger.json")
-        trace, saved = self.folder / TRACE_FILE, self.checkpoints.newest
-        lines = [
-            f"metrics     {self.folder / 'metrics.jsonl'} (`hpctrain plot {self.folder}` draws them)",
-            f"trace       {trace} (ui.perfetto.dev opens it)" if self.deck.run.trace else "",
-            f"checkpoint  {saved} ({format_bytes(saved.stat().st_size)})" if saved else "",
-            f"skipped     {self.state.skipped} steps" if self.state.skipped else "",
-            *self.memory.table(measured),
-        ]
-        for line in filter(None, lines):
-            self.log.info("%s", line)
-            if progress is not None:
-                progress.message(line)
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+                self.world.ledger.write(self.folder / "ledger.json")
+                reporter.say(outcome(self.folder, self.deck.run.trace, newest, self.state.skipped))
+                reporter.say(self.memory.table(measured))
+        if order.stop:
+            step = f"after step {self.state.step} of {self.deck.run.steps}"
+            reporter.say([f"stopped {step}: {order.why}; go on with `hpctrain resume {self.folder}`"])
+        reporter.ended(newest, order.why if order.stop else "")
 
 
 def run_deck(
@@ -281,20 +284,21 @@ def run_deck(
 
     With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now.
     """
-    with world.agreement():
-        deck = read_deck(path, overrides, read_source=settled_keys)
-        folder = Path(deck.run.dir)
-        begun = again and bool(checkpoints(folder / "checkpoints"))
-    if any(world.everyone.all_gather_object(begun)):
-        checkpoint = find_checkpoint(world, folder)
-        return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone))
-    with world.agreement():
-        if world.rank == 0:
-            if fresh or (again and (folder / "deck.toml").exists()):
-                remove_run(folder)  # with `again`, what a job left that ended before its first checkpoint
-            elif not again:
-                refuse_other_run(deck)
-    return Run(world, deck).train()
+    with Signals() as signals:
+        with world.agreement():
+            deck = read_deck(path, overrides, read_source=settled_keys)
+            folder = Path(deck.run.dir)
+            begun = again and bool(checkpoints(folder / "checkpoints"))
+        if any(world.everyone.all_gather_object(begun)):
+            checkpoint = find_checkpoint(world, folder)
+            return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone), signals)
+        with world.agreement():
+            if world.rank == 0:
+                if fresh or (again and (folder / "deck.toml").exists()):
+                    remove_run(folder)  # with `again`, what a job left that ended before its first checkpoint
+                elif not again:
+                    refuse_other_run(deck)
+        return Run(world, deck).train(signals)
 
 
 def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = False) -> int:
@@ -302,16 +306,17 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
 
     With `strict`, a run whose newest checkpoint is damaged does not go on.
     """
-    path = find_checkpoint(world, target, strict)
-    state = read_state(path, world.everyone)
-    with world.agreement():
-        require_training_state(path, state, overrides)
-        deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
-    return _go_on(world, deck, path, state)
+    with Signals() as signals:
+        path = find_checkpoint(world, target, strict)
+        state = read_state(path, world.everyone)
+        with world.agreement():
+            require_training_state(path, state, overrides)
+            deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+        return _go_on(world, deck, path, state, signals)
 
 
-def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any]) -> int:
+def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signals: Signals) -> int:
     """Train on from a checkpoint with that state; the exit code."""
     with world.agreement():
         same = deck.layout == stored_deck(state, path).layout
-    return Run(world, deck, path, state.get("split") if same else None).train()
+    return Run(world, deck, path, state.get("split") if same else None).train(signals)

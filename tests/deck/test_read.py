@@ -250,6 +250,12 @@ def test_no_deck_costs_the_import_of_torch_or_mpi() -> None:
             '25000000 or "25 MB"',
         ),
         (
+            "[layout]",
+            "[stability]\nstraggler_factor = 0.9\n[layout]",
+            "deck.toml:14: stability.straggler_factor = 0.9: must be above 1, or 0 to name no rank: half of "
+            "all ranks take longer than the median",
+        ),
+        (
             "[run]",
             "optimizer = 3\n[run]",
             "deck.toml:1: optimizer = 3: must be a section: [optimizer] on a line of its own, with its "
@@ -259,6 +265,19 @@ def test_no_deck_costs_the_import_of_torch_or_mpi() -> None:
 )
 def test_one_wrong_key(line: str, new: str, told: str) -> None:
     assert problems(changed(line, new)) == [told]
+
+
+def test_times_of_a_run() -> None:
+    deck = parse_deck(SMALL, ["run.time_limit=1 h 30 min", "run.time_margin=0"])
+    assert (deck.run.time_limit, deck.run.time_margin) == (5400.0, 0.0)
+    assert parse_deck(deck_text(deck)) == deck
+    assert problems(SMALL, "run.time_limit=soon", "run.time_margin=-1") == [
+        '--set run.time_limit=soon: must be a time above 0, such as 3000 or "50 min"',
+        '--set run.time_margin=-1: must be a time of at least 0, such as 3000 or "50 min"',
+    ]
+    assert problems(SMALL, "run.time_limit=50 s", "run.time_margin=1 min") == [
+        "--set run.time_margin=1 min: must be less than run.time_limit = 50.0"
+    ]
 
 
 def test_missing_keys_are_named_with_their_section() -> None:

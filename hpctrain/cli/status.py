@@ -1,0 +1,24 @@
+"""`hpctrain status`: where runs stand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+
+@click.command(name="status")
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as a JSON list.")
+def command(run_dirs: tuple[Path, ...], as_json: bool) -> int:
+    """Tell of one or more runs what they do, how far they are and when their last step ended.
+
+    Besides what runs say of themselves, "stalled" means that no step has ended for long, and "lost" that the
+    job is gone without a word. Run folders are read, nothing else: any node that sees them will do.
+    """
+    from hpctrain.comm.launcher import started_rank
+    from hpctrain.train.statuses import show_statuses
+
+    first = started_rank(os.environ) == 0
+    return show_statuses(run_dirs, as_json, click.echo if first else lambda _: None)

@@ -1,0 +1,105 @@
+"""What a run is asked while it trains, by signals, files and the clock: agreed by all ranks between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.train.signals import Signals
+
+CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"
+"""Names of the files in a run's folder that ask as SIGUSR1 and SIGUSR2 do."""
+
+SECONDS_PER_LOOK = 1.0
+
+_FILES, _CLOCK = (CHECKPOINT_FILE, STOP_FILE), "clock"
+_CAUSES = (signal.SIGUSR1, CHECKPOINT_FILE, signal.SIGUSR2, signal.SIGTERM, STOP_FILE, _CLOCK)
+_STOPPING = _CAUSES[2:]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say."""
+
+    checkpoint: bool = False
+    stop: bool = False
+    why: str = ""
+
+
+class Control:
+    """Collects what is asked of any rank, and makes it the same on all of them."""
+
+    def __init__(self, world: World, folder: Path, signals: Signals, out_of_time: Callable[[], str]) -> None:
+        """`out_of_time`, called on rank 0, says why to stop by the clock; "" for going on."""
+        self.world, self.folder, self.signals, self.out_of_time = world, folder, signals, out_of_time
+        self._looked = -float("inf")
+        self._unremovable: set[str] = set()
+
+    def agree(self) -> Order:
+        """What was asked since the last call, of any rank. Collective; its files are removed."""
+        world = self.world
+        came, late = self._here()
+        # The largest is that of the lowest rank which was asked.
+        asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in _CAUSES])
+        numbers = world.everyone.all_reduce(asked, "max").tolist()
+        ranks = {cause: world.size - number for cause, number in zip(_CAUSES, numbers, strict=True) if number}
+        if not ranks:
+            return Order()
+        stop = any(cause in ranks for cause in _STOPPING)
+        if world.rank == 0:
+            self._remove([name for name in _FILES if name in ranks])
+        self.signals.came.difference_update(ranks)
+        causes = [cause for cause in ranks if not stop or cause in _STOPPING]
+        return Order(True, stop, " and ".join(self._words(cause, ranks[cause], late) for cause in causes))
+
+    def saved(self) -> None:
+        """A checkpoint was written: what asked for one meanwhile, as a signal does that reaches the ranks one
+        after the other, has got it."""
+        self.signals.came.discard(signal.SIGUSR1)
+
+    def forget(self) -> None:
+        """Remove what asks for nothing any more, since the run is done."""
+        if self.world.rank == 0:
+            self._remove(self._files())
+
+    def _here(self) -> tuple[set[object], str]:
+        """What this rank was asked; and, on rank 0, why there is no time left."""
+        came: set[object] = set(self.signals.came)
+        if self.world.rank != 0:
+            return came, ""
+        now = time.monotonic()
+        if now - self._looked >= SECONDS_PER_LOOK:
+            self._looked = now
+            came.update(self._files())
+        late = self.out_of_time()
+        return came | ({_CLOCK} if late else set()), late
+
+    def _files(self) -> list[str]:
+        # A list of the folder is fresh where a network file system would still deny a single new file.
+        with contextlib.suppress(OSError):
+            there = {path.name for path in self.folder.iterdir()}
+            return [name for name in _FILES if name in there and name not in self._unremovable]
+        return []
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                (self.folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                self._unremovable.add(name)
+                logging.getLogger("hpctrain").warning(
+                    "%s: cannot be removed, so it is not looked at any more: %s", self.folder / name, error
+                )
+
+    def _words(self, cause: object, rank: int, late: str) -> str:
+        if isinstance(cause, signal.Signals):
+            return f"{cause.name} came to rank {rank}"
+        return late if cause == _CLOCK else f"the file {self.folder / str(cause)} asked for it"

@@ -1,0 +1,99 @@
+"""What a run tells while it trains: log, metrics, terminal and status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.train.log import close_log, open_log
+from hpctrain.train.metrics import MetricsWriter, StepMetrics
+from hpctrain.train.progress import Progress
+from hpctrain.train.status import Status
+
+_ACTIVITIES = {"evaluating": "evaluating", "checkpointing": "writing a checkpoint"}
+
+
+class Reporter:
+    """Rank 0 tells everything; the other ranks have a log for their warnings alone."""
+
+    def __init__(self, world: World, deck: Deck, start: int, facts: Mapping[str, Any], resumed: bool) -> None:
+        """Open all files; collective. `start` is the step to go on from, `facts` go into the status."""
+        self.world, self.deck, self.start = world, deck, start
+        folder = Path(deck.run.dir)
+        self.metrics: MetricsWriter | None = None
+        self.progress: Progress | None = None
+        with world.agreement():
+            self.log = open_log(folder, world.rank)
+            if world.rank == 0:
+                self.metrics = MetricsWriter(folder / "metrics.jsonl", start if resumed else None)
+        self.status = Status(folder if world.rank == 0 else None, facts)
+
+    def begin(self) -> None:
+        """From here on steps are shown."""
+        if self.world.rank == 0:
+            run = self.deck.run
+            self.progress = Progress(run.steps, self.start, log_every=run.log_every, logger=self.log)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Lines for the log and the terminal."""
+        for line in lines:
+            self.log.info("%s", line)
+            if self.progress is not None:
+                self.progress.message(line)
+            elif self.world.rank == 0:
+                print(line, flush=True)
+
+    def working(self, state: Literal["evaluating", "checkpointing"]) -> None:
+        """What takes long now."""
+        if self.progress is not None:
+            self.progress.working(_ACTIVITIES[state])
+        self.status.change(state)
+
+    def saved(self, checkpoint: Path | None) -> None:
+        """A checkpoint was written, or begun; the newest complete one."""
+        self.status.change("running", checkpoint=_text(checkpoint))
+
+    def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
+        """A step that was done, on rank 0; `longest` are the seconds of the longest recent one."""
+        assert self.metrics is not None
+        assert self.progress is not None
+        self.metrics.write(row)
+        self.progress.step(row)
+        if row.validation_loss is not None:
+            self.progress.evaluation(row.step, row.validation_loss)
+        self.status.step(
+            step=row.step,
+            loss=row.loss,
+            tokens_per_s=row.tokens_per_s,
+            seconds_left=self.progress.seconds_left(),
+            step_seconds=longest,
+            checkpoint=_text(checkpoint),
+        )
+
+    def ended(self, checkpoint: Path | None, stopped: str = "") -> None:
+        """All steps are done; or the run stops before, for the reason `stopped`."""
+        if stopped:
+            self.status.change("stopped", checkpoint=_text(checkpoint), reason=stopped)
+        else:
+            self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0)
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends by an error."""
+        told = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
+        self.status.change("failed", reason=told)
+
+    def close(self) -> None:
+        """Close all files."""
+        if self.progress is not None:
+            self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        close_log(self.log)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

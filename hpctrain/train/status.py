@@ -1,0 +1,92 @@
+"""`status.json`: where a run stands, for people and monitors to read while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+STATUS_FILE = "status.json"
+
+State = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
+
+ACTIVE = ("starting", "running", "checkpointing", "evaluating")
+"""States of a run that has a job."""
+
+SECONDS_PER_RENEWAL = 1.0
+
+# Variables in which schedulers tell a job its number, and the schedulers' names.
+_JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS", "LSB_JOBID": "LSF", "FLUX_JOB_ID": "Flux"}
+
+
+class Status:
+    """The file, written by rank 0 alone: where `folder` is None, nothing is written.
+
+    A reader finds either the former content or the new one, never a part. A disk that refuses costs the
+    run nothing but a warning.
+    """
+
+    def __init__(self, folder: Path | None, facts: Mapping[str, Any]) -> None:
+        """`facts` stay: title, steps, ranks and so on."""
+        self._path = None if folder is None else folder / STATUS_FILE
+        self._written = -math.inf
+        self._complained = False
+        self._fields: dict[str, Any] = {"state": "starting", **facts}
+        self._fields |= {"host": socket.gethostname(), "pid": os.getpid(), "job": job_name(os.environ)}
+        self.change("starting", started=now_text())
+
+    def change(self, state: State, **fields: Any) -> None:
+        """Write a new state at once, with whatever else has changed."""
+        self._fields |= {"state": state, **fields}
+        self._write()
+
+    def step(self, **fields: Any) -> None:
+        """A step has ended now; written at most once a second, or if the run did something else before."""
+        new = self._fields["state"] != "running"
+        self._fields |= {"state": "running", "step_time": now_text(), **fields}
+        if new or time.monotonic() - self._written >= SECONDS_PER_RENEWAL:
+            self._write()
+
+    def note(self, **fields: Any) -> None:
+        """Remember what will stand in the next writing."""
+        self._fields |= fields
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._written = time.monotonic()
+        strict = {name: _finite(value) for name, value in self._fields.items()}
+        text = json.dumps(strict | {"time": now_text()}, indent=1, allow_nan=False) + "\n"
+        new = self._path.with_name(STATUS_FILE + ".new")
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(self._path)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                told = "%s: is out of date from now on, it cannot be written: %s"
+                logging.getLogger("hpctrain").warning(told, self._path, error.strerror or error)
+
+
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """The scheduler and number of the job, such as "Slurm 1234"; None outside of jobs."""
+    for variable, scheduler in _JOBS.items():
+        if environment.get(variable):
+            return f"{scheduler} {environment[variable]}"
+    return None
+
+
+def now_text() -> str:
+    """Now, UTC, as in 2026-11-21T10:16:22Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,116 @@
+"""`hpctrain status`: where runs stand, from their folders alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import EXIT_DONE, InputOutputError
+from hpctrain.report.table import table
+from hpctrain.train.folder import is_free
+from hpctrain.train.status import ACTIVE, STATUS_FILE
+from hpctrain.units import format_count, format_seconds
+
+LATE_STEPS = 10
+LATE_SECONDS = 30.0
+"""A run is stalled when no step has ended for so many times the time of a step and so many seconds more."""
+
+
+def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
+    """Show a table, or a JSON list, of the runs in these folders; the exit code.
+
+    InputOutputError, once the others are shown, with every folder that has no readable status.
+    """
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            rows.append(read_status(folder))
+        except InputOutputError as error:
+            problems += error.problems
+    if as_json:
+        show(json.dumps(rows, indent=1))
+    elif rows:
+        show(statuses_text(rows))
+    if problems:
+        raise InputOutputError(problems)
+    return EXIT_DONE
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The status of a run, with `folder` and, of one that has a job, `seconds_since_step`.
+
+    Its state is "lost" where the file says that it has a job, but nothing holds the folder, and "stalled"
+    where no step has ended for long.
+    """
+    path = folder / STATUS_FILE
+    try:
+        status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        written = _seconds_since(status["time"])
+        state, step_time = status["state"], status.get("step_time")
+    except OSError as error:
+        told = f"{path}: cannot be read: {error.strerror or error} (a run writes it while it trains)"
+        raise InputOutputError(told) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
+    status["folder"] = str(folder)
+    if state not in ACTIVE:
+        return status
+    late = LATE_STEPS * (status.get("step_seconds") or 0.0) + LATE_SECONDS
+    since = None if step_time is None else _seconds_since(step_time)
+    status["seconds_since_step"] = since
+    # From another node, a file system with locks of each node's own shows every folder as free.
+    certain = status.get("host") == socket.gethostname() or written > late
+    if certain and is_free(folder):
+        status["state"] = "lost"
+    elif state == "running" and since is not None and since > late:
+        status["state"] = "stalled"
+    return status
+
+
+def statuses_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, and below it what there is to say of single runs."""
+    head = ("run", "state", "step", "loss", "tokens/s", "left", "last step", "ranks", "job", "checkpoint")
+    cells = [head, *map(_cells, rows)]
+    notes = [f"{row['folder']}: {note}" for row in rows for note in _notes(row)]
+    return "\n".join([*table(cells, left=(0, 1, 8, 9)), *([""] if notes else []), *notes])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    active = "seconds_since_step" in row and row["state"] != "lost"
+    left, since = row.get("seconds_left"), row.get("seconds_since_step")
+    loss, rate = row.get("loss"), row.get("tokens_per_s")
+    return (
+        row["folder"],
+        row["state"],
+        f"{row.get('step', 0)}/{row.get('steps', '?')}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if rate is None or not active else format_count(rate),
+        "" if left is None or not active else format_seconds(round(left)),
+        f"{format_seconds(round(since))} ago" if since is not None else _date(row.get("step_time")),
+        str(row.get("ranks", "")),
+        row.get("job") or f"process {row.get('pid')} on {row.get('host')}",
+        row.get("checkpoint") or "none",
+    )
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    notes = [str(row["reason"])] if row.get("reason") else []
+    if row["state"] == "lost":
+        notes.append(f"its job ended without a word; go on by `hpctrain resume {row['folder']}`")
+    if row["state"] == "stalled":
+        notes.append(f"steps took {format_seconds(row.get('step_seconds') or 0.0)} before")
+    return notes + [slow["words"] for slow in row.get("stragglers") or []]
+
+
+def _seconds_since(text: str) -> float:
+    then = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return max(0.0, (datetime.now(timezone.utc) - then).total_seconds())
+
+
+def _date(text: str | None) -> str:
+    return "" if text is None else text.replace("T", " ").removesuffix("Z")

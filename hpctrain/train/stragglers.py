@@ -1,0 +1,95 @@
+"""Ranks whose own computing takes longer than that of the others who do the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Any
+
+import torch
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.units import format_seconds
+
+WINDOW = 20
+"""Steps after which the ranks compare their times."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank: seconds of its own computing in a step, and how many times the others' median it is."""
+
+    rank: int
+    node: str
+    seconds: float
+    times: float
+
+    def row(self) -> dict[str, Any]:
+        """As in `status.json`."""
+        words = (
+            f"rank {self.rank} on {self.node} computes for {format_seconds(self.seconds)} a step, "
+            f"{self.times:.2g} times the median of those with the same work"
+        )
+        return {"rank": self.rank, "node": self.node, "times": round(self.times, 3), "words": words}
+
+
+class Stragglers:
+    """Compares the ranks' times once a window of steps: the step's less those inside communication.
+
+    Of each rank the median of its steps counts, so that a single slow step is none. Over NCCL the times of
+    the host tell nothing of the GPU's, so nothing is compared there.
+    """
+
+    def __init__(self, mesh: Mesh, factor: float) -> None:
+        """Named are ranks above `factor` times the median; 0: never. Collective."""
+        self.world, self.factor = mesh.world, factor
+        self.on = factor > 0 and mesh.world.size > 1 and mesh.transport == "mpi"
+        self.nodes = self.world.everyone.all_gather_object(self.world.hostname) if self.on else []
+        self.stages = [mesh.coordinates(rank)["pipeline"] for rank in range(self.world.size)]
+        self._seconds: list[float] = []
+        self._warm = False
+        self._named: set[int] = set()
+
+    def step(self, seconds: float) -> list[Straggler] | None:
+        """Add this rank's computing time of a step, in seconds; the first one, which warms up, is left out.
+
+        At the end of a window, the stragglers on rank 0, which also warns of new ones; else None.
+        Collective.
+        """
+        if not self.on:
+            return None
+        if self._warm:
+            self._seconds.append(seconds)
+        self._warm = True
+        if len(self._seconds) < WINDOW:
+            return None
+        mine = torch.tensor([median(self._seconds)], dtype=torch.float64)
+        self._seconds.clear()
+        times = self.world.everyone.gather(mine)
+        if times is None:
+            return None
+        found = find_stragglers(times.tolist(), self.stages, self.nodes, self.factor)
+        for straggler in found:
+            if straggler.rank not in self._named:
+                logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
+        self._named = {straggler.rank for straggler in found}
+        return found
+
+
+def find_stragglers(
+    seconds: Sequence[float], stages: Sequence[int], nodes: Sequence[str], factor: float
+) -> list[Straggler]:
+    """The ranks whose seconds are above `factor` times the median of their pipeline stage, slowest first.
+
+    A stage of one rank is compared with all ranks. Of an even number, the lower of the two in the middle
+    is the median, so that of two ranks the slower one can stand out.
+    """
+    found = []
+    for rank, own in enumerate(seconds):
+        same = [other for other, stage in zip(seconds, stages, strict=True) if stage == stages[rank]]
+        usual = median_low(same if len(same) > 1 else list(seconds))
+        if own > factor * usual > 0:
+            found.append(Straggler(rank, nodes[rank], own, own / usual))
+    return sorted(found, key=lambda straggler: -straggler.times)
