@@ -2,7 +2,7 @@
 # Trains inputs/quickstart.toml on 1 to 2 nodes with 4 ranks and 4 GPUs each; goes on where an earlier job stopped.
 # Edit account and partition below, then submit it from the folder that the deck's paths start from:
 #   sbatch jobs/slurm-gpu.sh
-Not run yet on such a machine: there was none where this was written. It was checked for syntax alone.
+# Not run yet: no such system was there where this was written. Its syntax alone was checked.
 # Written by: hpctrain job inputs/quickstart.toml --nodes 1-2 --gpus-per-node 4 --set batch.micro_size=2 --output jobs/slurm-gpu.sh
 #SBATCH --account=ACCOUNT
 #SBATCH --partition=PARTITION
@@ -56,16 +56,22 @@ srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-p
 code=$?
 
 # 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node, after which a job is started again five times at most.
-restarts=${SLURM_RESTART_COUNT:-0}
+# All else is a fault or a lost node; a sixth one in a row is the last.
+faults="quickstart-$SLURM_JOB_ID.faults"
 case $code in
-0 | 2 | 3 | 126 | 127) exit "$code" ;;
-75) ;;
-*) if [ "$restarts" -ge 5 ]; then
-    echo "exit code $code after $restarts restarts: not started again" >&2
+75) rm -f "$faults" ;;
+0 | 2 | 3 | 126 | 127)
+    rm -f "$faults"
     exit "$code"
-fi ;;
+    ;;
+*)
+    echo "exit code $code on $(hostname), $(date)" >>"$faults"
+    if [ "$(wc -l <"$faults")" -gt 5 ]; then
+        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        exit "$code"
+    fi
+    ;;
 esac
-echo "exit code $code: job $SLURM_JOB_ID is queued again"
+echo "exit code $code: queued again"
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

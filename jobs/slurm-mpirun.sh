@@ -41,7 +41,7 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     if [ -n "$end" ]; then export SLURM_JOB_END_TIME=$end; fi
 fi
 
-# Signals reach this script alone; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
+# The scheduler's signals reach this script; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
 # (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:1 -n ...)
 trap 'signalled=1; kill -s USR1 "$launcher"' USR1
 trap 'signalled=1; kill -s USR2 "$launcher"' USR2
@@ -56,16 +56,22 @@ while [ "$signalled" -eq 1 ]; do # a signal ends wait, but not mpirun
 done
 
 # 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node, after which a job is started again five times at most.
-restarts=${SLURM_RESTART_COUNT:-0}
+# All else is a fault or a lost node; a sixth one in a row is the last.
+faults="quickstart-$SLURM_JOB_ID.faults"
 case $code in
-0 | 2 | 3 | 126 | 127) exit "$code" ;;
-75) ;;
-*) if [ "$restarts" -ge 5 ]; then
-    echo "exit code $code after $restarts restarts: not started again" >&2
+75) rm -f "$faults" ;;
+0 | 2 | 3 | 126 | 127)
+    rm -f "$faults"
     exit "$code"
-fi ;;
+    ;;
+*)
+    echo "exit code $code on $(hostname), $(date)" >>"$faults"
+    if [ "$(wc -l <"$faults")" -gt 5 ]; then
+        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        exit "$code"
+    fi
+    ;;
 esac
-echo "exit code $code: job $SLURM_JOB_ID is queued again"
+echo "exit code $code: queued again"
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

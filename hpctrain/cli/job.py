@@ -33,9 +33,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 @click.option(
     "--gpus-per-node", type=click.IntRange(min=0), metavar="G", help="Default: machine.gpus_per_node."
 )
-@click.option(
-    "--time", default="1:00:00", show_default=True, metavar="T", help='Time of a job: "2 h" or 2:00:00.'
-)
+@click.option("--time", metavar="T", help='Time of a job: "2 h" or 2:00:00 (an hour; kubernetes: for ever).')
 @click.option("--account", metavar="A", help="Who pays.")
 @click.option("--partition", metavar="P", help="Partition, or queue.")
 @click.option(
@@ -57,7 +55,7 @@ def command(
     nodes: str,
     ranks_per_node: int | None,
     gpus_per_node: int | None,
-    time: str,
+    time: str | None,
     account: str | None,
     partition: str | None,
     overrides: tuple[str, ...],
@@ -76,7 +74,7 @@ def command(
     wish = Wish(
         scheduler=cast(Scheduler, scheduler),
         nodes=parse_nodes(nodes),
-        seconds=parse_time(time),
+        seconds=None if time is None else parse_time(time),
         launcher=cast(Launcher | None, launcher),
         ranks_per_node=ranks_per_node,
         gpus_per_node=gpus_per_node,

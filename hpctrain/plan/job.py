@@ -40,7 +40,7 @@ class Wish:
 
     scheduler: Scheduler
     nodes: tuple[int, int] = (1, 1)
-    seconds: int = 3600
+    seconds: int | None = None
     launcher: Launcher | None = None
     ranks_per_node: int | None = None
     gpus_per_node: int | None = None
@@ -71,6 +71,11 @@ class Job:
     def name(self) -> str:
         """The deck's title as schedulers and shells take it."""
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.deck.run.title).strip("-.") or "hpctrain"
+
+    @property
+    def seconds(self) -> int:
+        """Time of the job, an hour where none is given."""
+        return self.wish.seconds or 3600
 
     @property
     def data(self) -> int:

@@ -9,8 +9,12 @@ from importlib.resources import files
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.job import Job, Scheduler
 
-TEMPLATES = {
+TEMPLATES: dict[Scheduler, str] = {
     "slurm": "slurm.sh",
+    "pbs": "pbs.sh",
+    "lsf": "lsf.sh",
+    "flux": "flux.sh",
+    "kubernetes": "kubernetes.yaml",
 }
 SUBMIT: dict[Scheduler, tuple[str, ...]] = {
     "slurm": ("sbatch",),
@@ -21,12 +25,19 @@ SUBMIT: dict[Scheduler, tuple[str, ...]] = {
 }
 """The command that submits a script, the script's path following it."""
 
-DIRECTIVES = ("#SBATCH ", "#PBS ", "#BSUB ", "# flux: ")
 WARNING_SECONDS = 120
 """Before the end of a job's time, a quarter of it at most: the scheduler sends USR1, for a checkpoint."""
 
-NOT_RUN = (
-    "Not run yet on such a machine: there was none where this was written. It was checked for syntax alone."
+START_SECONDS = 60
+"""Of a job's time, for what comes before the run, where the run is told its time and not the job's end."""
+
+NOT_RUN = "Not run yet: no such system was there where this was written. Its syntax alone was checked."
+IN_CONTAINER = "/opt/hpctrain/.venv/bin/hpctrain"
+GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+# Lines that only ask for something, and go where it is not given.
+_ASKING = re.compile(
+    r"#SBATCH |#PBS -[Aq]|#BSUB |# flux: |\s*(labels|namespace|activeDeadlineSeconds|memory|nvidia.com/gpu):"
 )
 _FIELD = re.compile(r"@\{(\w+)\}")
 
@@ -38,17 +49,29 @@ def script(job: Job, program: str, file: str, command: str, placeholders: bool =
     `command` is what wrote it. With `placeholders`, an account and a partition that are not given stand as
     words to be edited; else their lines are left out.
     """
-    fields = _fields(job, program, file, command, placeholders)
-    return _render(TEMPLATES[job.wish.scheduler], fields)
+    scheduler = job.wish.scheduler
+    fields = _common(job, file, command, placeholders) | {"program": program}
+    special = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux, "kubernetes": _kubernetes}
+    fields |= special[scheduler](job, shlex.quote(file))
+    kind = "kubernetes" if scheduler == "kubernetes" else job.launcher
+    if scheduler != "flux":
+        fields["launch"] = _render(f"launch-{kind}.sh", fields)
+    if scheduler == "kubernetes":
+        fields["launch"] = "\n".join(" " * 18 + line for line in fields["launch"].split("\n"))
+    else:
+        fields["end"] = _render("end.sh", fields)
+    return _render(TEMPLATES[scheduler], fields) + "\n"
 
 
-def _fields(job: Job, program: str, file: str, command: str, placeholders: bool) -> dict[str, str]:
+def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, str]:
+    """What the scripts of all schedulers have."""
     wish, deck = job.wish, job.deck
-    least, most = job.wish.nodes
+    least, most = wish.nodes
     edited = placeholders and (wish.account is None or wish.partition is None)
     edit = "Edit account and partition below, then submit it" if edited else "Submit it"
     settings = [part for override in job.overrides for part in ("--set", override)]
-    fields = {
+    seconds = job.seconds
+    return {
         "summary": _summary(job),
         "usage": f"{edit} from the folder that the deck's paths start from:",
         "submit": f"{' '.join(SUBMIT[wish.scheduler])} {shlex.quote(file)}",
@@ -61,43 +84,104 @@ def _fields(job: Job, program: str, file: str, command: str, placeholders: bool)
         "ranks_per_node": str(job.ranks_per_node),
         "ranks": str(most * job.ranks_per_node),
         "threads": str(deck.run.threads),
-        "time": _clock(wish.seconds),
-        "program": program,
+        "cores": str(job.ranks_per_node * deck.run.threads),
+        "time": f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}",
+        "seconds": str(seconds),
+        "run_seconds": str(max(seconds - START_SECONDS, seconds // 2)),
+        "warning": str(min(WARNING_SECONDS, seconds // 4)),
         "deck": shlex.quote(str(job.path)),
         "settings": shlex.join(settings),
         "layout_note": _layout_note(job),
         "fitting": " ".join(map(str, job.fitting)),
         "environment": _read("environment-gpu.sh") if job.gpus_per_node else "",
+        "exported": "".join(f" -x {name}" for name in GPU_VARIABLES) if job.gpus_per_node else "",
+        "faults": f"{job.name}.faults",
+        "sweep": "",
     }
-    if wish.scheduler == "slurm":
-        fields |= _slurm_fields(job)
-    return fields
 
 
-def _slurm_fields(job: Job) -> dict[str, str]:
+def _slurm(job: Job, _file: str) -> dict[str, str]:
     mpirun = job.launcher == "mpirun"
     tasks = len(job.wish.variants)
-    warning = min(WARNING_SECONDS, job.wish.seconds // 4)
+    # B: to this script alone, which is where mpirun is; else to the ranks that srun has started.
+    to = "B:" if mpirun else ""
     fields = {
         "gpus": f"#SBATCH --gpus-per-node={job.gpus_per_node}" if job.gpus_per_node else "",
         "gpu_bind": " --gpu-bind=none" if job.gpus_per_node else "",
-        "memory": f"#SBATCH --mem={-(-job.memory // 2**20)}M" if job.memory else "",
+        "memory": f"#SBATCH --mem={_megabytes(job)}M" if job.memory else "",
         "array": f"#SBATCH --array=0-{tasks - 1}" if tasks else "",
         "output": "%x-%A-%a.out" if tasks else "%x-%j.out",
-        # B: to this script alone, which is where mpirun is; else to the ranks that srun has started.
-        "signal": f"#SBATCH --signal={'B:' if mpirun else ''}USR1@{warning}",
+        "signal": f"#SBATCH --signal={to}USR1@{min(WARNING_SECONDS, job.seconds // 4)}",
         "mpirun": 'read -ra mpirun <<<"${MPIRUN:-mpirun}"' if mpirun else "",
-        "exported": " -x NCCL_DEBUG -x NCCL_IGNORE_CPU_AFFINITY -x CUDA_DEVICE_MAX_CONNECTIONS"
-        if job.gpus_per_node
-        else "",
-        "threads": str(job.deck.run.threads),
-        "sweep": "",
+        "faults": f'"{job.name}-$SLURM_JOB_ID.faults"',
+        "again": 'echo "exit code $code: queued again"\nscontrol requeue "$SLURM_JOB_ID"',
     }
     if tasks:
         changes = "\n".join(f"    {shlex.quote(' '.join(variant))}" for variant in job.wish.variants)
         own = {"variants": changes, "title": _word(job.deck.run.title), "run_dir": _word(job.deck.run.dir)}
         fields["sweep"] = _render("sweep.sh", own)
-    return fields | {"launch": _render(f"launch-{job.launcher}.sh", fields)}
+    return fields
+
+
+def _pbs(job: Job, file: str) -> dict[str, str]:
+    return {
+        "gpus": f":ngpus={job.gpus_per_node}" if job.gpus_per_node else "",
+        "memory": f":mem={_megabytes(job)}mb" if job.memory else "",
+        "again": _resubmit(f"qsub {file}"),
+    }
+
+
+def _lsf(job: Job, file: str) -> dict[str, str]:
+    least, most = job.wish.nodes
+    ranks = job.ranks_per_node
+    minutes = job.seconds // 60
+    return {
+        "tasks": str(most * ranks) if least == most else f"{least * ranks},{most * ranks}",
+        "gpus": f'#BSUB -gpu "num={job.gpus_per_node}/host:mode=shared"' if job.gpus_per_node else "",
+        "memory": f'#BSUB -R "rusage[mem={_megabytes(job)}MB/host]"' if job.memory else "",
+        "hours_minutes": f"{minutes // 60:02d}:{minutes % 60:02d}",
+        "warning_minutes": str(max(1, min(WARNING_SECONDS // 60, minutes // 4))),
+        # Exit code 75 is queued again by LSF (-Q).
+        "again": f'if [ "$code" -ne 75 ]; then {_resubmit(f"bsub <{file}", "; ")}; fi',
+    }
+
+
+def _flux(job: Job, file: str) -> dict[str, str]:
+    gpus = -(-job.gpus_per_node // job.ranks_per_node)
+    return {
+        "gpus": f"# flux: --gpus-per-slot={gpus}" if gpus else "",
+        "gpus_per_task": f" --gpus-per-task={gpus} -o gpu-affinity=off" if gpus else "",
+        "flux_seconds": str(job.seconds - min(START_SECONDS, job.seconds // 4) // 2),
+        # The enclosing instance is where jobs wait.
+        "again": _resubmit(f"flux --parent batch {file}"),
+    }
+
+
+def _kubernetes(job: Job, _file: str) -> dict[str, str]:
+    settings = [part for override in job.overrides for part in ("--set", override)]
+    if job.wish.seconds is not None:
+        settings += ["--set", f"run.time_limit={max(job.seconds - START_SECONDS, job.seconds // 2)}"]
+    return {
+        "gpus": str(job.gpus_per_node or ""),
+        "memory": f"{_megabytes(job)}Mi" if job.memory else "",
+        "deadline": str(job.wish.seconds or ""),
+        "name": re.sub(r"[_.]", "-", job.name.lower()),
+        "program": IN_CONTAINER,
+        "settings": shlex.join(settings),
+        "exported": "".join(f" -x {name}={value}" for name, value in GPU_VARIABLES.items())
+        if job.gpus_per_node
+        else "",
+    }
+
+
+def _resubmit(command: str, separator: str = "\n") -> str:
+    return f'echo "exit code $code: submitted again"{separator}{command}'
+
+
+def _megabytes(job: Job) -> int:
+    """Memory of a node in steps of 2^20, rounded up."""
+    assert job.memory is not None
+    return -(-job.memory // 2**20)
 
 
 def _word(text: str) -> str:
@@ -120,15 +204,12 @@ def _summary(job: Job) -> str:
 def _layout_note(job: Job) -> str:
     layout = job.deck.layout
     nodes = job.fitting[-1]
+    choice = job.wish.scheduler in {"slurm", "lsf"}
     return (
         f"# On {nodes} node{'s' * (nodes > 1)}: pipeline {layout.pipeline} x data {job.data} x context "
-        f"{layout.context} x tensor {layout.tensor}. Numbers of nodes that the deck's layout fits:"
+        f"{layout.context} x tensor {layout.tensor}."
+        + (" Numbers of nodes that the deck's layout fits:" if choice else "")
     )
-
-
-def _clock(seconds: int) -> str:
-    """Hours, minutes and seconds."""
-    return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
 
 
 def _read(name: str) -> str:
@@ -136,16 +217,13 @@ def _read(name: str) -> str:
 
 
 def _render(name: str, fields: dict[str, str]) -> str:
-    """A template with its fields; a line, or a comment, that has nothing but an empty field goes."""
+    """A template with its fields; lines that have nothing else and lack theirs go."""
     lines = []
     for line in _read(name).split("\n"):
+        used = _FIELD.findall(line)
         whole = _FIELD.sub(lambda match: fields[match[1]], line)
-        if _FIELD.search(line) and (whole.strip() in {"", "#"} or _lacks(line, fields)):
+        asking = _ASKING.match(line) and any(not fields[each] for each in used)
+        if used and (asking or whole.strip() in {"", "#"}):
             continue
         lines.append(whole)
-    return "\n".join(lines) + ("\n" if name in TEMPLATES.values() else "")
-
-
-def _lacks(line: str, fields: dict[str, str]) -> bool:
-    """Whether a scheduler's line asks for something that is not given."""
-    return line.startswith(DIRECTIVES) and any(not fields[name] for name in _FIELD.findall(line))
+    return "\n".join(lines)

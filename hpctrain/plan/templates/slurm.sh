@@ -2,7 +2,7 @@
 # @{summary}
 # @{usage}
 #   @{submit}
-@{not_run}
+# @{not_run}
 # Written by: @{command}
 #SBATCH --account=@{account}
 #SBATCH --partition=@{partition}
@@ -49,17 +49,4 @@ fi
 
 @{launch}
 
-# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
-# All else is a fault or a lost node, after which a job is started again five times at most.
-restarts=${SLURM_RESTART_COUNT:-0}
-case $code in
-0 | 2 | 3 | 126 | 127) exit "$code" ;;
-75) ;;
-*) if [ "$restarts" -ge 5 ]; then
-    echo "exit code $code after $restarts restarts: not started again" >&2
-    exit "$code"
-fi ;;
-esac
-echo "exit code $code: job $SLURM_JOB_ID is queued again"
-scontrol requeue "$SLURM_JOB_ID"
-exit "$code"
+@{end}

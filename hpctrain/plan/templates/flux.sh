@@ -1,0 +1,36 @@
+#!/bin/bash
+# @{summary}
+# @{usage}
+#   @{submit}
+# @{not_run}
+# Written by: @{command}
+# flux: --bank=@{account}
+# flux: --queue=@{partition}
+# flux: --job-name=@{name}
+# flux: --nodes=@{nodes}
+# flux: --nslots=@{ranks}
+# flux: --cores-per-slot=@{threads}
+@{gpus}
+# flux: --exclusive
+# flux: --time-limit=@{seconds}s
+# flux: --output=@{name}-{{id}}.out
+
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+deck=@{deck}
+# The run knows its time, less a minute for starting, and stops before that.
+settings=(@{settings} --set run.time_limit=@{run_seconds})
+nodes=@{nodes}
+@{layout_note}
+ranks_per_node=@{ranks_per_node}
+
+export OMP_NUM_THREADS=@{threads}
+@{environment}
+
+# Flux itself starts the ranks and sends them the signal. (-o pmi=pmix, where flux-pmix is installed and MPI wants it.)
+flux run --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --cores-per-task=@{threads}@{gpus_per_task} \
+    -o cpu-affinity=per-task --time-limit=@{flux_seconds}s --signal=USR1@@{warning}s \
+    "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
+code=$?
+
+@{end}

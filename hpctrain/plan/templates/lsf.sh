@@ -1,0 +1,44 @@
+#!/bin/bash
+# @{summary}
+# @{usage}
+#   @{submit}
+# @{not_run}
+# Written by: @{command}
+#BSUB -P @{account}
+#BSUB -q @{partition}
+#BSUB -J @{name}
+#BSUB -n @{tasks}
+#BSUB -R "span[ptile=@{ranks_per_node}] affinity[core(@{threads})]"
+@{gpus}
+@{memory}
+#BSUB -W @{hours_minutes}
+#BSUB -o @{name}-%J.out
+#BSUB -r
+#BSUB -Q "75"
+#BSUB -wa USR1 -wt @{warning_minutes}
+
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+read -ra mpirun <<<"${MPIRUN:-mpirun}"
+deck=@{deck}
+# The run knows its time, less a minute for starting, and stops before that.
+settings=(@{settings} --set run.time_limit=@{run_seconds})
+ranks_per_node=@{ranks_per_node}
+@{layout_note}
+fitting_nodes=(@{fitting})
+
+nodes=0
+for count in "${fitting_nodes[@]}"; do
+    if [ $((count * ranks_per_node)) -le "$LSB_DJOB_NUMPROC" ]; then nodes=$count; fi
+done
+if [ "$nodes" -eq 0 ]; then
+    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $LSB_DJOB_NUMPROC slots" >&2
+    exit 2
+fi
+
+export OMP_NUM_THREADS=@{threads}
+@{environment}
+
+@{launch}
+
+@{end}

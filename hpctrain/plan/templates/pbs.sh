@@ -1,0 +1,32 @@
+#!/bin/bash
+# @{summary}
+# @{usage}
+#   @{submit}
+# @{not_run}
+# Written by: @{command}
+#PBS -A @{account}
+#PBS -q @{partition}
+#PBS -N @{name}
+#PBS -l select=@{nodes}:ncpus=@{cores}:mpiprocs=@{ranks_per_node}:ompthreads=@{threads}@{gpus}@{memory}
+#PBS -l place=scatter
+#PBS -l walltime=@{time}
+#PBS -j oe
+#PBS -r y
+
+cd "$PBS_O_WORKDIR" || exit 3
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+read -ra mpirun <<<"${MPIRUN:-mpirun} --hostfile $PBS_NODEFILE"
+deck=@{deck}
+# PBS warns nobody before a job's end: the run knows its time, less a minute for starting, and stops before that.
+settings=(@{settings} --set run.time_limit=@{run_seconds})
+nodes=@{nodes}
+@{layout_note}
+ranks_per_node=@{ranks_per_node}
+
+export OMP_NUM_THREADS=@{threads}
+@{environment}
+
+@{launch}
+
+@{end}

@@ -1,0 +1,71 @@
+#!/bin/bash
+# Trains inputs/quickstart.toml on 1 to 2 nodes with 2 ranks each; goes on where an earlier job stopped.
+# Edit account and partition below, then submit it from the folder that the deck's paths start from:
+#   bsub < jobs/lsf.sh
+# Not run yet: no such system was there where this was written. Its syntax alone was checked.
+# Written by: hpctrain job inputs/quickstart.toml --scheduler lsf --nodes 1-2 --ranks-per-node 2 --set batch.micro_size=4 --output jobs/lsf.sh
+#BSUB -P ACCOUNT
+#BSUB -q PARTITION
+#BSUB -J quickstart
+#BSUB -n 2,4
+#BSUB -R "span[ptile=2] affinity[core(1)]"
+#BSUB -W 01:00
+#BSUB -o quickstart-%J.out
+#BSUB -r
+#BSUB -Q "75"
+#BSUB -wa USR1 -wt 2
+
+# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
+read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+read -ra mpirun <<<"${MPIRUN:-mpirun}"
+deck=inputs/quickstart.toml
+# The run knows its time, less a minute for starting, and stops before that.
+settings=(--set batch.micro_size=4 --set run.time_limit=3540)
+ranks_per_node=2
+# On 2 nodes: pipeline 1 x data 4 x context 1 x tensor 1. Numbers of nodes that the deck's layout fits:
+fitting_nodes=(1 2)
+
+nodes=0
+for count in "${fitting_nodes[@]}"; do
+    if [ $((count * ranks_per_node)) -le "$LSB_DJOB_NUMPROC" ]; then nodes=$count; fi
+done
+if [ "$nodes" -eq 0 ]; then
+    echo "the layout needs ${fitting_nodes[0]} nodes, and the job has $LSB_DJOB_NUMPROC slots" >&2
+    exit 2
+fi
+
+export OMP_NUM_THREADS=1
+
+# The scheduler's signals reach this script; it hands them to mpirun, which forwards USR1 and USR2 to every rank.
+# (The flags are Open MPI's. MPICH and Intel MPI: mpiexec -ppn "$ranks_per_node" -bind-to core:1 -n ...)
+trap 'signalled=1; kill -s USR1 "$launcher"' USR1
+trap 'signalled=1; kill -s USR2 "$launcher"' USR2
+"${mpirun[@]}" -n $((nodes * ranks_per_node)) --map-by "ppr:$ranks_per_node:node:PE=1" --bind-to core \
+    -x OMP_NUM_THREADS "${hpctrain[@]}" run "$deck" --resume "${settings[@]}" &
+launcher=$!
+signalled=1
+while [ "$signalled" -eq 1 ]; do # a signal ends wait, but not mpirun
+    signalled=0
+    wait "$launcher"
+    code=$?
+done
+
+# 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.
+# All else is a fault or a lost node; a sixth one in a row is the last.
+faults=quickstart.faults
+case $code in
+75) rm -f "$faults" ;;
+0 | 2 | 3 | 126 | 127)
+    rm -f "$faults"
+    exit "$code"
+    ;;
+*)
+    echo "exit code $code on $(hostname), $(date)" >>"$faults"
+    if [ "$(wc -l <"$faults")" -gt 5 ]; then
+        echo "exit code $code, and as bad before (see $faults): not started again" >&2
+        exit "$code"
+    fi
+    ;;
+esac
+if [ "$code" -ne 75 ]; then echo "exit code $code: submitted again"; bsub <jobs/lsf.sh; fi
+exit "$code"

@@ -1,0 +1,183 @@
+"""hpctrain job: what it asks a scheduler for, what it warns of, what it refuses, and submitting."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.job import command
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.job import parse_nodes, parse_time
+from tests.engines import DECK
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def deck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.toml"
+    path.write_text(DECK)
+    return path
+
+
+def job(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> tuple[str, ...]:
+    assert isinstance(result.exception, HpctrainError), result.output
+    assert result.exception.exit_code == 2
+    return result.exception.problems
+
+
+def test_ranks_binding_and_limits_follow_from_deck_and_machine(deck: Path) -> None:
+    machine = [
+        part
+        for each in ("gpus_per_node=4", 'memory_per_node="64 GiB"')
+        for part in ("--set", f"machine.{each}")
+    ]
+    told = ("--nodes", 2, "--time", "90 min", "--account", "physics", "--partition", "gpu")
+    result = job(deck, *told, *machine, "--set", "run.threads=3", "--set", "batch.global_size=64")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("#SBATCH")]
+    for asked in (
+        "account=physics",
+        "partition=gpu",
+        "nodes=2",
+        "ntasks-per-node=4",
+        "cpus-per-task=3",
+        "gpus-per-node=4",
+        "mem=65536M",
+        "time=01:30:00",
+        "requeue",
+        "signal=USR1@120",
+    ):
+        assert f"#SBATCH --{asked}" in lines
+    assert "export OMP_NUM_THREADS=3" in result.stdout
+    assert "--gpu-bind=none" in result.stdout
+    assert "NCCL_DEBUG" in result.stdout
+
+
+def test_memory_is_what_the_plan_predicts_and_a_quarter(deck: Path) -> None:
+    from hpctrain.plan.deck import plan_deck
+
+    result = job(deck, "--ranks-per-node", 2)
+    (line,) = [line for line in result.stdout.splitlines() if "--mem=" in line]
+    planned = plan_deck(deck, 2, advised=False).memory.largest.memory.total
+    asked = int(line.partition("--mem=")[2].removesuffix("M")) * 2**20
+    assert asked == pytest.approx(2 * planned * 1.25, rel=0.05)  # libraries are measured anew each time
+
+    small = job(deck, "--ranks-per-node", 2, "--set", 'machine.memory_per_node="1 MB"')
+    assert "more than machine.memory_per_node = 1 MB" in small.stderr
+
+
+def test_a_tensor_axis_across_nodes_is_warned_of(deck: Path) -> None:
+    layout = ("--set", "layout.tensor=2", "--set", "batch.global_size=12")
+    across = job(deck, "--nodes", 2, "--ranks-per-node", 3, *layout)
+    assert across.exit_code == 0, across.output
+    assert "layout.tensor = 2 does not divide the 3 ranks of a node" in across.stderr
+    assert "layout.tensor = 1 or 4 ranks a node" in across.stderr
+    assert "warning" not in job(deck, "--nodes", 3, "--ranks-per-node", 2, *layout).stderr
+
+
+def test_numbers_of_nodes_that_the_layout_does_not_fit_are_left_out(deck: Path) -> None:
+    result = job(deck, "--nodes", "1-4", "--ranks-per-node", 2, "--set", "batch.global_size=16")
+    assert "\nfitting_nodes=(1 2 4)\n" in result.stdout
+    assert "#SBATCH --nodes=1-4\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "how many ranks a node is to have"),
+        (("--ranks-per-node", "3"), "must be a multiple of batch.micro_size x data ranks"),
+        (("--ranks-per-node", "2", "--set", "layout.tensor=4"), "must divide the number of ranks, 2"),
+        (("--ranks-per-node", "2", "--variant", "model.layer=2"), "unknown key"),
+        (("--ranks-per-node", "2", "--scheduler", "pbs", "--nodes", "1-2"), "a fixed number of nodes"),
+        (("--ranks-per-node", "2", "--scheduler", "lsf", "--variant", "run.seed=1"), "for slurm alone"),
+        (("--ranks-per-node", "2", "--scheduler", "pbs", "--launcher", "srun"), "belongs to slurm"),
+        (("--nodes", "two"), "--nodes two: write a number"),
+        (("--time", "90"), '--time 90: of which unit? write "90 min"'),
+        (("--time", "10 s"), "must be a minute or more"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(deck: Path, arguments: tuple[str, ...], told: str) -> None:
+    problems = refused(job(deck, *arguments))
+    assert len(problems) == 1
+    assert told in problems[0]
+
+
+def test_times_and_nodes() -> None:
+    assert parse_time("2:30") == 9000
+    assert parse_time("1:00:30") == 3630
+    assert parse_time("2-01:00:00") == 49 * 3600
+    assert parse_time("1 h 30 min") == 5400
+    assert parse_nodes("4") == (4, 4)
+    assert parse_nodes("1-4") == (1, 4)
+    for wrong in ("0", "4-1", "-3", "x"):
+        with pytest.raises(HpctrainError):
+            parse_nodes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "program", "call"),
+    [
+        ("slurm", "sbatch", "small.sh"),
+        ("pbs", "qsub", "small.sh"),
+        ("lsf", "bsub", ""),
+        ("flux", "flux", "batch small.sh"),
+        ("kubernetes", "kubectl", "create -f small.yaml"),
+    ],
+)
+def test_submitting(
+    deck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, program: str, call: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    asked = (deck, "--ranks-per-node", 2, "--scheduler", scheduler, "--submit", "--set", "run.title=small")
+    assert f"no command {program} here" in refused(job(*asked))[0]
+    assert not list(tmp_path.glob("small.[sy]*h"))
+
+    stand_in = tmp_path / program
+    stand_in.write_text('#!/bin/bash\necho "$*" >call\ncat >input\necho "job 4711"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    result = job(*asked)
+    assert (result.exit_code, result.stdout) == (0, "job 4711\n"), result.output
+    assert (tmp_path / "call").read_text().strip() == call
+    script = tmp_path / ("small.yaml" if scheduler == "kubernetes" else "small.sh")
+    assert "ACCOUNT" not in script.read_text()
+    assert "PARTITION" not in script.read_text()
+    if scheduler == "lsf":
+        assert (tmp_path / "input").read_text() == script.read_text()
+
+    stand_in.write_text('#!/bin/bash\necho "invalid account" >&2\nexit 1\n')
+    assert "refused" in refused(job(*asked))[0]
+    assert "invalid account" in refused(job(*asked))[0]
+
+
+def test_run_resume_begins_and_goes_on(tmp_path: Path, launch: Launch) -> None:
+    """The command of batch scripts, twice: steps 1 and 2, then 3 and 4, by the deck as it is then."""
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    path = tmp_path / "small.toml"
+    path.write_text(DECK.replace("none", "tokens.h5"))
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    settings = ("--set", "model.vocabulary=257", "--set", "run.dir=here", "--resume")
+    for steps, first in ((2, False), (4, True)):
+        path.write_text(path.read_text().replace("steps = 2", f"steps = {steps}"))
+        done = launch(0, "-m", "hpctrain", "run", path, *settings, "--set", f"run.steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("goes on from here/checkpoints/step-00000002.h5 at step 2" in done.stdout) == first
+    assert (tmp_path / "here/metrics.jsonl").read_text().count("\n") == 4
+
+    # Checkpoints that are all damaged are not thrown away.
+    for checkpoint in (tmp_path / "here/checkpoints").glob("step-*.h5"):
+        checkpoint.write_bytes(b"nothing")
+    done = launch(0, "-m", "hpctrain", "run", path, *settings)
+    assert done.returncode == 3
+    assert "holds no good checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
