@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import Entry, Ledger
 from hpctrain.comm.library import MPI
 from hpctrain.comm.timeline import Span
@@ -31,7 +32,7 @@ Result = TypeVar("Result", bound="Tensor | None")
 class Work(Generic[Result]):
     """An operation under way (or done), which keeps its tensors alive until it is waited for."""
 
-    __slots__ = ("_entry", "_held", "_pending", "_result", "_span")
+    __slots__ = ("_call", "_entry", "_held", "_pending", "_result", "_span")
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class Work(Generic[Result]):
         entry: Entry | None = None,
         held: set[Work[Any]] | None = None,
         span: Span | None = None,
+        call: Call | None = None,
     ) -> None:
         self._result = result
+        self._call = call
         self._pending = pending
         self._entry = entry
         self._span = span
@@ -53,6 +56,9 @@ class Work(Generic[Result]):
         """Complete the operation; its result, what the blocking call returns."""
         if self._pending is not None:
             began = perf_counter()
+            if self._call is not None:
+                calls = self._call.group.calls
+                calls.waits, calls.current = began, self._call
             if self._held is None or len(self._held) == 1:
                 self._pending.wait()
                 self._done()
@@ -60,6 +66,8 @@ class Work(Generic[Result]):
                 while not self._go_on():
                     for work in list(self._held):
                         work._go_on()
+            if self._call is not None:
+                self._call.group.leave()
             self._count(began)
         return self._result
 
@@ -94,6 +102,16 @@ class Work(Generic[Result]):
                 self._span.end = now
 
 
+class Objects(Protocol):
+    """How small Python values travel: an MPI communicator does."""
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        """Every rank's value."""
+
+    def bcast(self, value: Any, root: int, /) -> Any:
+        """Root's value."""
+
+
 class Group:
     """The ranks of one axis of the mesh, or of several joined ones, in the mesh's order.
 
@@ -123,6 +141,8 @@ class Group:
         self.accelerator = accelerator
         self.device = device
         self.ledger = ledger
+        self.calls = ledger.calls.group(self.name, ranks)
+        self.objects: Objects = communicator
         self._held = held
 
     def __repr__(self) -> str:
@@ -147,8 +167,9 @@ class Group:
         if self.size == 1:
             return Work(tensor)
         began = perf_counter()
+        call = self.calls.enter("all_reduce", tensor.nbytes, tensor.dtype, began)
         pending = self._transport(tensor).all_reduce(tensor, operation, blocking)
-        return self._enter("all_reduce", 2 * tensor.nbytes, began, pending, tensor)
+        return self._enter(call, 2 * call.bytes, pending, tensor)
 
     def reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Tensor:
         """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
@@ -163,8 +184,9 @@ class Group:
         if self.size == 1:
             return Work(tensor)
         began = perf_counter()
+        call = self.calls.enter("reduce", tensor.nbytes, tensor.dtype, began)
         pending = self._transport(tensor).reduce(tensor, root, operation, blocking)
-        return self._enter("reduce", tensor.nbytes, began, pending, tensor)
+        return self._enter(call, call.bytes, pending, tensor)
 
     def reduce_scatter(
         self,
@@ -205,8 +227,9 @@ class Group:
         counts = _elements(tensor, sizes)
         assert counts is None or sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
         output = _output(output, tensor, rows)
+        call = self.calls.enter("reduce_scatter", tensor.nbytes, tensor.dtype, began)
         pending = self._transport(tensor).reduce_scatter(tensor, output, counts, operation, blocking)
-        return self._enter("reduce_scatter", tensor.nbytes, began, pending, output)
+        return self._enter(call, call.bytes, pending, output)
 
     # Movement
 
@@ -223,8 +246,9 @@ class Group:
         if self.size == 1:
             return Work(tensor)
         began = perf_counter()
+        call = self.calls.enter("broadcast", tensor.nbytes, tensor.dtype, began)
         pending = self._transport(tensor).broadcast(tensor, root, blocking)
-        return self._enter("broadcast", tensor.nbytes, began, pending, tensor)
+        return self._enter(call, call.bytes, pending, tensor)
 
     def all_gather(
         self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
@@ -249,8 +273,9 @@ class Group:
         assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
         rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
         output = _output(output, tensor, rows)
+        call = self.calls.enter("all_gather", output.nbytes, output.dtype, began)
         pending = self._transport(tensor).all_gather(tensor, output, counts, blocking)
-        return self._enter("all_gather", output.nbytes, began, pending, output)
+        return self._enter(call, call.bytes, pending, output)
 
     def gather(
         self,
@@ -283,8 +308,9 @@ class Group:
         assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
         rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
         output = _output(output, tensor, rows) if self.rank == root else None
+        call = self.calls.enter("gather", self._total(tensor, counts), tensor.dtype, began)
         pending = self._transport(tensor).gather(tensor, output, counts, root, blocking)
-        return self._enter("gather", self._total(tensor, counts), began, pending, output)
+        return self._enter(call, call.bytes, pending, output)
 
     def scatter(
         self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
@@ -312,8 +338,9 @@ class Group:
         assert counts is None or counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
         total = self._total(output, counts)
         assert tensor is None or (tensor.nbytes == total and tensor.dtype == output.dtype), self
+        call = self.calls.enter("scatter", total, output.dtype, began)
         pending = self._transport(output).scatter(tensor, output, counts, root, blocking)
-        return self._enter("scatter", total, began, pending, output)
+        return self._enter(call, call.bytes, pending, output)
 
     def all_to_all(
         self,
@@ -356,8 +383,9 @@ class Group:
         rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
         transport = self._transport(tensor)
+        call = self.calls.enter("all_to_all", tensor.nbytes, tensor.dtype, began)
         pending = transport.all_to_all(tensor, output, send_counts, receive_counts, blocking)
-        return self._enter("all_to_all", tensor.nbytes, began, pending, output)
+        return self._enter(call, call.bytes, pending, output)
 
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> None:
         """Send to one rank of the group. Tags are below 16384."""
@@ -370,8 +398,9 @@ class Group:
     def _send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Work[None]:
         began = perf_counter()
         tensor = tensor.contiguous()
+        call = self.calls.enter_pair("send", tensor, destination, began)
         pending = self._transport(tensor).send(tensor, destination, tag, blocking)
-        return self._enter("send", tensor.nbytes, began, pending, None)
+        return self._enter(call, call.bytes, pending, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """Receive into all of `tensor`, in place; `tensor` itself."""
@@ -384,9 +413,10 @@ class Group:
     def _recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Work[Tensor]:
         assert tensor.is_contiguous()
         began = perf_counter()
+        call = self.calls.enter_pair("recv", tensor, source, began)
         pending = self._transport(tensor).recv(tensor, source, tag, blocking)
         # The sender's ledger counts the bytes; the time spent waiting is this rank's.
-        return self._enter("recv", 0, began, pending, tensor)
+        return self._enter(call, 0, pending, tensor)
 
     def barrier(self) -> None:
         """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
@@ -399,32 +429,42 @@ class Group:
     def _barrier(self, blocking: bool) -> Work[None]:
         if self.size == 1:
             return Work(None)
-        began = perf_counter()
-        return self._enter("barrier", 0, began, self.host.barrier(blocking), None)
+        call = self.calls.enter("barrier", 0, None, perf_counter())
+        return self._enter(call, 0, self.host.barrier(blocking), None)
 
     # Small values
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's small, JSON-able value, in rank order. Not entered in the ledger."""
-        return [value] if self.size == 1 else self.communicator.allgather(value)
+        if self.size == 1:
+            return [value]
+        self.calls.enter("all_gather_object", 0, None, perf_counter())
+        values: list[Any] = self.objects.allgather(value)
+        self.calls.leave()
+        return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Root's small, JSON-able value. Not entered in the ledger."""
-        return value if self.size == 1 else self.communicator.bcast(value, root)
+        if self.size == 1:
+            return value
+        self.calls.enter("broadcast_object", 0, None, perf_counter())
+        value = self.objects.bcast(value, root)
+        self.calls.leave()
+        return value
 
     # Parts of the above
 
     def _transport(self, tensor: Tensor) -> Transport:
         return self.host if tensor.is_cpu else self.accelerator
 
-    def _enter(
-        self, operation: str, bytes_moved: int, began: float, pending: Pending | None, result: Result
-    ) -> Work[Result]:
+    def _enter(self, call: Call, bytes_moved: int, pending: Pending | None, result: Result) -> Work[Result]:
         ended = perf_counter()
+        began, operation = call.began, call.operation
+        self.calls.leave()
         entry = self.ledger.enter(self.name, operation, bytes_moved, ended - began)
         timeline = self.ledger.timeline
         span = None if timeline is None else timeline.record(self.name, operation, began, ended, bytes_moved)
-        return Work(result, pending, entry, self._held, span)
+        return Work(result, pending, entry, self._held, span, call)
 
     def _share(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
+from hpctrain.comm.calls import Calls
 from hpctrain.comm.timeline import PHASES, Timeline
 
 
@@ -30,12 +31,14 @@ class Ledger:
     """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other.
 
     `phase_seconds` is the host's time in each phase that has ended. A `timeline`, where there is one, gets
-    every call of a group and every phase with its start and end.
+    every call of a group and every phase with its start and end. `calls` are the newest calls of this rank,
+    which `reset` leaves.
     """
 
     def __init__(self) -> None:
         self._phase, self._since = "other", perf_counter()
         self.timeline: Timeline | None = None
+        self.calls = Calls()
         self.phase_seconds: dict[str, float] = {}
         self._entries: dict[tuple[str, str, str], Entry] = {}
 
@@ -46,6 +49,7 @@ class Ledger:
 
     @phase.setter
     def phase(self, phase: str) -> None:
+        self.calls.beats += 1
         if phase == self._phase:
             return
         now = perf_counter()

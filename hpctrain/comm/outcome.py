@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 
@@ -32,3 +32,16 @@ def print_problems(problems: Sequence[str]) -> None:
     for problem in problems:
         print(f"hpctrain: error: {problem}", file=sys.stderr)
     sys.stderr.flush()
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    if len(spans) == 1 and spans[0][0] == spans[0][1]:
+        return f"rank {spans[0][0]}"
+    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

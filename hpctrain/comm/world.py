@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from hpctrain.comm.check import Checks, uncheck_group
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
@@ -54,8 +55,10 @@ class World:
         self.device = torch.device("cpu")
         self._scratch = Scratch()
         self._held: set[Work[Any]] = set()
+        self._checks: Checks | None = None
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
+        self._agreements = self.ledger.calls.group("world", tuple(range(self.size)))
         self._agreed: HpctrainError | None = None
         self.everyone = self._group(("world",), tuple(range(self.size)), communicator, "mpi")
 
@@ -84,6 +87,18 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.everyone.device = self.device
+
+    def compare_calls(self, wanted: bool) -> None:
+        """Whether the ranks compare what they call: in `everyone`, and in groups made from here on.
+
+        Collective. A difference is a MismatchError on the ranks of the group (of a message: on the receiver).
+        """
+        if not wanted:
+            self._checks = None
+            uncheck_group(self.everyone)
+        elif self._checks is None:
+            self._checks = Checks(self.ledger.calls)
+            self._checks.check_group(self.everyone)
 
     def alone(self) -> World:
         """A world of this rank alone, on the same device, with a ledger of its own."""
@@ -126,7 +141,10 @@ class World:
             accelerator = NcclTransport(communicator, self._scratch)
         else:
             accelerator = StagedTransport(host)
-        return Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._held)
+        group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._held)
+        if self._checks is not None:
+            self._checks.check_group(group)
+        return group
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -144,7 +162,9 @@ class World:
         except OSError as problem:
             error = InputOutputError(describe(problem))
         mine = None if error is None else (error.exit_code, error.problems)
+        self._agreements.enter("agreement", 0, None, time.perf_counter())
         found = [each for each in self._control.allgather(mine) if each is not None]
+        self._agreements.leave()
         if found:
             self._agreed = combine(found)
             raise self._agreed from error

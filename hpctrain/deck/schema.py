@@ -304,6 +304,10 @@ class Communication(Section):
     bucket_bytes: Bytes = key(
         "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
     )
+    check: bool = key(
+        "Whether ranks compare every call before they make it, and name a difference; for finding mistakes.",
+        False,
+    )
 
 
 class Checkpoint(Section):
@@ -326,8 +330,14 @@ class Checkpoint(Section):
 
 
 class Stability(Section):
-    """Checks that the ranks agree."""
+    """Checks that the ranks agree and go on."""
 
+    hang_seconds: Duration = key(
+        "After so long without any sign of life the job reports where each rank is and ends; 0: never.",
+        600.0,
+        unit="seconds",
+        ge=0,
+    )
     check_parameters: bool = key(
         "Whether to compare the initial parameters of all copies before training.", True
     )

@@ -86,6 +86,10 @@ class Reporter:
         told = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
         self.status.change("failed", reason=told)
 
+    def hangs(self, reason: str) -> None:
+        """The run ends by its watchdog, which calls this while the main thread hangs."""
+        self.status.change("failed", reason=reason)
+
     def close(self) -> None:
         """Close all files."""
         if self.progress is not None:

@@ -51,6 +51,7 @@ from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.summary import introduction, outcome
 from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
 from hpctrain.train.verify import verify_layout
+from hpctrain.train.watchdog import Watchdog
 
 TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
@@ -66,6 +67,7 @@ class Run:
         self.limit = TimeLimit.find(deck, os.environ, time.monotonic())
         torch.set_num_threads(deck.run.threads)
         world.use_device(deck.run.device)
+        world.compare_calls(deck.communication.check)
         self.world = world
         self.corpus: Corpus = open_corpus(deck, world)
         self.deck = settle_vocabulary(deck, self.corpus.file)
@@ -133,8 +135,9 @@ class Run:
                 world.ledger.timeline = Timeline(deck.run.trace_steps, most)
             gc.collect()
             gc.freeze()  # what is there now stays: looking through it would hold up all ranks in turn
-            order = self._train_steps(reporter, signals or Signals())
-            self.checkpoints.finish()
+            with Watchdog(world, self.folder, deck.stability.hang_seconds, reporter.hangs):
+                order = self._train_steps(reporter, signals or Signals())
+                self.checkpoints.finish()
             self._finish(reporter, order)
         except BaseException as error:
             reporter.failed(error)

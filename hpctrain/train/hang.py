@@ -1,0 +1,347 @@
+"""What each rank tells of itself when a run hangs, and what follows from it all: who never came to what."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+from hpctrain.comm.calls import Call, GroupCalls
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.world import World
+
+LAST = 10
+"""Calls that the text of a report shows."""
+
+THREAD = "watchdog"
+"""How the names of the watchdog's threads begin."""
+
+_STATES = 20
+"""Different states of ranks that the verdict shows."""
+
+GroupKey = tuple[str, tuple[int, ...], int]
+"""A group on all of its ranks: name, ranks, and which one of those with both."""
+
+
+@dataclass(frozen=True)
+class CallNote:
+    """One call, as other ranks understand it: `peer` is a rank of the world (-1: none); it began (of the
+    present one: is waited for since) `seconds` ago."""
+
+    group: GroupKey
+    operation: str
+    number: int
+    bytes: int
+    dtype: str
+    peer: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """`all_reduce 57 of data (ranks 0-1; 40 bytes of float32)`."""
+        payload = f"; {self.bytes} bytes of {self.dtype}" if self.dtype else ""
+        name, ranks, _ = self.group
+        if self.peer >= 0:
+            return f"{self.operation} {self.number} {self.way} rank {self.peer} of {name}{payload}"
+        return f"{self.operation} {self.number} of {name} ({name_ranks(ranks)}{payload})"
+
+    @property
+    def way(self) -> str:
+        """Where a message goes."""
+        return "to" if self.operation == "send" else "from"
+
+    @property
+    def what(self) -> tuple[str, int, str]:
+        """What must be equal on all ranks of a collective call."""
+        uneven = self.operation == "all_to_all"
+        return self.operation, 0 if uneven else self.bytes, self.dtype
+
+
+@dataclass(frozen=True)
+class GroupNote:
+    """How many collective calls of a group the rank entered, and its messages by rank of the world."""
+
+    key: GroupKey
+    entered: int
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where one rank is. `token` tells this run from earlier ones in the same folder."""
+
+    token: str
+    rank: int
+    hostname: str
+    silent: float
+    phase: str
+    where: str
+    current: CallNote | None
+    recent: tuple[CallNote, ...]
+    groups: tuple[GroupNote, ...]
+
+    @property
+    def state(self) -> str:
+        """What the rank is in, in words."""
+        if self.current is None:
+            return f"in no operation of a group, at {self.where}"
+        return f"in {self.current} for {self.current.seconds:.1f} s, at {self.where}"
+
+    def entered(self, key: GroupKey) -> int:
+        """Collective calls of a group that the rank entered."""
+        return next((group.entered for group in self.groups if group.key == key), 0)
+
+    def called(self, key: GroupKey, number: int) -> CallNote | None:
+        """One of the group's collective calls, where it is still known."""
+        here = (note for note in self.recent if note.group == key and note.number == number and note.peer < 0)
+        return next(here, None)
+
+
+def take_report(world: World, token: str, silent: float) -> Report:
+    """Where this rank is now, asked by another thread than the main one."""
+    calls, now = world.ledger.calls, perf_counter()
+    current = calls.current
+    note = None
+    if current is not None:
+        note = _note(current, now - max(current.began, calls.waits))
+    groups = [_group_note(group) for group in list(calls.groups)]
+    return Report(
+        token,
+        world.rank,
+        world.hostname,
+        silent,
+        world.ledger.phase,
+        _where(),
+        note,
+        tuple(_note(call, now - call.began) for call in list(calls.recent)),
+        tuple(group for group in groups if group.entered or group.sent or group.received),
+    )
+
+
+def write_report(path: Path, report: Report, size: int) -> None:
+    """Write the report for people, with all threads' stacks, and in its last line for the other ranks."""
+    lines = [
+        f"rank {report.rank} of {size} on {report.hostname}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
+        f"no sign of life for {report.silent:.1f} s (phase: {report.phase})",
+        f"it is {report.state}",
+        "",
+        f"last calls, newest first ({LAST} at most):",
+        *(f"  {note.seconds:9.3f} s ago  {note}" for note in report.recent[::-1][:LAST]),
+        "",
+        "collective calls entered, messages sent and received, by group:",
+        *(f"  {line}" for line in _group_lines(report)),
+        *_stacks(),
+        "",
+        "for the other ranks:",
+        json.dumps(asdict(report)),
+    ]
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_report(path: Path, token: str) -> Report | None:
+    """Another rank's report of this run; None where there is none."""
+    try:
+        row = json.loads(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
+    except (OSError, ValueError):
+        return None
+    if not isinstance(row, dict) or row.get("token") != token:
+        return None
+    row["current"] = None if row["current"] is None else _read_note(row["current"])
+    row["recent"] = tuple(map(_read_note, row["recent"]))
+    row["groups"] = tuple(
+        GroupNote(
+            _read_key(group["key"]), group["entered"], *(_by_rank(group[m]) for m in ("sent", "received"))
+        )
+        for group in row["groups"]
+    )
+    return Report(**row)
+
+
+def verdict(reports: Mapping[int, Report], size: int) -> list[str]:
+    """Why nothing moves, in sentences, from the reports of the ranks that gave one."""
+    found = [*_missing(reports, size), *_disagreements(reports), *_absent(reports), *_messages(reports)]
+    if not found:
+        found = list(_behind(reports))
+    states: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        states.setdefault(report.state, []).append(rank)
+    # Who waits for nobody comes first: there the cause is.
+    order = sorted(states.items(), key=lambda item: (reports[item[1][0]].current is not None, item[1]))
+    found += [f"{_on_nodes(ranks, reports)} {_is(ranks)} {state}" for state, ranks in order[:_STATES]]
+    if len(order) > _STATES:
+        found.append(f"and {len(order) - _STATES} more states of ranks")
+    return found
+
+
+def _missing(reports: Mapping[int, Report], size: int) -> Iterator[str]:
+    missing = [rank for rank in range(size) if rank not in reports]
+    if missing:
+        words = (
+            "do not answer: their processes are" if len(missing) > 1 else "does not answer: its process is"
+        )
+        yield f"{name_ranks(missing)} {words} dead or stopped, or cannot write to the run's folder"
+
+
+def _waiting(reports: Mapping[int, Report], pairs: bool) -> dict[tuple[GroupKey, int], list[int]]:
+    """Collective calls (or messages) that ranks are in, and which ranks."""
+    waiting: dict[tuple[GroupKey, int], list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        if report.current is not None and (report.current.peer >= 0) == pairs:
+            waiting.setdefault((report.current.group, report.current.number), []).append(rank)
+    return waiting
+
+
+def _disagreements(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Calls with one number in a group that differ."""
+    for key, number in _waiting(reports, pairs=False):
+        told: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
+        for rank in key[1]:
+            note = reports[rank].called(key, number) if rank in reports else None
+            if note is not None:
+                told.setdefault(note.what, (note, []))[1].append(rank)
+        if len(told) > 1:
+            calls = [f"{name_ranks(ranks)} called {note}" for note, ranks in told.values()]
+            yield f"the ranks disagree in what they call: {'; '.join(calls)}"
+
+
+def _absent(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Ranks that never entered a call in which others wait; first those that wait for nobody themselves."""
+    lines = []
+    for (key, number), waiting in _waiting(reports, pairs=False).items():
+        absent = [rank for rank in key[1] if rank in reports and reports[rank].entered(key) < number]
+        if absent:
+            note = reports[waiting[0]].current
+            seconds = max(reports[rank].current.seconds for rank in waiting)  # type: ignore[union-attr]
+            lines.append(
+                (
+                    all(reports[rank].current is not None for rank in absent),
+                    f"{_on_nodes(absent, reports)} never entered {note}, "
+                    f"in which {name_ranks(waiting)} {_wait(waiting)} for {seconds:.1f} s",
+                )
+            )
+    yield from (line for _, line in sorted(lines, key=lambda each: each[0]))
+
+
+def _messages(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Ranks that wait for a message, or for one of theirs to be taken."""
+    for ranks in _waiting(reports, pairs=True).values():
+        for rank in ranks:
+            note = reports[rank].current
+            assert note is not None
+            peer = reports.get(note.peer)
+            there = next((group for group in peer.groups if group.key == note.group), None) if peer else None
+            sending = note.operation == "send"
+            done = 0 if there is None else (there.received if sending else there.sent).get(rank, 0)
+            verb = "received" if sending else "sent"
+            answer = "does not answer" if peer is None else f"has {verb} {done} in all"
+            yield f"rank {rank} waits for {note.seconds:.1f} s in {note}; rank {note.peer} {answer}"
+
+
+def _behind(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Groups in which ranks have made fewer calls than others: on a GPU nobody is seen waiting."""
+    entered: dict[GroupKey, dict[int, int]] = {}
+    for rank, report in sorted(reports.items()):
+        for group in report.groups:
+            entered.setdefault(group.key, {})[rank] = group.entered
+    for key, known in entered.items():
+        counts = {rank: known.get(rank, 0) for rank in key[1] if rank in reports}
+        least, most = min(counts.values()), max(counts.values())
+        if least < most:
+            behind = [rank for rank, count in counts.items() if count == least]
+            ahead = [rank for rank, count in counts.items() if count > least]
+            note = reports[ahead[0]].called(key, least + 1)
+            call = note or f"call {least + 1} of {key[0]} ({name_ranks(key[1])})"
+            yield f"{_on_nodes(behind, reports)} never entered {call}, which {name_ranks(ahead)} entered"
+
+
+def _on_nodes(ranks: list[int], reports: Mapping[int, Report]) -> str:
+    """The ranks, with their node where it is one."""
+    nodes = {reports[rank].hostname for rank in ranks}
+    return name_ranks(ranks) + (f" on {nodes.pop()}" if len(nodes) == 1 else "")
+
+
+def _is(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _wait(ranks: list[int]) -> str:
+    return "has waited" if len(ranks) == 1 else "have waited"
+
+
+def _note(call: Call, seconds: float) -> CallNote:
+    group = call.group
+    dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
+    peer = group.ranks[call.peer] if call.peer >= 0 else -1
+    return CallNote(_key(group), call.operation, call.number, call.bytes, dtype, peer, seconds)
+
+
+def _group_note(group: GroupCalls) -> GroupNote:
+    sent, received = (
+        {group.ranks[peer]: count for peer, count in numbers.copy().items()}
+        for numbers in (group.sent, group.received)
+    )
+    return GroupNote(_key(group), group.entered, sent, received)
+
+
+def _key(group: GroupCalls) -> GroupKey:
+    return group.name, group.ranks, group.copy
+
+
+def _read_note(row: dict[str, Any]) -> CallNote:
+    return CallNote(**{**row, "group": _read_key(row["group"])})
+
+
+def _read_key(row: list[Any]) -> GroupKey:
+    name, ranks, copy = row
+    return name, tuple(ranks), copy
+
+
+def _by_rank(row: dict[str, int]) -> dict[int, int]:
+    return {int(rank): count for rank, count in row.items()}
+
+
+def _group_lines(report: Report) -> Iterator[str]:
+    for group in report.groups:
+        name, ranks, copy = group.key
+        made = f"number {copy + 1} of " if copy else ""
+        messages = [f"{count} to rank {rank}" for rank, count in group.sent.items()]
+        messages += [f"{count} from rank {rank}" for rank, count in group.received.items()]
+        yield f"{made}{name} ({name_ranks(ranks)}): {', '.join([str(group.entered), *messages])}"
+
+
+def _where() -> str:
+    """The line that the main thread is at, and the one that called comm/ if it is in there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "no line"
+    found, outside = _line(frame), frame
+    while outside.f_back is not None and outside.f_globals.get("__name__", "").startswith("hpctrain.comm."):
+        outside = outside.f_back
+    return found if outside is frame else f"{found}, called at {_line(outside)}"
+
+
+def _line(frame: FrameType) -> str:
+    path = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _stacks() -> Iterator[str]:
+    """The stacks of all threads but the watchdog's, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        name = names.get(ident, f"thread {ident}")
+        if not name.startswith(THREAD):
+            yield ""
+            yield f"stack of {name}, innermost call last:"
+            yield from "".join(traceback.format_stack(frame)).rstrip().splitlines()
