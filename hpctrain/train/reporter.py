@@ -96,6 +96,7 @@ class Reporter:
             self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
+        self.status.close()
         close_log(self.log)
 
 

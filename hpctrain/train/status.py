@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,9 @@ class Status:
         self._path = None if folder is None else folder / STATUS_FILE
         self._written = -math.inf
         self._complained = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="status")
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
         self._fields: dict[str, Any] = {"state": "starting", **facts}
         self._fields |= {"host": socket.gethostname(), "pid": os.getpid(), "job": job_name(os.environ)}
         self.change("starting", started=now_text())
@@ -46,33 +50,47 @@ class Status:
         """Write a new state at once, with whatever else has changed."""
         self._fields |= {"state": state, **fields}
         self._write()
+        self.settle()
 
     def step(self, **fields: Any) -> None:
-        """A step has ended now; written at most once a second, or if the run did something else before."""
+        """A step has ended now; written at most once a second, or if the run did something else before.
+
+        A thread writes, so that no step waits for a slow disk.
+        """
         new = self._fields["state"] != "running"
         self._fields |= {"state": "running", "step_time": now_text(), **fields}
-        if new or time.monotonic() - self._written >= SECONDS_PER_RENEWAL:
+        if self._writing.done() and (new or time.monotonic() - self._written >= SECONDS_PER_RENEWAL):
             self._write()
 
     def note(self, **fields: Any) -> None:
         """Remember what will stand in the next writing."""
         self._fields |= fields
 
+    def settle(self) -> None:
+        """Return when what was to be written is written."""
+        self._writing.result()
+
+    def close(self) -> None:
+        """Nothing will be written any more."""
+        self._thread.shutdown()
+
     def _write(self) -> None:
-        if self._path is None:
-            return
-        self._written = time.monotonic()
-        strict = {name: _finite(value) for name, value in self._fields.items()}
-        text = json.dumps(strict | {"time": now_text()}, indent=1, allow_nan=False) + "\n"
-        new = self._path.with_name(STATUS_FILE + ".new")
+        if self._path is not None:
+            self._written = time.monotonic()
+            strict = {name: _finite(value) for name, value in self._fields.items()}
+            text = json.dumps(strict | {"time": now_text()}, indent=1, allow_nan=False) + "\n"
+            self._writing = self._thread.submit(self._store, self._path, text)
+
+    def _store(self, path: Path, text: str) -> None:
+        new = path.with_name(STATUS_FILE + ".new")
         try:
             new.write_text(text, encoding="utf-8")
-            new.replace(self._path)
+            new.replace(path)
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 told = "%s: is out of date from now on, it cannot be written: %s"
-                logging.getLogger("hpctrain").warning(told, self._path, error.strerror or error)
+                logging.getLogger("hpctrain").warning(told, path, error.strerror or error)
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:

@@ -21,7 +21,7 @@ from hpctrain.train import control
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.signals import HEEDED, Signals
-from hpctrain.train.step import Step
+from hpctrain.train.step import Step, TrainState
 from hpctrain.train.time_limit import Pace, TimeLimit
 from tests.conftest import clean_environment, launcher
 from tests.train.test_run import DECK, contents, deck_file
@@ -88,8 +88,22 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("mode", ["collective", "background"])
 def test_one_checkpoint_is_written_for_a_signal_to_all_ranks(
-    world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep, mode: str
+    world: World,
+    deck_file: Path,
+    mpi_tmp_path: Path,
+    at_step: AtStep,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
 ) -> None:
+    """It may reach a rank only while the others have begun to write."""
+    save = Checkpoints.save
+
+    def late(self: Checkpoints, state: TrainState) -> None:
+        if world.rank == world.size - 1 and state.step == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        save(self, state)
+
+    monkeypatch.setattr(Checkpoints, "save", late)
     folder = mpi_tmp_path / "run"
     at_step(5, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     keys = [f"run.dir={folder}", f"checkpoint.mode={mode}", "checkpoint.every=0", "checkpoint.keep=9"]

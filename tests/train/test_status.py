@@ -105,12 +105,15 @@ def test_it_is_renewed_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     status = Status(tmp_path, {"steps": 9})
     status.step(step=1, loss=float("nan"))
+    status.settle()
     assert (read(tmp_path)["state"], read(tmp_path)["step"], read(tmp_path)["loss"]) == ("running", 1, None)
     now = 100.9
     status.step(step=2)
+    status.settle()
     assert read(tmp_path)["step"] == 1
     now = 101.0
     status.step(step=3)
+    status.settle()
     assert read(tmp_path)["step"] == 3
     status.change("checkpointing")
     assert read(tmp_path)["state"] == "checkpointing"
