@@ -7,7 +7,9 @@
 #SBATCH --partition=PARTITION
 #SBATCH --job-name=quickstart
 #SBATCH --nodes=1-2
-#SBATCH --ntasks-per-node=2
+# Not --ntasks-per-node: queued again, the job would wait for as many nodes as it once had.
+#SBATCH --mincpus=2
+#SBATCH --threads-per-core=1
 #SBATCH --cpus-per-task=1
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out

@@ -105,7 +105,12 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     tasks = len(job.wish.variants)
     # B: to this script alone, which is where mpirun is; else to the ranks that srun has started.
     to = "B:" if mpirun else ""
+    least, most = job.wish.nodes
+    cores = {"cores": str(job.ranks_per_node * job.deck.run.threads)}
     fields = {
+        "tasks": f"#SBATCH --ntasks-per-node={job.ranks_per_node}"
+        if least == most
+        else _render("cores.sh", cores),
         "gpus": f"#SBATCH --gpus-per-node={job.gpus_per_node}" if job.gpus_per_node else "",
         "gpu_bind": " --gpu-bind=none" if job.gpus_per_node else "",
         "memory": f"#SBATCH --mem={_megabytes(job)}M" if job.memory else "",

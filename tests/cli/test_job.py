@@ -63,6 +63,14 @@ def test_ranks_binding_and_limits_follow_from_deck_and_machine(deck: Path) -> No
     assert "NCCL_DEBUG" in result.stdout
 
 
+def test_a_range_of_nodes_asks_for_cores_and_not_for_tasks(deck: Path) -> None:
+    """Slurm keeps the number of tasks of the first start, and with it the number of nodes."""
+    script = job(deck, "--nodes", "1-2", "--ranks-per-node", 2, "--set", "run.threads=3").stdout
+    assert "#SBATCH --nodes=1-2\n" in script
+    assert "#SBATCH --mincpus=6\n#SBATCH --threads-per-core=1\n#SBATCH --cpus-per-task=3\n" in script
+    assert "#SBATCH --ntasks" not in script
+
+
 def test_memory_is_what_the_plan_predicts_and_a_quarter(deck: Path) -> None:
     from hpctrain.plan.deck import plan_deck
 

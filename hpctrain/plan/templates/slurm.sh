@@ -8,7 +8,7 @@
 #SBATCH --partition=@{partition}
 #SBATCH --job-name=@{name}
 #SBATCH --nodes=@{nodes}
-#SBATCH --ntasks-per-node=@{ranks_per_node}
+@{tasks}
 #SBATCH --cpus-per-task=@{threads}
 @{gpus}
 @{memory}
