@@ -255,6 +255,10 @@ class Cluster:
 
     # --- harm -----------------------------------------------------------------------------------------
 
+    def drain(self, node: str) -> None:
+        """Let no new job start on the node; what runs on it runs on."""
+        self.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
+
     def kill_node(self, node: str) -> None:
         """Kill the node's slurmd and all its processes at once; its link goes with them."""
         self.machines.pop(node).end()
@@ -281,6 +285,8 @@ class Cluster:
                 self.machines.pop(node).end()
             if node not in self.machines:
                 self._start_node(node)
+            if "drain" in self._state(node):
+                self.run("scontrol", "update", f"nodename={node}", "state=resume")
         self.hurt.clear()
         self._wait_for_nodes()
 

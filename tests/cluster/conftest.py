@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.cluster import ROOT, Cluster, missing
 from tests.conftest import clean_environment
 
-SCRIPTS = ("slurm-mpirun.sh", "slurm-srun.sh")
+#: Small, but slow enough that something can happen to it: a step takes about a tenth of a second.
+STEADY = """
+[run]
+title = "steady"
+steps = 40
+[model]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 4
+[data]
+tokens = "runs/quickstart-data/tokens.h5"
+[batch]
+global_size = 32
+micro_size = 4
+sequence = 128
+[learning_rate]
+peak = 1e-3
+warmup = 10
+[checkpoint]
+every = 5
+"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,7 +66,7 @@ def cluster(running_cluster: Cluster, request: pytest.FixtureRequest) -> Iterato
     """The cluster with all nodes idle; what a failed test's jobs printed is shown."""
     running_cluster.repair()
     yield running_cluster
-    for output in sorted(running_cluster.folder.glob(f"{case_name(request)}/*.out")):
+    for output in sorted((running_cluster.folder / case_name(request)).glob("*.out")):
         print(f"--- {output.name}\n{output.read_text()[-6000:]}")
     for log in sorted(running_cluster.folder.glob("slurm*.log")):
         print(f"--- {log.name}\n{log.read_text()[-2000:]}")
@@ -60,66 +81,68 @@ def tokens(running_cluster: Cluster) -> Path:
 
 
 @pytest.fixture
-def project(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
-    """A user's folder on the shared disk: environment, decks, batch scripts, adapted to this cluster."""
+def project(cluster: Cluster, tokens: Path, request: pytest.FixtureRequest) -> Path:
+    """A user's folder on the shared disk: environment, decks, tokens."""
     folder = cluster.folder / case_name(request)
-    (folder / "jobs").mkdir(parents=True)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "inputs").symlink_to(ROOT / "inputs")
-    for name in SCRIPTS:
-        adapt(ROOT / "jobs" / name, folder / "jobs" / name)
+    furnish(folder, tokens)
     return folder
 
 
-@pytest.fixture
-def write_deck(project: Path, tokens: Path) -> Callable[..., Path]:
-    """`write_deck(title, text="", **sections)`: a deck of the tiny model in the project's folder."""
+@pytest.fixture(scope="session")
+def alone(running_cluster: Cluster, tokens: Path) -> Callable[..., Path]:
+    """`alone("deck.toml", "run.steps=4", ...)`: the folder of that run by one rank, undisturbed."""
+    project = running_cluster.folder / "alone"
+    furnish(project, tokens)
+    done: dict[tuple[str, ...], Path] = {}
 
-    def write(title: str, base: Path | None = None, **sections: dict[str, Any]) -> Path:
-        deck: dict[str, dict[str, Any]] = {} if base else {name: dict(keys) for name, keys in TINY.items()}
-        for name, keys in {**sections, "data": {"tokens": str(tokens)}}.items():
-            deck.setdefault(name, {}).update(keys)
-        deck.setdefault("run", {}).update(title=title, dir=str(project / "runs" / title))
-        text = f'include = "{base}"\n' if base else ""
-        for name, keys in deck.items():
-            text += f"[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items())
-        path = project / f"{title}.toml"
+    def run(deck: str, *settings: str) -> Path:
+        asked = (deck, *settings)
+        if asked not in done:
+            folder = done[asked] = project / f"run-{len(done)}"
+            words = [word for setting in (*settings, f"run.dir={folder}") for word in ("--set", setting)]
+            hpctrain("run", deck, *words, cwd=project)
+        return done[asked]
+
+    return run
+
+
+@pytest.fixture
+def script(project: Path) -> Callable[..., Path]:
+    """`script(name, "deck.toml", "run.steps=4", ...)`: the batch script of jobs/, edited as a user would.
+
+    Account and partition are this cluster's, the deck and what is set in it are those given.
+    """
+
+    def edit(name: str, deck: str, *settings: str) -> Path:
+        text = (ROOT / "jobs" / name).read_text()
+        words = " ".join(f"--set {setting}" for setting in settings)
+        for pattern, line in (
+            ("#SBATCH --account=.*\n", ""),
+            ("#SBATCH --partition=.*", "#SBATCH --partition=all"),
+            ("deck=.*", f"deck={deck}"),
+            (r"settings=\((.*)\)", rf"settings=(\1 {words})"),
+        ):
+            text, count = re.subn(f"^{pattern}", line, text, flags=re.MULTILINE)
+            assert count == 1, f"{name} has {count} lines that match {pattern}"
+        path = project / name
         path.write_text(text)
         return path
 
-    return write
+    return edit
 
 
-TINY: dict[str, dict[str, Any]] = {
-    "run": {"steps": 8},
-    "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "vocabulary": 257},
-    "batch": {"global_size": 8, "micro_size": 2, "sequence": 32},
-    "learning_rate": {"peak": 1e-2, "warmup": 2},
-    "checkpoint": {"every": 4},
-}
-
-
-def toml(value: object) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+def furnish(project: Path, tokens: Path) -> None:
+    """Make the folder of a project."""
+    (project / "runs" / "quickstart-data").mkdir(parents=True)
+    (project / "runs" / "quickstart-data" / "tokens.h5").symlink_to(tokens)
+    (project / ".venv").symlink_to(sys.prefix)
+    (project / "inputs").symlink_to(ROOT / "inputs")
+    (project / "steady.toml").write_text(STEADY)
 
 
 def case_name(request: pytest.FixtureRequest) -> str:
     """The folder of a test on the shared disk."""
     return "".join(letter if letter.isalnum() else "-" for letter in request.node.name).strip("-")
-
-
-def adapt(script: Path, copy: Path) -> None:
-    """Copy a batch script with the two lines that a user has to edit changed for this cluster."""
-    lines = []
-    for line in script.read_text().splitlines():
-        if line.startswith("#SBATCH") and "--partition" in line:
-            lines.append("#SBATCH --partition=all")
-        elif not (line.startswith("#SBATCH") and "--account" in line):
-            lines.append(line)
-    copy.write_text("\n".join(lines) + "\n")
 
 
 def hpctrain(*arguments: str | Path, cwd: Path) -> str:
@@ -130,7 +153,7 @@ def hpctrain(*arguments: str | Path, cwd: Path) -> str:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

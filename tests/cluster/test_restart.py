@@ -1,0 +1,103 @@
+"""Jobs that stop early or lose a node go on with what is left, and end where an undisturbed run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.cluster.cluster import Cluster, metrics, wait_until
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 40
+ON_TWO = "4 ranks (pipeline 1 x data 4 x context 1 x tensor 1) on 2 nodes"
+ON_ONE = "2 ranks (pipeline 1 x data 2 x context 1 x tensor 1) on 1 node"
+
+
+def parameters(folder: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(folder / f"checkpoints/step-{STEPS:08}.h5", "r") as file:
+        file["model"].visititems(
+            lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+        )
+    return found
+
+
+def assert_same_training(folder: Path, undisturbed: Path) -> None:
+    """Every step once, with the losses and at last the parameters of the run that nothing disturbed."""
+    steps, expected = metrics(folder), metrics(undisturbed)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
+    ours, theirs = parameters(folder), parameters(undisturbed)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert abs(ours[name] - tensor).max() <= 1e-4 * abs(tensor).max(), name
+
+
+def places(folder: Path) -> list[str]:
+    """On which ranks and nodes the run was started, one entry a start."""
+    lines = (folder / "log.txt").read_text().splitlines()
+    return [line[line.index("fp32, ") + 6 :] for line in lines if "pipeline 1 x data" in line]
+
+
+@pytest.mark.parametrize("name", ["slurm-mpirun.sh", "slurm-srun.sh"])
+def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
+    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path], name: str
+) -> None:
+    number = cluster.sbatch(script(name, "steady.toml"), cwd=project)
+    folder = project / "runs/steady"
+    wait_until(lambda: len(metrics(folder)) > 3, 60, "the first steps")
+    cluster.drain("n2")
+    cluster.run("scancel", "--signal=USR2", *(["--batch"] if "mpirun" in name else []), str(number))
+    job = cluster.wait(number, 90)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1")
+    assert places(folder) == [ON_TWO, ON_ONE]
+    assert_same_training(folder, alone("steady.toml"))
+
+
+def test_a_killed_node_is_done_without(
+    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path]
+) -> None:
+    number = cluster.sbatch(script("slurm-srun.sh", "steady.toml"), cwd=project)
+    folder = project / "runs/steady"
+    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
+    cluster.kill_node("n2")
+    assert len(metrics(folder)) < STEPS
+    job = cluster.wait(number, 120)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
+    assert places(folder)[0] == ON_TWO
+    assert places(folder)[-1] == ON_ONE
+    assert_same_training(folder, alone("steady.toml"))
+
+
+def test_a_node_behind_a_cut_link_is_done_without(
+    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path]
+) -> None:
+    number = cluster.sbatch(script("slurm-mpirun.sh", "steady.toml"), cwd=project)
+    folder = project / "runs/steady"
+    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
+    cluster.cut_link("n2")
+    assert len(metrics(folder)) < STEPS
+    job = cluster.wait(number, 120)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
+    assert places(folder)[0] == ON_TWO
+    assert places(folder)[-1] == ON_ONE
+    assert_same_training(folder, alone("steady.toml"))
+
+
+def test_a_job_stops_before_its_time_limit_and_goes_on(
+    cluster: Cluster, project: Path, script: Callable[..., Path]
+) -> None:
+    edited = script("slurm-srun.sh", "steady.toml", "run.steps=100000", "checkpoint.every=0")
+    number = cluster.sbatch(edited, options=["--time=1"], cwd=project)
+    folder = project / "runs/steady"
+    wait_until(lambda: cluster.job(number)["Restarts"] == "1", 90, "the job to be queued again")
+    stopped = int((folder / "checkpoints/latest").resolve().stem.removeprefix("step-"))
+    wait_until(lambda: len(metrics(folder)) > stopped + 2, 60, "the run to go on")
+    assert "time limit" in (folder / "log.txt").read_text()
+    assert len(places(folder)) == 2
+    assert [step["step"] for step in metrics(folder)][: stopped + 2] == list(range(1, stopped + 3))

@@ -1,0 +1,55 @@
+"""The Slurm scripts of jobs/, submitted as a user would: they train, on two nodes, what one rank trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import NODES, Cluster, metrics, wait_until
+from tests.cluster.conftest import hpctrain
+
+pytestmark = pytest.mark.cluster
+
+SCRIPTS = ("slurm-mpirun.sh", "slurm-srun.sh")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_the_quickstart_deck_on_two_nodes(
+    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path], name: str
+) -> None:
+    steps = ("run.steps=3", "run.evaluate_sequences=4")
+    job = cluster.wait(cluster.sbatch(script(name, "inputs/quickstart.toml", *steps), cwd=project))
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
+    folder = project / "runs/quickstart"
+    assert (
+        "4 ranks (pipeline 1 x data 4 x context 1 x tensor 1) on 2 nodes" in (folder / "log.txt").read_text()
+    )
+    assert [path.name for path in (folder / "checkpoints").glob("step-*.h5")] == ["step-00000003.h5"]
+    on_four = [step["loss"] for step in metrics(folder)]
+    expected = [step["loss"] for step in metrics(alone("inputs/quickstart.toml", *steps))]
+    assert len(expected) == 3
+    assert on_four == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_usr1_writes_a_checkpoint_and_scancel_ends_every_rank(
+    cluster: Cluster, project: Path, script: Callable[..., Path], name: str
+) -> None:
+    edited = script(name, "steady.toml", "run.steps=100000", "checkpoint.every=0")
+    number = cluster.sbatch(edited, cwd=project)
+    folder = project / "runs/steady"
+    wait_until(lambda: len(metrics(folder)) > 1, 60, "the first steps")
+    cluster.run("scancel", "--signal=USR1", *(["--batch"] if "mpirun" in name else []), str(number))
+    wait_until((folder / "checkpoints/latest").exists, 30, "the checkpoint that USR1 asks for")
+    steps = len(metrics(folder))
+    wait_until(lambda: len(metrics(folder)) > steps + 2, 30, "the run to go on")
+    assert all(len(cluster.processes(node, "hpctrain run steady.toml")) >= 2 for node in NODES)
+
+    cluster.run("scancel", str(number))
+    job = cluster.wait(number)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+    wait_until(lambda: not cluster.jobs(), 30, "the job to be gone")
+    assert not any(cluster.processes(node, "hpctrain run") for node in NODES)
+    hpctrain("inspect", folder / "checkpoints/latest", "--verify", cwd=project)
