@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from hpctrain.comm.doctor import Report
+    from hpctrain.comm.doctor import Place, Report
 
 MOST_PLACES = 64
 
 
 @click.command(name="doctor")
-def command() -> None:
+@click.option(
+    "--deck", type=click.Path(path_type=Path), metavar="DECK", help="Map its layout onto the ranks."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of it, e.g. layout.tensor=2."
+)
+def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
     """Tell what a run would find here, alone or under mpirun or srun, and what to do about what is wrong.
 
-    Exits with 1 if a run could not start.
+    With --deck, it is told where on the mesh each rank would be. Exits with 1 if a run could not start.
     """
     from hpctrain.comm.doctor import examination
 
     with examination() as report:
+        if deck is not None and report.fit:  # else what reads decks may be what is broken
+            from hpctrain.plan.places import map_deck
+
+            map_deck(report, deck, overrides)
         if report.rank == 0:
             show(report)
     sys.exit(0 if report.fit else 1)
@@ -34,12 +45,16 @@ def show(report: Report) -> None:
         ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.found)
         for finding in report.findings
     ]
+    axes = list(report.coordinates[0]) if report.coordinates else []
     ranks = [
-        (str(place.rank), place.hostname, str(place.local_rank), spans(place.cores), str(place.gpus))
+        (
+            *(str(place.rank), place.hostname, str(place.local_rank), spans(place.cores), gpu(place)),
+            *(str(report.coordinates[place.rank][axis]) for axis in axes),
+        )
         for place in report.places[:MOST_PLACES]
     ]
     table(("", "topic", "found"), rows)
-    table(("rank", "node", "local rank", "cores", "GPUs"), ranks)
+    table(("rank", "node", "local rank", "cores", "GPU", *axes), ranks)
     if len(report.places) > MOST_PLACES:
         click.echo(f"and {len(report.places) - MOST_PLACES} more ranks")
     for finding in report.findings:
@@ -47,6 +62,11 @@ def show(report: Report) -> None:
             mark = "WRONG" if finding.fatal else "note"
             click.echo(f"{mark}: {finding.topic}: {finding.found}. What to do: {finding.remedy}.")
     click.echo("A run can start here." if report.fit else "A run could not start here.")
+
+
+def gpu(place: Place) -> str:
+    """The GPU that a run gives to this rank, and how many it sees."""
+    return f"{place.local_rank % place.gpus} of {place.gpus}" if place.gpus else "none"
 
 
 def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

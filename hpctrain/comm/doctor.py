@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.launcher import launcher_name, started_rank, started_size
+from hpctrain.comm.launcher import contradictions, launcher_name, started_rank, started_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,6 +62,13 @@ class Report:
     rank: int = 0
     findings: list[Finding] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+    coordinates: list[dict[str, int]] = field(default_factory=list)
+    """Of each rank on a deck's mesh, if one was mapped."""
+    world: MPI.Intracomm | None = None
+
+    def add(self, findings: list[Finding]) -> None:
+        """Add what each rank has found of its own. Collective."""
+        self.findings += _merge(self.world.allgather(findings) if self.world is not None else [findings])
 
     @property
     def fit(self) -> bool:
@@ -88,12 +95,13 @@ def examination() -> Iterator[Report]:
     places = world.allgather(_place(world.rank, node.rank, torch))
     node.Free()
     findings += [_thread_level(mpi), _launcher(world.size), _layout(places), *_binding(places)]
+    findings += _contradictions(world.rank, places)
     findings += _hdf5(world, len({place.hostname for place in places}))
     findings.append(_slurm())
     faulthandler.cancel_dump_traceback_later()
     # Under a foreign launcher every process is rank 0 of its own world: then the launcher's number counts.
     rank = world.rank if started_size(os.environ) == world.size else started_rank(os.environ)
-    yield Report(rank, _merge(world.allgather(findings)), places)
+    yield Report(rank, _merge(world.allgather(findings)), places, world=world)
     sys.stdout.flush()
     world.Barrier()
     mpi.Finalize()
@@ -225,6 +233,14 @@ def _launcher(size: int | None) -> Finding:
     return Finding("launcher", found, remedy, fatal=True)
 
 
+def _contradictions(rank: int, places: list[Place]) -> list[Finding]:
+    """What the launcher's variables say of this rank otherwise than MPI."""
+    nodes = len({place.hostname for place in places})
+    told = contradictions(os.environ, rank, places[rank].local_rank, nodes)
+    remedy = "start all ranks with one launcher, and neither set nor pass on its variables by hand"
+    return [Finding("launcher", told[0], remedy, fatal=True)] if told else []
+
+
 def _place(rank: int, local_rank: int, torch: ModuleType | None) -> Place:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return Place(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
@@ -239,6 +255,13 @@ def _layout(places: list[Place]) -> Finding:
 def _binding(places: list[Place]) -> list[Finding]:
     """Nodes with more ranks than cores, or than GPUs."""
     findings = []
+    sizes = {place.hostname: 0 for place in places}
+    for place in places:
+        sizes[place.hostname] += 1
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{count} on {hostname}" for hostname, count in sorted(sizes.items()))
+        remedy = "runs need as many on every node: srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
+        findings.append(Finding("ranks a node", found, remedy, fatal=True))
     for hostname in sorted({place.hostname for place in places}):
         here = [place for place in places if place.hostname == hostname]
         cores = len({core for place in here for core in place.cores})

@@ -55,10 +55,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of one rank of the world along every axis."""
-        places: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, places[axis] = divmod(rank, self.sizes[axis])
-        return {axis: places[axis] for axis in AXES}
+        return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
         """This rank's group along one axis or several joined ones, in the mesh's order of axes."""
@@ -80,6 +77,14 @@ class Mesh:
             if all(self.coordinates(rank)[axis] == self._here[axis] for axis in others)
         )
         return self.world.split(axes, ranks, self.transport)
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The place along every axis of one rank of a mesh of these sizes."""
+    places: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, places[axis] = divmod(rank, sizes[axis])
+    return {axis: places[axis] for axis in AXES}
 
 
 def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Literal["mpi", "nccl"]:

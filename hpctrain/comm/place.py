@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,15 @@ def check_launcher(environment: Mapping[str, str], size: int) -> None:
                     "that MPI's own mpirun, or srun with the matching --mpi"
                 )
             return
+
+
+def refuse_contradictions(told: Sequence[str]) -> None:
+    """HpctrainError if there are any: what the launcher's variables say otherwise than MPI, of all ranks."""
+    if told:
+        raise HpctrainError(
+            f"the launcher's variables contradict MPI ({told[0]}): start all ranks with one launcher, and "
+            "neither set nor pass on its variables by hand"
+        )
 
 
 def choose_device(name: str, local_rank: int, count: int) -> torch.device:

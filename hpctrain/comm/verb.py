@@ -41,7 +41,8 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
 
 def leave_unstarted(error: HpctrainError) -> NoReturn:
     """Leave with an error that came before there was a World: one rank prints it."""
-    if started_rank(os.environ) == 0:
+    together = MPI.Is_initialized() and MPI.COMM_WORLD.size > 1
+    if (MPI.COMM_WORLD.rank if together else started_rank(os.environ)) == 0:
         print_problems(error.problems)
     if MPI.Is_initialized():
         MPI.Finalize()

@@ -17,11 +17,12 @@ import torch
 
 from hpctrain.comm.check import Checks, uncheck_group
 from hpctrain.comm.group import Group, Work
+from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.outcome import combine, describe, print_problems
-from hpctrain.comm.place import check_launcher, choose_device
+from hpctrain.comm.place import check_launcher, choose_device, refuse_contradictions
 from hpctrain.comm.reduction import Scratch
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
@@ -74,6 +75,8 @@ class World:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
+        told = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
+        refuse_contradictions([each for rank in world._control.allgather(told) for each in rank])
         world.use_device(device)
         sys.excepthook = world._on_exception
         threading.excepthook = world._on_thread_exception

@@ -364,6 +364,9 @@ class Machine(Section):
         derived="measured",
         gt=0,
     )
+    bind: bool = key(
+        "Whether each rank takes its share of the node's cores, where the launcher has not bound it.", False
+    )
     ranks_per_node: int | None = key(
         "Ranks that `hpctrain job` starts on a node.", None, unit="ranks", derived="gpus_per_node", ge=1
     )

@@ -46,6 +46,7 @@ from hpctrain.train.place import with_split
 from hpctrain.train.reporter import Reporter
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
+from hpctrain.train.startup import check_deck_file, check_places, check_run_folder
 from hpctrain.train.step import Step, StepResult, TrainState
 from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.summary import introduction, outcome
@@ -102,10 +103,14 @@ class Run:
         self.pace = Pace(expected_seconds(self.checkpoints.expected_bytes, world.nodes))
         self.log = logging.getLogger("hpctrain")
 
-    def train(self, signals: Signals | None = None) -> int:
-        """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code."""
+    def train(self, signals: Signals | None = None, bound: str = "") -> int:
+        """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code.
+
+        `bound` is said at the start: which cores the ranks have.
+        """
         deck, world = self.deck, self.world
         lock = None
+        check_run_folder(world, self.folder)
         with world.agreement():
             if world.rank == 0:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,7 @@ class Run:
         try:
             self.peak = self.peak or self._measured_peak()
             reporter.say(introduction(deck, self.engine, self.corpus, self.peak))
-            reporter.say(line for line in (self.layout_check, self.started_from) if line)
+            reporter.say(line for line in (bound, self.layout_check, self.started_from) if line)
             if newest is not None:
                 reporter.say([f"goes on from {newest} at step {self.state.step}"])
             reporter.begin()
@@ -288,6 +293,7 @@ def run_deck(
     With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now.
     """
     with Signals() as signals:
+        check_deck_file(world, path)
         with world.agreement():
             deck = read_deck(path, overrides, read_source=settled_keys)
             folder = Path(deck.run.dir)
@@ -301,7 +307,8 @@ def run_deck(
                     remove_run(folder)  # with `again`, what a job left that ended before its first checkpoint
                 elif not again:
                     refuse_other_run(deck)
-        return Run(world, deck).train(signals)
+        bound = check_places(world, deck)
+        return Run(world, deck).train(signals, bound)
 
 
 def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = False) -> int:
@@ -322,4 +329,5 @@ def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signa
     """Train on from a checkpoint with that state; the exit code."""
     with world.agreement():
         same = deck.layout == stored_deck(state, path).layout
-    return Run(world, deck, path, state.get("split") if same else None).train(signals)
+    bound = check_places(world, deck)
+    return Run(world, deck, path, state.get("split") if same else None).train(signals, bound)

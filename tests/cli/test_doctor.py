@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,21 @@ def test_ranks_are_mapped_and_printed_once(launch: Launch) -> None:
     assert done.stdout.count("2 ranks on 1 node") == 1
     assert "written and read back by all ranks" in done.stdout
     assert done.stdout.count("A run can start here.") == 1
+
+
+def test_a_deck_is_mapped_on_the_ranks(launch: Launch) -> None:
+    deck = Path(__file__).resolve().parents[2] / "inputs/quickstart.toml"
+    done = launch(2, "-m", "hpctrain", "doctor", "--deck", deck, "--set", "layout.tensor=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    heads = next(line for line in lines if line.startswith("rank "))
+    rows = [line.split() for line in lines if line[:2] in {"0 ", "1 "}]
+    assert heads.split()[-5:] == ["pipeline", "data", "context", "expert", "tensor"]
+    assert [row[-5:] for row in rows] == [["0", "0", "0", "0", "0"], ["0", "0", "0", "0", "1"]]
+    unfit = launch(2, "-m", "hpctrain", "doctor", "--deck", deck, "--set", "layout.tensor=3")
+    assert unfit.returncode == 1
+    assert "layout.tensor=3" in unfit.stdout
+    assert "must divide the number of ranks, 2" in unfit.stdout
 
 
 @pytest.mark.parametrize("package", ["mpi4py", "h5py", "torch", "rich"])

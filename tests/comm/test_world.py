@@ -9,6 +9,7 @@ import socket
 import pytest
 import torch
 
+from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.outcome import combine
 from hpctrain.comm.place import check_launcher, choose_device
 from hpctrain.comm.world import World
@@ -100,6 +101,36 @@ def test_silent_singletons_are_refused(environment: dict[str, str], size: int, g
         count = next(iter(environment.values()))
         with pytest.raises(HpctrainError, match=f"started {count} processes"):
             check_launcher(environment, size)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, []),
+        ({"SLURM_PROCID": "0"}, []),  # of the job's own script, which no launcher started
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, []),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "1"},
+            ["SLURM_PROCID = 0, but MPI's rank is 3"],
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4"},
+            [
+                "SLURM_LOCALID = 0, but MPI's rank on the node is 1",
+                "SLURM_STEP_NUM_NODES = 4, but MPI's number of nodes is 2",
+            ],
+        ),
+        # mpirun inside a Slurm job: Slurm's variables are those of its daemon.
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1"}, []),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"},
+            ["OMPI_COMM_WORLD_LOCAL_RANK = 3, but MPI's rank on the node is 1"],
+        ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, ["PMI_RANK = 2, but MPI's rank is 3"]),
+    ],
+)
+def test_launchers_variables_are_compared_with_mpi(environment: dict[str, str], told: list[str]) -> None:
+    assert contradictions(environment, rank=3, local_rank=1, nodes=2) == told
 
 
 def test_devices() -> None:

@@ -1,0 +1,128 @@
+"""Before a run: whether all nodes see the same files, have as many ranks, and where the ranks sit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+
+SECONDS_TO_APPEAR = 5.0
+"""What a network file system may take to show one node what another has written."""
+
+
+def check_deck_file(world: World, path: Path) -> None:
+    """HpctrainError on all ranks where rank 0 reads a deck that others do not see, or see another one."""
+    digests = world.everyone.all_gather_object(_digest(path))
+    hosts = world.everyone.all_gather_object(world.hostname)
+    if digests[0] is None:
+        return  # nobody need go further than what rank 0 will say of it
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        rank = others[0]
+        what = "cannot read it" if digests[rank] is None else "reads another file of that name"
+        with world.agreement():
+            raise HpctrainError(
+                f"{path}: rank 0 on {hosts[0]} reads this deck, but rank {rank} on {hosts[rank]} {what}; "
+                "put it in a folder that all nodes share"
+            )
+
+
+def check_nodes(world: World) -> None:
+    """HpctrainError on all ranks where the nodes have different numbers of ranks."""
+    places = world.everyone.all_gather_object((world.node, world.hostname, world.local_size))
+    sizes = {node: (hostname, size) for node, hostname, size in places}
+    few = min(sizes.values(), key=lambda each: each[1])
+    many = max(sizes.values(), key=lambda each: each[1])
+    with world.agreement():
+        if few[1] != many[1]:
+            raise HpctrainError(
+                f"{world.size} ranks are spread unevenly over {world.nodes} nodes, {many[1]} on {many[0]} "
+                f"and {few[1]} on {few[0]}: start as many on every node, with srun --ntasks-per-node or "
+                "mpirun --map-by ppr:N:node"
+            )
+
+
+def check_run_folder(world: World, folder: Path) -> None:
+    """HpctrainError on all ranks where some do not see what rank 0 writes into the run's folder.
+
+    The folder is made if it is not there.
+    """
+    token = ""
+    with world.agreement():
+        if world.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            token = f".seen-{uuid.uuid4().hex}"
+            (folder / token).touch()
+    path = folder / world.everyone.broadcast_object(token)
+    deadline = time.monotonic() + SECONDS_TO_APPEAR
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = world.everyone.all_gather_object((seen, world.hostname))
+    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    with world.agreement():
+        if world.rank == 0:
+            path.unlink(missing_ok=True)
+        if blind:
+            raise HpctrainError(
+                f"run.dir = {folder}: rank {blind[0]} on {found[blind[0]][1]} does not see what rank 0 on "
+                f"{found[0][1]} writes there; choose a folder on a file system that all nodes share"
+            )
+
+
+def crossing(world: World, deck: Deck) -> str:
+    """A warning where tensor ranks of one group sit on several nodes; "" where none do. Collective."""
+    nodes = world.everyone.all_gather_object(world.node)
+    tensor = deck.layout.tensor
+    groups = [set(nodes[first : first + tensor]) for first in range(0, len(nodes), tensor)]
+    if all(len(group) == 1 for group in groups):
+        return ""
+    return (
+        f"layout.tensor = {tensor}: tensor ranks sit on several nodes and talk over the network in every "
+        f"layer; with {world.local_size} ranks on a node, a size that divides {world.local_size} keeps them "
+        "together"
+    )
+
+
+def bind(world: World, threads: int) -> str:
+    """Give each rank of a node its own cores, if the launcher left all of them to all; in words, which.
+
+    Nothing is done, and "" returned, where the launcher has bound the ranks or the cores do not suffice.
+    Collective.
+    """
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    found = world.everyone.all_gather_object((world.node, tuple(mine)))
+    here = [cores for node, cores in found if node == world.node]
+    possible = len(set(here)) == 1 and len(mine) >= len(here) * threads
+    if not all(world.everyone.all_gather_object(possible)):
+        return ""
+    share = len(mine) // len(here)
+    own = mine[world.local_rank * share : (world.local_rank + 1) * share]
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), own)
+    return f"ranks are bound to {share} core{'s' * (share > 1)} each"
+
+
+def check_places(world: World, deck: Deck) -> str:
+    """Refuse uneven nodes, warn of a tensor axis across nodes, bind if the deck says so: in words, to what.
+
+    Collective; nothing is written.
+    """
+    check_nodes(world)
+    warning = crossing(world, deck)
+    if warning and world.rank == 0:
+        logging.getLogger("hpctrain").warning("%s", warning)
+    return bind(world, deck.run.threads) if deck.machine.bind else ""
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,209 @@
+"""What is refused before a run is built, alike on all ranks; ranks of one machine stand for several nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.comm.doctor import Place, Report
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.places import map_deck
+from hpctrain.train import startup
+from hpctrain.train.startup import bind, check_deck_file, check_nodes, check_run_folder, crossing
+from tests.engines import DECK, small_deck
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@dataclass
+class Elsewhere:
+    """A World that says it is on another node."""
+
+    world: World
+    node: int
+    local_size: int
+
+    @property
+    def hostname(self) -> str:
+        return f"n{self.node}"
+
+    @property
+    def nodes(self) -> int:
+        return 2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world, name)
+
+
+def sentence(world: World, check: Callable[[], object]) -> str:
+    """The one sentence that all ranks raise."""
+    with pytest.raises(HpctrainError) as caught:
+        check()
+    assert caught.value.exit_code == 2
+    assert world.is_agreed(caught.value)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.fixture
+def folders(world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that all ranks are in, but the last of several, which is in `elsewhere` below it."""
+    if world.rank == 0:
+        (mpi_tmp_path / "elsewhere").mkdir()
+        for name, text in (("deck.toml", ""), ("other.toml", "[run]"), ("elsewhere/other.toml", "[model]")):
+            (mpi_tmp_path / name).write_text(text)
+    world.everyone.barrier()
+    last = 0 < world.rank == world.size - 1
+    monkeypatch.chdir(mpi_tmp_path / "elsewhere" if last else mpi_tmp_path)
+    return mpi_tmp_path
+
+
+@pytest.mark.mpi
+def test_a_deck_that_rank_0_alone_can_read(world: World, folders: Path) -> None:
+    check_deck_file(world, folders / "deck.toml")
+    check_deck_file(world, Path("nowhere.toml"))  # of which the reading of decks tells
+    if world.size > 1:
+        told = sentence(world, lambda: check_deck_file(world, Path("deck.toml")))
+        assert f"but rank {world.size - 1} on {world.hostname} cannot read it" in told
+        told = sentence(world, lambda: check_deck_file(world, Path("other.toml")))
+        assert "reads another file of that name" in told
+
+
+@pytest.mark.mpi
+def test_a_run_folder_that_not_all_see(world: World, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_run_folder(world, folders / "run")
+    if world.size > 1:
+        monkeypatch.setattr(startup, "SECONDS_TO_APPEAR", 0.2)
+        told = sentence(world, lambda: check_run_folder(world, Path("run")))
+        assert f"rank {world.size - 1} on {world.hostname} does not see what rank 0" in told
+    world.everyone.barrier()
+    assert not list((folders / "run").iterdir())
+
+
+@pytest.mark.mpi
+def test_nodes_with_different_numbers_of_ranks(world: World) -> None:
+    check_nodes(world)
+    if world.size > 1:
+        alike: Any = Elsewhere(world, node=min(world.rank, 1), local_size=2)
+        check_nodes(alike)
+        uneven: Any = Elsewhere(world, node=min(world.rank, 1), local_size=2 if world.rank else 3)
+        told = sentence(world, lambda: check_nodes(uneven))
+        assert "unevenly over 2 nodes, 3 on n0 and 2 on n1" in told
+
+
+@pytest.mark.mpi
+def test_a_tensor_axis_across_nodes_is_told(world: World) -> None:
+    deck = (
+        small_deck(f"layout.tensor={world.size}", "batch.global_size=16") if world.size < 8 else small_deck()
+    )
+    assert crossing(world, deck) == ""
+    split: Any = Elsewhere(world, node=world.rank % 2, local_size=1)
+    assert ("tensor ranks sit on several nodes" in crossing(split, deck)) == (1 < world.size < 8)
+    assert crossing(split, small_deck()) == ""
+
+
+@pytest.mark.mpi
+def test_ranks_that_are_not_bound_take_cores_of_their_own(world: World) -> None:
+    before = os.sched_getaffinity(0)
+    everyone = world.everyone
+    alike = all(cores == before for cores in everyone.all_gather_object(before))
+    try:
+        told = bind(world, 1)
+        if alike and world.nodes == 1 and len(before) >= world.size:
+            masks = everyone.all_gather_object(os.sched_getaffinity(0))
+            assert "ranks are bound to" in told
+            assert len(set().union(*masks)) == sum(map(len, masks))
+            assert set().union(*masks) <= before
+            # Bound as they are now, the ranks stay so.
+            assert world.size == 1 or bind(world, 1) == ""
+        else:
+            assert told == ""
+            assert os.sched_getaffinity(0) == before
+        assert bind(world, 10_000) == ""
+    finally:
+        os.sched_setaffinity(0, before)
+        everyone.barrier()
+
+
+def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
+    (tmp_path / "deck.toml").write_text(DECK)
+    report = Report(places=[Place(rank, f"n{rank // 3}", rank % 3, (), 0) for rank in range(6)])
+    map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
+    assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "expert": 0, "tensor": 1}
+    assert report.fit
+    assert "over the network in every layer" in report.findings[0].remedy
+    report = Report(places=[Place(rank, f"n{rank // 2}", rank % 2, (), 0) for rank in range(6)])
+    map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
+    assert not report.findings[0].remedy
+
+
+@pytest.fixture
+def work(tmp_path: Path, launch: Launch) -> Path:
+    """A folder with a token file and a deck that names it in full."""
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    deck = DECK.replace('"none"', f'"{tmp_path / "tokens.h5"}"').replace("vocabulary = 61\n", "")
+    (tmp_path / "deck.toml").write_text(deck)
+    return tmp_path
+
+
+def told_once(done: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of a job that ends with exit code 2."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hpctrain: error: ")]
+    assert (done.returncode, len(lines)) == (2, 1), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("deck", "told"),
+    [
+        ("deck.toml", "deck.toml: rank 0 on {} reads this deck, but rank 1 on {} cannot read it"),
+        ("{}/deck.toml", "run.dir = runs/deck: rank 1 on {} does not see what rank 0 on {} writes there"),
+    ],
+)
+def test_ranks_in_folders_that_they_do_not_share(work: Path, launch: Launch, deck: str, told: str) -> None:
+    """Rank 1 is started in another folder, as on a node where that of rank 0 is not mounted."""
+    (work / "elsewhere").mkdir()
+    arguments = ("-m", "hpctrain", "run", deck.format(work))
+    second = (":", "-n", "1", "-wdir", work / "elsewhere", sys.executable, *arguments)
+    problem = told_once(launch(1, *arguments, *second))
+    assert told.format(*[os.uname().nodename] * 2) in problem
+
+
+def test_launchers_variables_that_contradict_mpi(work: Path, launch: Launch) -> None:
+    """Both ranks have the number that Slurm gives to the first."""
+    program = """\
+import os, sys
+from hpctrain.comm.library import MPI
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    os.environ.pop(name, None)
+os.environ |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+sys.argv = ["hpctrain", *sys.argv[1:]]
+from hpctrain.cli.main import main
+main()
+"""
+    problem = told_once(launch(2, "-c", program, "run", "deck.toml"))
+    assert "the launcher's variables contradict MPI (SLURM_PROCID = 0, but MPI's rank is 1)" in problem
+
+
+def test_more_ranks_than_the_layout(work: Path, launch: Launch) -> None:
+    problem = told_once(launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "layout.data=1"))
+    assert "layout.data=1: 2 ranks" in problem
+    assert "start 1 rank" in problem
+
+
+def test_binding_is_told(work: Path, launch: Launch) -> None:
+    settings = ("--set", "machine.bind=true", "--set", "run.steps=1")
+    done = launch(1, "-m", "hpctrain", "run", "deck.toml", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks are bound to" in done.stdout
