@@ -275,7 +275,7 @@ def test_signals_reach_mpirun_whose_exit_code_still_counts(
     )
 
     def noted(number: signal.Signals | None, lines: int) -> None:
-        """Send the signal until the launcher has noted so many; the first may come before bash knows of it."""
+        """Send the signal until so many notes are there; the first may come before bash has a trap."""
         deadline = time.monotonic() + 20
         while not notes.exists() or notes.read_text().count("\n") < lines:
             assert time.monotonic() < deadline
