@@ -28,7 +28,7 @@ heads = 4
 [data]
 tokens = "runs/quickstart-data/tokens.h5"
 [batch]
-global_size = 32
+global_size = 16
 micro_size = 4
 sequence = 128
 [learning_rate]
