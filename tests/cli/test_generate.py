@@ -50,7 +50,7 @@ def test_a_run_folder_continues_its_text(launch: Launch, run_dir: Path, ranks: i
 
 
 def test_samples_go_to_a_stdout_of_few_characters(launch: Launch, run_dir: Path) -> None:
-    [checkpoint] = (run_dir / "checkpoints").iterdir()
+    [checkpoint] = (run_dir / "checkpoints").glob("*.h5")
     options = ("--prompt", "thé", "--tokens", "20", "--top-k", "50", "--top-p", "0.95", "--seed", "5")
     done = launch(0, "-c", PROGRAM, checkpoint, *options, "--samples", "2", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
