@@ -26,7 +26,5 @@ if [ ! -e $policy ]; then
     trap 'rm -f $policy' EXIT
 fi
 quiet=(-o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300 -qq)
-apt-get "${quiet[@]}" install -y --no-install-recommends "${packages[@]}" >/dev/null 2>&1 || {
-    apt-get "${quiet[@]}" update
-    apt-get "${quiet[@]}" install -y --no-install-recommends "${packages[@]}" >/dev/null
-}
+fetch() { apt-get "${quiet[@]}" install -y --no-install-recommends "${packages[@]}" >/dev/null 2>&1; }
+fetch || { apt-get "${quiet[@]}" update >/dev/null 2>&1 && fetch; } || say "apt could not install ${packages[*]}"
