@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -141,3 +144,13 @@ def test_peak_rss_is_in_bytes() -> None:
     status = Path("/proc/self/status").read_text()
     now = int(status.partition("VmRSS:")[2].split()[0]) * 1024
     assert 0.9 * now < peak_rss_bytes() < 100 * now
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_the_peak_is_not_that_of_the_process_which_started_this_one() -> None:
+    held = np.ones(400 << 20, np.uint8)
+    program = "from hpctrain.train.metrics import peak_rss_bytes; import torch; print(peak_rss_bytes())"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    mine = peak_rss_bytes()
+    assert mine > held.nbytes + (100 << 20)
+    assert int(told.stdout) < mine - (200 << 20)
