@@ -54,7 +54,7 @@ install:
 
 test: install
 	@echo "== serial tests"
-	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -m "not mpi" $(ARGS)
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n auto --dist worksteal -m "not mpi" $(ARGS)
 	@$(LAUNCHER); color=no; if [ -t 1 ]; then color=yes; fi; \
 	for ranks in $(RANKS); do \
 	  echo "== MPI tests, $$ranks ranks"; \
