@@ -115,7 +115,7 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
             for n, place in enumerate((before, after))
         )
         one.train(3)
-        save(path, world.everyone, entries(one, writing=True), {}, call_bytes=10_000)
+        save(path, world.everyone, entries(one, writing=True), {}, piece_bytes=10_000)
         load(path, world.everyone, entries(other), buffer_bytes=10_000)
         other.engine.optimizer.publish()
         other.engine.optimizer.updates = one.engine.optimizer.updates
