@@ -118,7 +118,9 @@ def activation_peak(
             done = seen - seen // pieces
             gone = (pieces - 1) * (way.staying + (0 if elsewhere else way.packed))
             change = max(0, done * kept.waiting - gone)
-            peak = max(peak, alive - head + change + extra + again + kept.waiting_first)
+            peak = max(
+                peak, alive - head + change + extra + again + max(kept.waiting_first, kept.waiting_core)
+            )
         alive += waiting - each
         peak = max(peak, alive)
         stored -= pieces

@@ -64,7 +64,8 @@ class ActivationBytes:
     `storages` of a block whose forward pass is kept, in the order of the forward pass, `hidden` of the hidden
     states between blocks, `shared` of what all blocks of a part share, `embedding` of the part that embeds,
     `head` of the one that predicts: final norm and loss. `waiting` is held of a block by weight gradients
-    that are computed later than the rest of its backward pass, `waiting_first` before anything of it goes.
+    that are computed later than the rest of its backward pass; `waiting_first` is there besides before
+    anything of it goes, `waiting_core` while the core of its attention is computed again.
     """
 
     storages: tuple[Storage, ...]
@@ -74,6 +75,7 @@ class ActivationBytes:
     head: int
     waiting: int
     waiting_first: int
+    waiting_core: int
     recompute: Recomputed = "none"
 
     @property
@@ -150,6 +152,11 @@ def activation_bytes(
     whole = size * tokens * shape.hidden
     waiting = hidden.bytes + (heads + 2 * shared) * unit + heads * unit + whole
     waiting += hidden.bytes + (2 if gated else 1) * inner + inner + whole
+    masks = sum(storage.bytes for storage in mask)
+    again = heads * unit - sum(storage.bytes for storage in core)
+    again += sum(s.bytes for s in _attention(shape, tokens, size, tensor, context, context_form, "none"))
+    # By then masks are gone, what the second norm keeps for itself alone, and one factor of a gate.
+    gone = 2 * masks + sum(storage.bytes for storage in norm[1:]) + (inner if gated else 0)
     return ActivationBytes(
         storages=(*norm, hidden, *core, *mask, *norm, hidden, *expanded, *mask),
         hidden=hidden,
@@ -157,7 +164,8 @@ def activation_bytes(
         embedding=embedding,
         head=sum(storage.bytes for storage in norm) + whole,
         waiting=waiting,
-        waiting_first=whole - sum(storage.bytes for storage in mask),
+        waiting_first=whole - masks,
+        waiting_core=whole - gone + again if recompute == "selective" else 0,
         recompute=recompute,
     )
 

@@ -119,7 +119,13 @@ def expect_activations(world: World, deck: Deck) -> None:
 def test_activations_of_split_backward_are_those_that_are_kept(world: World, family: tuple[str, ...]) -> None:
     """What waits for W is kept by the queue of weight gradients, not by autograd."""
     for schedule in ("zb-h1", "zb-h2", "zb-v"):
-        for more in ((), ("memory.recompute=full",), ("model.tied=false", "batch.global_size=32")):
+        for more in (
+            (),
+            ("memory.recompute=full",),
+            ("memory.recompute=selective",),
+            ("memory.recompute=selective", "model.dropout=0.1"),
+            ("model.tied=false", "batch.global_size=32"),
+        ):
             layout = ("layout.pipeline=2", f"layout.schedule={schedule}", "model.layers=8")
             expect_activations(world, small_deck(*family, *layout, *more))
 
