@@ -220,8 +220,8 @@ def _absent(reports: Mapping[int, Report]) -> Iterator[str]:
     for (key, number), waiting in _waiting(reports, pairs=False).items():
         absent = [rank for rank in key[1] if rank in reports and reports[rank].entered(key) < number]
         if absent:
-            note = reports[waiting[0]].current
-            seconds = max(reports[rank].current.seconds for rank in waiting)  # type: ignore[union-attr]
+            calls = [call for rank in waiting if (call := reports[rank].current) is not None]
+            note, seconds = calls[0], max(call.seconds for call in calls)
             lines.append(
                 (
                     all(reports[rank].current is not None for rank in absent),
