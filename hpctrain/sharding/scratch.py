@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 
@@ -200,34 +200,11 @@ def to_read(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, T
 class Scratch:
     """This rank's files in the offload folder, gone after `close` and at the process's end."""
 
-    def __init__(self, folder: Path, rank: int, need: int) -> None:
-        """Make a folder for this rank's files, and look whether `need` bytes will fit beside what is there.
-
-        `need` is what this rank will ask for, with that of others who share the disk where nobody has
-        asked for space yet. HpctrainError if the folder cannot be written to or is too small.
-        """
-        try:
-            remove_leftovers(folder)
-            # Nothing is made where nothing can be used.
-            there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-            if not there.is_dir():
-                raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
-            if not os.access(there, os.W_OK | os.X_OK):
-                raise PermissionError(EACCES, os.strerror(EACCES), str(there))
-            status = os.statvfs(there)
-            free = status.f_bavail * status.f_frsize
-            if free < need:
-                raise HpctrainError(
-                    f"{folder}: offloading needs {format_bytes(need)} on this disk, which has "
-                    f"{format_bytes(free)} free (memory.offload_dir may name another folder)"
-                )
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Make a folder for this rank's files. HpctrainError where that cannot be."""
+        with _told(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
-        except OSError as error:
-            raise HpctrainError(
-                f"{folder}: cannot be written to for offloading: {describe(error)} "
-                "(memory.offload_dir may name another folder)"
-            ) from None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._descriptors: list[int] = []
         self._end = weakref.finalize(
@@ -257,6 +234,28 @@ class Scratch:
         self._end()
 
 
+def check_room(folder: Path, need: int) -> None:
+    """Look whether `need` bytes will fit into a folder that may not be there yet; nothing is made.
+
+    `need` is what all ranks that share the disk will ask for. HpctrainError if the folder cannot be written
+    to or is too small. What earlier processes left there is removed first.
+    """
+    with _told(folder):
+        remove_leftovers(folder)
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES), str(there))
+        status = os.statvfs(there)
+        free = status.f_bavail * status.f_frsize
+        if free < need:
+            raise HpctrainError(
+                f"{folder}: offloading needs {format_bytes(need)} on this disk, which has "
+                f"{format_bytes(free)} free (memory.offload_dir may name another folder)"
+            )
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of processes of this host that are no more."""
     host = f"{_PREFIX}-{_host()}-"
@@ -266,6 +265,18 @@ def remove_leftovers(folder: Path) -> None:
             started = rest.partition("-")[0]
             if _start_time(int(pid)) != started:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What the system refuses, as the user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        raise HpctrainError(
+            f"{folder}: cannot be written to for offloading: {describe(error)} "
+            "(memory.offload_dir may name another folder)"
+        ) from None
 
 
 def _owner() -> str:

@@ -18,7 +18,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW, Optimizer
 from hpctrain.optim.offload import OffloadedAdamW, state_elements
 from hpctrain.sharding.bucket import Bucket, Sharding, Store, bucket_layouts
-from hpctrain.sharding.scratch import Flat, Scratch, ScratchTensor
+from hpctrain.sharding.scratch import Flat, Scratch, ScratchTensor, check_room
 from hpctrain.units import format_bytes
 
 Agreement = Callable[[], AbstractContextManager[None]]
@@ -104,8 +104,12 @@ def open_scratch(deck: Deck, world: World, need: int) -> Scratch:
     """
     needs = world.everyone.all_gather_object((world.node, need))
     of_node = sum(bytes_ for node, bytes_ in needs if node == world.node)
+    folder = offload_folder(deck)
     with world.agreement():
-        return Scratch(offload_folder(deck), world.rank, of_node if world.local_rank == 0 else 0)
+        if world.local_rank == 0:
+            check_room(folder, of_node)
+    with world.agreement():
+        return Scratch(folder, world.rank)
 
 
 def file_store(scratch: Scratch, name: str) -> Store:

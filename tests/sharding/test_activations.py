@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskShelf]:
     """Too small at first, so that it has to grow."""
-    scratch = Scratch(mpi_tmp_path / "offload", world.rank, 0)
+    scratch = Scratch(mpi_tmp_path / "offload", world.rank)
     yield DiskShelf(scratch, 100_000, CPU)
     scratch.close()
 

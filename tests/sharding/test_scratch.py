@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
-from hpctrain.sharding.scratch import Scratch, ScratchTensor
+from hpctrain.sharding.scratch import Scratch, ScratchTensor, check_room
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Scratch]:
-    opened = Scratch(tmp_path / "offload", 0, 1 << 20)
+    opened = Scratch(tmp_path / "offload", 0)
     yield opened
     opened.close()
 
@@ -58,9 +58,9 @@ def test_space_is_taken_at_once(scratch: Scratch) -> None:
 
 def test_files_go_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "offload"
-    with_close = Scratch(folder, 0, 0)
+    with_close = Scratch(folder, 0)
     path = with_close.file("state", 10).path
-    beside = Scratch(folder, 1, 0)
+    beside = Scratch(folder, 1)
     assert path.exists()
     with_close.close()
     assert not path.exists()
@@ -68,7 +68,7 @@ def test_files_go_at_the_end(tmp_path: Path) -> None:
     beside.close()
     assert not folder.exists()
 
-    forgotten = Scratch(folder, 0, 0)
+    forgotten = Scratch(folder, 0)
     forgotten.file("state", 10)
     del forgotten
     assert not folder.exists()
@@ -78,7 +78,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from hpctrain.sharding.scratch import Scratch
-scratch = Scratch(Path(sys.argv[1]), 3, 0)
+scratch = Scratch(Path(sys.argv[1]), 3)
 scratch.file("state", 1000)
 print(scratch.folder.name, flush=True)
 sys.stdin.readline()
@@ -103,16 +103,15 @@ def test_leftovers_of_a_crash_go_at_the_next_start_and_those_of_the_living_stay(
     ) as child:
         assert child.stdin is not None and child.stdout is not None
         left = folder / child.stdout.readline().strip()
-        Scratch(folder, 0, 0).close()
+        check_room(folder, 0)
         assert (left / "state").exists()
         child.stdin.write("\n")
         child.stdin.flush()
         assert child.wait() == (-signal.SIGKILL if ending == "crash" else 0)
     assert left.exists() == (ending == "crash")
-    mine = Scratch(folder, 0, 0)
+    check_room(folder, 0)
     assert not left.exists()
     assert foreign.exists()
-    mine.close()
 
 
 def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
@@ -120,19 +119,20 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
     left = tmp_path / f"offload-{socket.gethostname()}-{os.getpid()}-1-rank0-x"
     left.mkdir()
-    Scratch(tmp_path, 0, 0).close()
+    check_room(tmp_path, 0)
     assert not left.exists()
 
 
 def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"needs 1000 PB on this disk, which has .* free") as caught:
-        Scratch(tmp_path / "new" / "offload", 0, 10**18)
+        check_room(tmp_path / "new" / "offload", 10**18)
     assert caught.value.exit_code == EXIT_USER
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(HpctrainError, match="Not a directory") as caught:
-        Scratch(tmp_path / "file" / "offload", 0, 0)
-    assert caught.value.exit_code == EXIT_USER
+    for refused in (lambda folder: check_room(folder, 0), lambda folder: Scratch(folder, 0)):
+        with pytest.raises(HpctrainError, match="Not a directory") as caught:
+            refused(tmp_path / "file" / "offload")
+        assert caught.value.exit_code == EXIT_USER
 
 
 @contextmanager

@@ -174,6 +174,8 @@ def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
     (work / "file").write_text("")
     done = launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "memory.offload_dir=file/offload")
     assert "file: Not a directory" in complaint(done.returncode, done.stderr, 2)
+    done = launch(2, "-m", "hpctrain", "run", "deck.toml", "--set", "memory.offload_dir=/proc/not/here")
+    assert "/proc/not/here: offloading needs" in complaint(done.returncode, done.stderr, 2)
     small = Path("/dev/shm")
     if small.is_dir():
         free = os.statvfs(small)
