@@ -50,9 +50,10 @@ if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
 fi
 
 # Slurm itself starts the ranks, over PMIx (srun --mpi=list tells what else there is), and sends them its signal.
+# Ranks that leave with an error leave together; where one is lost, the others are ended after 30 s.
 srun --mpi=pmix --nodes="$nodes" --ntasks=$((nodes * ranks_per_node)) --ntasks-per-node="$ranks_per_node" \
-    --cpus-per-task=1 --cpu-bind=cores --distribution=block:block --kill-on-bad-exit=1 \
-    "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
+    --cpus-per-task=1 --cpu-bind=cores --distribution=block:block \
+    --kill-on-bad-exit=0 --wait=30 "${hpctrain[@]}" run "$deck" --resume "${settings[@]}"
 code=$?
 
 # 75: stopped in good order, to be gone on with. 0 is done; 2, 3, 126 and 127 are for somebody to look at.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.launcher import contradictions, launcher_name, started_rank, started_size
+from hpctrain.comm.srun import loaded_mpis, lost_under_srun
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 REINSTALL = "run `make install` in hpctrain's folder, with the same modules loaded as for runs"
 SECONDS_UNTIL_HANG = 120.0
 PACKAGES = ("click", "matplotlib", "numpy", "pydantic", "rich", "tokenizers")
-# File names of the libraries that make an MPI, as the dynamic linker knows them.
-MPI_LIBRARY = re.compile(r"/(libmpi|libmpich|libmpi_cray|libmpi_[a-z]+_mpich)\.so[.0-9]*$")
 
 
 @dataclass(frozen=True)
@@ -201,6 +199,10 @@ def _mpi() -> tuple[ModuleType | None, Finding]:
     except (ImportError, RuntimeError, OSError) as error:
         return None, Finding("MPI", f"mpi4py cannot be loaded: {error}", REINSTALL, fatal=True)
     if not mpi.Is_initialized():
+        lost = lost_under_srun(os.environ, mpi.get_vendor()[0], loaded_mpis())
+        if lost:
+            what, _, remedy = lost.partition(": ")
+            return None, Finding("MPI", what, remedy, fatal=True)
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     library = mpi.Get_library_version().splitlines()[0].strip().rstrip("\0").split(", package")[0]
     standard = ".".join(map(str, mpi.Get_version()))
@@ -293,7 +295,7 @@ def _hdf5_package() -> tuple[ModuleType | None, Finding]:
 def _hdf5(world: MPI.Intracomm, nodes: int) -> list[Finding]:
     """Whether h5py is there, on the same MPI, and a file can be written by all ranks. Collective."""
     h5py, finding = _hdf5_package()
-    libraries = _loaded_mpis()
+    libraries = loaded_mpis()
     if len(libraries) > 1:
         found = f"mpi4py and h5py use different MPIs: {', '.join(libraries)}"
         finding, h5py = Finding("HDF5", found, REINSTALL, fatal=True), None
@@ -330,16 +332,6 @@ def _write_together(h5py: ModuleType, world: MPI.Intracomm, path: Path) -> str:
         neighbour = (world.rank + 1) % world.size
         read = int(file["ranks"][neighbour])
     return "" if read == neighbour + 1 else f"rank {world.rank} read {read} where {neighbour + 1} was written"
-
-
-def _loaded_mpis() -> list[str]:
-    """The different MPI libraries in this process's memory, on Linux."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    paths = {os.path.realpath(line[line.index("/") :]) for line in lines if "/" in line and ".so" in line}
-    return sorted(path for path in paths if MPI_LIBRARY.search(path))
 
 
 def _slurm() -> Finding:

@@ -8,7 +8,15 @@ import torch
 
 from hpctrain.comm.launcher import LAUNCHER_SIZES
 from hpctrain.comm.library import MPI
+from hpctrain.comm.srun import loaded_mpis, lost_under_srun
 from hpctrain.errors import HpctrainError
+
+
+def check_srun(environment: Mapping[str, str]) -> None:
+    """HpctrainError, before MPI starts, if srun started ranks that this MPI could not join."""
+    lost = lost_under_srun(environment, MPI.get_vendor()[0], loaded_mpis())
+    if lost:
+        raise HpctrainError(lost)
 
 
 def check_launcher(environment: Mapping[str, str], size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.outcome import combine, describe, print_problems
-from hpctrain.comm.place import check_launcher, choose_device, refuse_contradictions
+from hpctrain.comm.place import check_launcher, check_srun, choose_device, refuse_contradictions
 from hpctrain.comm.reduction import Scratch
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
@@ -72,6 +73,7 @@ class World:
         job with exit code 70. HpctrainError where the launcher and MPI disagree, or the device is missing.
         """
         if not MPI.Is_initialized():
+            check_srun(os.environ)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
@@ -194,6 +196,8 @@ class World:
             if self.rank == 0:
                 print_problems(combine(failed).problems)
         sys.stdout.flush()
+        # Launchers may end the others as soon as one rank has left, which must not change their exit codes.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._control.Barrier()
         sys.excepthook = sys.__excepthook__
         threading.excepthook = threading.__excepthook__

@@ -80,19 +80,32 @@ def tokens(running_cluster: Cluster) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def make_project(running_cluster: Cluster, tokens: Path) -> Callable[[str], Path]:
+    """`make_project(name)`: a user's folder on the shared disk, with environment, decks and tokens."""
+
+    def make(name: str) -> Path:
+        project = running_cluster.folder / name
+        (project / "runs" / "quickstart-data").mkdir(parents=True)
+        (project / "runs" / "quickstart-data" / "tokens.h5").symlink_to(tokens)
+        (project / ".venv").symlink_to(sys.prefix)
+        (project / "inputs").symlink_to(ROOT / "inputs")
+        (project / "steady.toml").write_text(STEADY)
+        return project
+
+    return make
+
+
 @pytest.fixture
-def project(cluster: Cluster, tokens: Path, request: pytest.FixtureRequest) -> Path:
-    """A user's folder on the shared disk: environment, decks, tokens."""
-    folder = cluster.folder / case_name(request)
-    furnish(folder, tokens)
-    return folder
+def project(cluster: Cluster, make_project: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    """The folder of one test's user."""
+    return make_project(case_name(request))
 
 
 @pytest.fixture(scope="session")
-def alone(running_cluster: Cluster, tokens: Path) -> Callable[..., Path]:
+def alone(make_project: Callable[[str], Path]) -> Callable[..., Path]:
     """`alone("deck.toml", "run.steps=4", ...)`: the folder of that run by one rank, undisturbed."""
-    project = running_cluster.folder / "alone"
-    furnish(project, tokens)
+    project = make_project("alone")
     done: dict[tuple[str, ...], Path] = {}
 
     def run(deck: str, *settings: str) -> Path:
@@ -129,15 +142,6 @@ def script(project: Path) -> Callable[..., Path]:
         return path
 
     return edit
-
-
-def furnish(project: Path, tokens: Path) -> None:
-    """Make the folder of a project."""
-    (project / "runs" / "quickstart-data").mkdir(parents=True)
-    (project / "runs" / "quickstart-data" / "tokens.h5").symlink_to(tokens)
-    (project / ".venv").symlink_to(sys.prefix)
-    (project / "inputs").symlink_to(ROOT / "inputs")
-    (project / "steady.toml").write_text(STEADY)
 
 
 def case_name(request: pytest.FixtureRequest) -> str:

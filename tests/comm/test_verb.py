@@ -113,3 +113,9 @@ def test_silent_singletons_are_refused(run: Launch) -> None:
     assert done.returncode == 2
     assert "hpctrain: error: the launcher started 4 processes" in done.stderr
     assert run(0, "return 0", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1").stderr == ""
+
+
+def test_a_rank_that_leaves_keeps_its_exit_code(run: Launch) -> None:
+    """A launcher may end the ranks that have not left when the first has."""
+    done = run(0, "import atexit\natexit.register(os.kill, os.getpid(), 15)\nreturn 75")
+    assert done.returncode == 75

@@ -1,0 +1,41 @@
+"""When ranks under srun are lost to one another, told before MPI starts."""
+
+from __future__ import annotations
+
+import _ctypes  # a library, in the place of that of MPI
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.srun import lost_under_srun
+
+STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0"}
+BATCH = {"SLURM_STEP_ID": "4294967291", "SLURM_STEPID": "4294967291"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "vendor", "lost"),
+    [
+        (STEP, "Open MPI", True),
+        (STEP | {"PMI_RANK": "0", "PMI_SIZE": "4"}, "Open MPI", True),  # --mpi=pmi2
+        (STEP, "MPICH", False),  # has ways of its own
+        (STEP | {"PMIX_RANK": "0"}, "Open MPI", False),
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI", False),  # mpirun inside a step
+        (STEP | BATCH, "Open MPI", False),
+        ({}, "Open MPI", False),
+    ],
+)
+def test_who_is_lost(environment: dict[str, str], vendor: str, lost: bool) -> None:
+    told = lost_under_srun(environment, vendor, [_ctypes.__file__])
+    assert told.startswith("srun started 4 ranks without PMIx") == lost
+    assert bool(told) == lost
+
+
+def test_an_open_mpi_that_knows_slurm_itself_is_not_lost(tmp_path: Path) -> None:
+    library = tmp_path / "libmpi.so.40"
+    library.symlink_to(_ctypes.__file__)
+    assert lost_under_srun(STEP, "Open MPI", [str(library)])
+    (tmp_path / "openmpi" / "lib").mkdir(parents=True)
+    (tmp_path / "openmpi" / "lib" / "mca_pmix_s1.so").touch()
+    assert not lost_under_srun(STEP, "Open MPI", [str(library)])
+    assert not lost_under_srun(STEP, "Open MPI", [])
