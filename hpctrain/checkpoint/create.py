@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
-from hpctrain.checkpoint.structure import CHECKSUMS, DECK, FORMAT, STATE, VERSION, Stored
+from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, Stored
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import InputOutputError
@@ -113,13 +113,14 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
             dataset.attrs["crc32"] = crc32(stored)
         first_piece = 0
         for name, (kind, shape) in tensors.items():
-            dataset = _allocate(file, name, np.dtype(STORED_AS[kind]), shape)
-            _attach(dataset, "dtype", np.array(kind.encode()))
-            _attach(dataset, "first_piece", np.array(first_piece))
+            dtype = np.dtype(STORED_AS[kind])
+            dataset = _allocate(file, name, dtype, shape)
+            if NAMED.get(dtype) != kind:
+                _attach(dataset, DTYPE, np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
             places[name] = Stored(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))
-        _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), "crc32", np.array(0))
+        _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), b"crc32", np.array(0))
     return places
 
 
@@ -128,10 +129,10 @@ def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) ->
     return h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(dtype), space, *_creation_lists())
 
 
-def _attach(dataset: h5py.h5d.DatasetID, name: str, value: NDArray[Any]) -> None:
+def _attach(dataset: h5py.h5d.DatasetID, name: bytes, value: NDArray[Any]) -> None:
     """Give a dataset an attribute, as h5py does, without the time that its objects take."""
     kind, space = h5py.h5t.py_create(value.dtype, logical=True), h5py.h5s.create(h5py.h5s.SCALAR)
-    h5py.h5a.create(dataset, name.encode(), kind, space).write(value)
+    h5py.h5a.create(dataset, name, kind, space).write(value)
 
 
 @cache

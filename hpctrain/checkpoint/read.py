@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.extract import BUFFER_BYTES, Part, Source, opened
+from hpctrain.checkpoint.extract import BUFFER_BYTES, Source, opened
 from hpctrain.checkpoint.layout import Entry, blocks, runs
 from hpctrain.checkpoint.structure import Stored, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
@@ -52,11 +52,8 @@ def load(
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
-        file.fill_all(
-            part
-            for entry in entries
-            for part in _parts(file, entry, structure.datasets[entry.dataset], sums, zero_padding)
-        )
+        for entry in entries:
+            _fill(file, entry, structure.datasets[entry.dataset], sums, zero_padding)
     for entry in entries:
         _touch(touched[structure.datasets[entry.dataset].pieces], entry)
     totals = combined(group, sums).view(np.uint64)
@@ -112,8 +109,8 @@ def _raise_first(group: Group, problems: Sequence[str]) -> None:
         raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""))
 
 
-def _parts(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding: bool) -> Iterator[Part]:
-    """What is read of an Entry: of its copies each adds up its share."""
+def _fill(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding: bool) -> None:
+    """Read an Entry; of its copies each adds up its share."""
     first, last = entry.share()
     for start, end, added in (
         (0, first, None),
@@ -121,7 +118,7 @@ def _parts(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding:
         (last, entry.values.numel(), None),
     ):
         if start < end:
-            yield from file.parts(entry.part(start, end), stored, added, zero_padding)
+            file.fill(entry.part(start, end), stored, added, zero_padding)
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:

@@ -28,6 +28,9 @@ from hpctrain.errors import HpctrainError, InputOutputError
 FORMAT = "hpctrain checkpoint"
 VERSION = 1
 STATE, DECK, CHECKSUMS = "/state", "/deck", "/checksums"
+DTYPE = b"dtype"
+NAMED = {np.dtype(stored): kind for kind, stored in STORED_AS.items() if kind not in ("bfloat16", "bool")}
+"""Types of datasets that tell the elements' type; the others have the attribute DTYPE."""
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TEXT_LIMIT = 64 << 20
@@ -160,17 +163,24 @@ def _datasets(file: h5py.File, size: int) -> dict[str, Stored]:
             names.append(f"/{name.decode()}")
 
     h5py.h5o.visit(file.id, visit, info=True)
-    tensors = sorted(set(names) - {STATE, DECK, CHECKSUMS})
-    return {name: _stored(name, h5py.h5d.open(file.id, name.encode()), size) for name in tensors}
+    found: dict[str, Stored] = {}
+    first_piece = 0
+    for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
+        dataset = h5py.h5d.open(file.id, name.encode())
+        offset, shape = _place(name, dataset, size), dataset.shape
+        found[name] = Stored(name, _kind(name, dataset), shape, offset, first_piece)
+        first_piece += pieces(prod(shape))
+    return found
 
 
-def _stored(name: str, dataset: h5py.h5d.DatasetID, size: int) -> Stored:
-    kind = bytes(_attribute(dataset, "dtype")).decode()
-    dtype, shape = dataset.dtype, dataset.shape
-    if STORED_AS.get(kind) != dtype:
+def _kind(name: str, dataset: h5py.h5d.DatasetID) -> str:
+    """The name of the element type: HDF5's own tells it, or the attribute of those it has no type for."""
+    dtype = dataset.dtype
+    marked = h5py.h5a.exists(dataset, DTYPE)
+    kind = bytes(_attribute(dataset, DTYPE)).decode() if marked else NAMED.get(dtype)
+    if kind is None or STORED_AS.get(kind) != dtype:
         raise ValueError(f"{name} has type {dtype}, marked {kind}")
-    offset = _place(name, dataset, size)
-    return Stored(name, kind, shape, offset, int(_attribute(dataset, "first_piece")))
+    return kind
 
 
 def _place(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
@@ -191,11 +201,11 @@ def _place(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
     return int(offset)
 
 
-def _attribute(dataset: h5py.h5d.DatasetID, name: str) -> Any:
-    """A number, or a text of fixed length."""
-    attribute = h5py.h5a.open(dataset, name.encode())
+def _attribute(dataset: h5py.h5d.DatasetID, name: bytes) -> Any:
+    """A text of fixed length."""
+    attribute = h5py.h5a.open(dataset, name)
     dtype = attribute.dtype
-    _require(attribute.shape == () and dtype.kind in "Siu", f"attribute {name} is of wrong type")
+    _require(attribute.shape == () and dtype.kind == "S", f"attribute {name.decode()} is of wrong type")
     value = np.empty((), dtype)
     attribute.read(value)
     return value[()]

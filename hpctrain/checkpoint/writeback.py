@@ -1,9 +1,8 @@
-"""Hints to the system about what will be waited for, so that the disk works while the processor does."""
+"""A hint to the system about what will be waited for, so that the disk works while the processor does."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from functools import cache
 
@@ -15,12 +14,6 @@ def start_writing(descriptor: int, offset: int, count: int) -> None:
     start = _sync_file_range()
     if start is not None:
         start(descriptor, offset, count, _START)
-
-
-def start_reading(descriptor: int, offset: int, count: int) -> None:
-    """Begin to read `count` bytes at `offset` into the page cache, where the system can."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
 
 
 @cache

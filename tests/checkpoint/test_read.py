@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import torch
 
@@ -201,14 +202,26 @@ def test_truncated(kept: float, world: World, small: Path) -> None:
         read_state(small)
 
 
-@pytest.mark.parametrize("name", ["dtype", "first_piece"])
 @pytest.mark.parametrize("value", [[1, 2], "text of any length"])
-def test_attributes_of_wrong_type(name: str, value: object, world: World, tmp_path: Path) -> None:
+def test_an_attribute_of_wrong_type(value: object, world: World, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
-    save(path, world.alone().everyone, [entry("a", torch.ones(3))], {})
+    save(path, world.alone().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
     with h5py.File(path, "r+") as file:
-        file["/model/a"].attrs[name] = value
-    with pytest.raises(InputOutputError, match=f"a.h5: damaged .*: attribute {name} is of wrong type"):
+        file["/model/a"].attrs["dtype"] = value
+    with pytest.raises(InputOutputError, match=r"a.h5: damaged .*: attribute dtype is of wrong type"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("marked", [None, b"bool", b"float32"])
+def test_a_type_that_is_not_marked_right(marked: bytes | None, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    save(path, world.alone().everyone, [entry("a", torch.ones(3, dtype=torch.bfloat16))], {})
+    with h5py.File(path, "r+") as file:
+        del file["/model/a"].attrs["dtype"]
+        if marked is not None:
+            file["/model/a"].attrs["dtype"] = np.bytes_(marked)
+    told = rf"a.h5: damaged .*: /model/a has type uint16, marked {marked and marked.decode()}"
+    with pytest.raises(InputOutputError, match=told):
         read_state(path)
 
 

@@ -1,16 +1,14 @@
-"""Telling the system early what to write and to read changes nothing but time."""
+"""Telling the system early what to write changes nothing but time."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint import draft, extract, writeback
-from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint import draft, writeback
 from hpctrain.checkpoint.structure import Stored, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
@@ -27,48 +25,26 @@ def test_a_span_reaches_from_the_first_element_to_the_last(
     assert stored.span(start, shape) == (1000 + 2 * int(numbers.min()), 2 * length)
 
 
-def test_the_system_hears_of_large_writes_and_of_all_reads(
+def test_the_system_hears_of_large_writes(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes while others are still to come; reads before they happen, at most so far ahead."""
+    """While others are still to come."""
     size = 1 << 20
     values = torch.arange(6 * size, dtype=torch.float32)
     held = [entry(name, part) for name, part in zip("abc", values.split(2 * size), strict=True)]
     written: list[tuple[int, int]] = []
-    asked: list[tuple[int, int]] = []
     monkeypatch.setattr(draft, "start_writing", lambda _, *span: written.append(span))
-    monkeypatch.setattr(extract, "start_reading", lambda _, *span: asked.append(span))
     path = tmp_path / "a.h5"
     save(path, world.alone().everyone, held, {})
     places = [stored.offset for stored in examine(path).datasets.values()]
     assert written == [(place, 8 * size) for place in places]
 
-    read: list[int] = []
-    preadv = os.preadv
-    ahead: list[int] = []
 
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        count = preadv(descriptor, buffers, offset)
-        read.append(count)
-        ahead.append(sum(length for _, length in asked) - sum(read))
-        return count
-
-    monkeypatch.setattr(os, "preadv", counting)
-    monkeypatch.setattr(extract, "_AHEAD_BYTES", 8 << 20)
-    empty = [entry(each.dataset.removeprefix("/model/"), torch.zeros(2 * size)) for each in held]
-    load(path, world.alone().everyone, empty)
-    found = [each.values for each in empty if isinstance(each.values, torch.Tensor)]
-    assert torch.equal(torch.cat(found), values)
-    assert sum(length for _, length in asked) == 24 * size
-    assert max(ahead) == 8 << 20
-
-
-def test_hints_are_taken_by_this_system(tmp_path: Path) -> None:
+def test_the_hint_is_taken_by_this_system(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"abc")
     with path.open("r+b") as stream:
         writeback.start_writing(stream.fileno(), 0, 3)
-        writeback.start_reading(stream.fileno(), 0, 3)
         start = writeback._sync_file_range()
         assert start is None or start(stream.fileno(), 0, 3, writeback._START) == 0
     assert path.read_bytes() == b"abc"
