@@ -157,6 +157,7 @@ class _Bench:
         self.held_up: list[float] = []
         self.steps: list[int] = []
         self.alone: list[float] = []
+        self.trained: PeakMemory | None = None
         folder = None
         with world.agreement():
             if world.rank == 0:
@@ -185,11 +186,12 @@ class _Bench:
             self._forget(folder)
             self._measure(LOAD, lambda: load(path, everyone, self.loaded, buffer_bytes=self.piece_bytes))
         with self._fresh() as folder:
-            self._measure(TRAINING, lambda: self._train_during_save(folder))
-            saving, extra = self.extra[TRAINING].pop(), PeakMemory()
+            if self.trained is None:
+                self.trained = PeakMemory()
+                self._train(2)
+                self.trained.stop()
+            self._measure(TRAINING, lambda: self._train_during_save(folder), beyond=self.trained)
             self.alone.append(self._seconds(lambda: self._train(self.steps[-1])))
-            without = extra.extra()
-            self.extra[TRAINING].append(None if saving is None or without is None else saving - without)
         with self._fresh() as folder:
             self._measure(BACKGROUND, lambda: self._begin(folder).poll(wait=True))
         if self.dcp is not None:
@@ -272,10 +274,11 @@ class _Bench:
         for _ in range(steps):
             self.step(self.state, self.deck.batch.global_size)
 
-    def _measure(self, name: str, run: Callable[[], object]) -> None:
-        extra = PeakMemory()
+    def _measure(self, name: str, run: Callable[[], object], beyond: PeakMemory | None = None) -> None:
+        """Time it; the extra memory is that beyond what the rank holds, or beyond another peak."""
+        memory = PeakMemory()
         self.seconds[name].append(self._seconds(run))
-        self.extra[name].append(extra.extra())
+        self.extra[name].append(memory.stop(beyond))
 
     def _seconds(self, run: Callable[[], object]) -> float:
         self.world.everyone.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.files import synchronize
@@ -44,19 +45,25 @@ def forget(folder: Path) -> None:
 
 
 class PeakMemory:
-    """The resident memory of this process at its peak, beyond what it was at the beginning."""
+    """The resident memory of this process from here to `stop`, in bytes: at the beginning and at its peak.
+
+    None where the system does not let a process forget its peak.
+    """
 
     def __init__(self) -> None:
-        try:
+        self.before: int | None = None
+        self.peak: int | None = None
+        with suppress(OSError):
             _REFERENCES.write_text("5", encoding="ascii")
-        except OSError:
-            self._before: int | None = None
-        else:
-            self._before = _status("VmRSS")
+            self.before = _status("VmRSS")
 
-    def extra(self) -> int | None:
-        """Bytes; None where the system does not let a process forget its peak."""
-        return None if self._before is None else max(0, _status("VmHWM") - self._before)
+    def stop(self, beyond: PeakMemory | None = None) -> int | None:
+        """Take the peak; what it is beyond the beginning, or beyond another peak."""
+        before = self.before if beyond is None else beyond.peak
+        if self.before is None or before is None:
+            return None
+        self.peak = _status("VmHWM")
+        return max(0, self.peak - before)
 
 
 def _status(field: str) -> int:

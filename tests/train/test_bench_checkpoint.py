@@ -113,8 +113,8 @@ def test_plain_files_take_turns(tmp_path: Path) -> None:
 def test_peak_of_memory() -> None:
     extra = PeakMemory()
     np.ones(64 << 20, np.uint8).sum()
-    found = extra.extra()
+    found = extra.stop()
     assert found is None or 60 << 20 < found < 80 << 20
     extra = PeakMemory()
-    found = extra.extra()
+    found = extra.stop()
     assert found is None or found < 4 << 20
