@@ -21,6 +21,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.peers import OPERATIONS, Call, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.report.terminal import stdout_console
 from hpctrain.units import format_bytes, parse_bytes
 
 # What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
@@ -172,8 +173,7 @@ def print_rows(rows: Sequence[Row], ranks: int) -> None:
             ]
         table.add_row(*cells, "" if row.good else "over")
         previous = row.operation
-    console = Console(highlight=False)
-    console.width = max(console.width, 140)  # mpirun's terminal has no width of its own
+    console = stdout_console()
     console.print(table)
     console.print(
         f"within the limits ({LARGE_RATIO:.2f} times mpi4py's from {format_bytes(LARGE_BYTES, binary=True)} "

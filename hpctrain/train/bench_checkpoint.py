@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from hpctrain.checkpoint.background import BackgroundSave
@@ -40,6 +39,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.report.terminal import stdout_console
 from hpctrain.train.bench_files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.train.bench_torch_checkpoint import TorchCheckpoint
 from hpctrain.train.build import build_engine, make_mesh
@@ -323,7 +323,7 @@ def _bytes(entries: Sequence[Entry]) -> int:
 
 
 def _show(deck: Deck, world: World, wish: Wish, rows: Sequence[Row], training: Training) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)
     console.print(
         f"{deck.run.title}: a checkpoint of {format_bytes(stored)}, {deck.precision.compute}, zero "

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from hpctrain.checkpoint.source import settled_keys
@@ -30,6 +29,7 @@ from hpctrain.model.attention import Rotary
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.report.terminal import stdout_console
 from hpctrain.sharding.live import LiveActivations
 from hpctrain.sharding.memory import gpt_activation_bytes
 from hpctrain.train.bench_stages import Prediction, StageProbe, sentence, table
@@ -298,7 +298,7 @@ def _mean(world: World, value: float) -> float:
 
 def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> None:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     console.print(
         f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
         f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, find_terminal
 from hpctrain.train.log import show_warnings
 from hpctrain.train.metrics import StepMetrics
-from hpctrain.train.terminal import DEFAULT_COLUMNS, Terminal, find_terminal
 from hpctrain.units import format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.report.terminal import Terminal
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.metrics import StepMetrics
 from hpctrain.train.progress import Progress
-from hpctrain.train.terminal import Terminal
 
 
 class Clock:

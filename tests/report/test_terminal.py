@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.terminal import find_terminal
+from hpctrain.report import terminal
+from hpctrain.report.terminal import Terminal, find_terminal, stdout_console
 
 
 @dataclass
@@ -120,3 +121,15 @@ def test_width_that_is_not_known_is_80(processes: Processes) -> None:
 
 def test_no_proc_at_all(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     assert find_terminal(processes.root / "nothing") is None
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_table_has_colours_on_a_terminal_alone(
+    processes: Processes, seen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Terminal(processes.terminal, takes_errors=True) if seen else None
+    monkeypatch.setattr(terminal, "find_terminal", lambda: found)
+    console = stdout_console()
+    assert console.width == (123 if seen else 160)
+    console.print("[bold]a[/bold]")
+    assert capsys.readouterr().out == ("\x1b[1ma\x1b[0m\n" if seen else "a\n")

@@ -13,10 +13,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 # A launcher runs where its user is; an agent was started by one, maybe from another node.
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "prun", "srun"})
 AGENTS = frozenset({"orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
 DEFAULT_COLUMNS = 80
+FILE_COLUMNS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,13 @@ class Terminal:
             return DEFAULT_COLUMNS
         finally:
             os.close(descriptor)
+
+
+def stdout_console() -> Console:
+    """For what a verb that runs under a launcher prints: in a file without colours, as wide as tables are."""
+    terminal = find_terminal()
+    width = FILE_COLUMNS if terminal is None else terminal.columns()
+    return Console(width=width, force_terminal=terminal is not None, highlight=False, soft_wrap=True)
 
 
 def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Terminal | None:
