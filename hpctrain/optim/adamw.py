@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.scratch import Flat
@@ -50,8 +51,24 @@ class Optimizer(Protocol):
         """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The decayed or the other elements of one bucket's own: their place there, and views of their state."""
+
+    bucket: Bucket
+    place: slice
+    weight_decay: float
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    updates: Tensor
+
+
 class AdamW:
-    """Torch's fused AdamW, one call for all buckets; weight decay on their decayed part only."""
+    """Torch's fused AdamW, one call for all buckets; weight decay on their decayed part only.
+
+    Its kernel, not its class: that imports torch's compiler, which takes a second and memory on every rank.
+    """
 
     def __init__(
         self,
@@ -61,21 +78,13 @@ class AdamW:
         weight_decay: float,
     ) -> None:
         self.buckets = buckets
+        self._betas, self._epsilon = betas, epsilon
         self._moments = [_moments(bucket) for bucket in buckets]
-        self._steps: list[Tensor] = []
-        self._of_bucket: dict[Bucket, list[tuple[slice, Tensor]]] = {bucket: [] for bucket in buckets}
-        groups = [
-            {"params": self._parameters(decayed=True), "weight_decay": weight_decay},
-            {"params": self._parameters(decayed=False), "weight_decay": 0.0},
+        self._parts = [
+            part
+            for bucket, moments in zip(buckets, self._moments, strict=True)
+            for part in _parts(bucket, moments, weight_decay)
         ]
-        self._torch = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            betas=betas,
-            eps=epsilon,
-            fused=True,
-        )
-        self._adopt_state()
 
     @property
     def moments(self) -> Sequence[Moments[Tensor]]:
@@ -85,28 +94,25 @@ class AdamW:
     @property
     def updates(self) -> int:
         """Updates done so far; what the bias correction counts."""
-        return int(self._steps[0].item())
+        return int(self._parts[0].updates.item())
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for step in self._steps:
-            step.fill_(count)
+        for part in self._parts:
+            part.updates.fill_(count)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
 
         Gradient buffers in fp32 hold the divided gradients afterwards.
         """
-        for group in self._torch.param_groups:
-            group["lr"] = learning_rate
-        device = self.buckets[0].own_values.device
-        # The fused kernel divides by grad_scale while it reads: no pass over the gradients is added.
-        self._torch.grad_scale = torch.tensor(gradient_divisor, device=device)  # type: ignore[attr-defined]
-        self._torch.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
         if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets):
-            self._torch.step()
+            self._update(self._parts, learning_rate, gradient_divisor)
         else:
-            self._step_by_bucket()
+            # One bucket after the other has its gradients in fp32, for as long.
+            for bucket in self.buckets:
+                parts = [part for part in self._parts if part.bucket is bucket]
+                self._update(parts, learning_rate, gradient_divisor)
         self.publish()
 
     def publish(self) -> None:
@@ -121,44 +127,30 @@ class AdamW:
             if work is not None:
                 work.wait()
 
-    def _step_by_bucket(self) -> None:
-        """Update one bucket after the other, each with its gradients in fp32 for as long."""
-        for bucket in self.buckets:
-            for part, parameter in self._of_bucket[bucket]:
-                parameter.grad = bucket.own_gradients[part].float()
-            self._torch.step()
-            for _, parameter in self._of_bucket[bucket]:
-                parameter.grad = None
-
-    def _parameters(self, decayed: bool) -> list[Tensor]:
-        parameters = []
-        for bucket, moments in zip(self.buckets, self.moments, strict=True):
-            part = decay_ranges(bucket)[0 if decayed else 1]
-            parameter = moments.master[part]
-            if parameter.numel():
-                if bucket.gradient_dtype == torch.float32:
-                    parameter.grad = bucket.own_gradients[part]
-                self._of_bucket[bucket].append((part, parameter))
-                parameters.append(parameter)
-        return parameters
-
-    def _adopt_state(self) -> None:
-        """Give torch's optimizer slices of the flat moments as its state."""
-        flat = [
-            (moments, part)
-            for decayed in (0, 1)
-            for bucket, moments in zip(self.buckets, self.moments, strict=True)
-            if moments.master[part := decay_ranges(bucket)[decayed]].numel()
-        ]
-        parameters = [p for group in self._torch.param_groups for p in group["params"]]
-        for parameter, (moments, part) in zip(parameters, flat, strict=True):
-            step = torch.zeros((), device=parameter.device)
-            self._steps.append(step)
-            self._torch.state[parameter] = {
-                "step": step,
-                "exp_avg": moments.exp_avg[part],
-                "exp_avg_sq": moments.exp_avg_sq[part],
-            }
+    @torch.no_grad()
+    def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
+        device = self.buckets[0].own_values.device
+        for weight_decay in {part.weight_decay for part in parts}:
+            alike = [part for part in parts if part.weight_decay == weight_decay]
+            adamw(
+                [part.master for part in alike],
+                [part.bucket.own_gradients[part.place].float() for part in alike],
+                [part.exp_avg for part in alike],
+                [part.exp_avg_sq for part in alike],
+                [],
+                [part.updates for part in alike],
+                fused=True,
+                # The fused kernel divides by it while it reads: no pass over the gradients is added.
+                grad_scale=torch.tensor(gradient_divisor, device=device),
+                found_inf=torch.zeros((), device=device),
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=learning_rate,
+                weight_decay=weight_decay,
+                eps=self._epsilon,
+                maximize=False,
+            )
 
 
 def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
@@ -166,6 +158,16 @@ def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
     own = bucket.own
     border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
     return slice(0, border), slice(border, own.stop - own.start)
+
+
+def _parts(bucket: Bucket, moments: Moments[Tensor], weight_decay: float) -> Iterator[_Part]:
+    """Those of the bucket that have elements."""
+    for place, decay in zip(decay_ranges(bucket), (weight_decay, 0.0), strict=True):
+        master = moments.master[place]
+        if master.numel():
+            updates = torch.zeros((), device=master.device)
+            exp_avg, exp_avg_sq = moments.exp_avg[place], moments.exp_avg_sq[place]
+            yield _Part(bucket, place, decay, master, exp_avg, exp_avg_sq, updates)
 
 
 def _moments(bucket: Bucket) -> Moments[Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.adamw import adamw
 
 
 def library_bytes() -> int:
@@ -20,11 +21,31 @@ def library_bytes() -> int:
     for module in ("hpctrain.checkpoint.write", "hpctrain.data.tokens"):
         import_module(module)
     weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = torch.optim.AdamW([weight], fused=True)
     heads = functional.linear(torch.ones(1, 4, 64, 64), weight)
     functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-    optimizer.step()
+    _update(weight)
     return resident_bytes()
+
+
+@torch.no_grad()
+def _update(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    adamw(
+        [weight],
+        [weight.grad],
+        [torch.zeros_like(weight)],
+        [torch.zeros_like(weight)],
+        [],
+        [torch.zeros(())],
+        fused=True,
+        amsgrad=False,
+        beta1=0.9,
+        beta2=0.95,
+        lr=0.0,
+        weight_decay=0.0,
+        eps=1e-8,
+        maximize=False,
+    )
 
 
 def resident_bytes() -> int:
