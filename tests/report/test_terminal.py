@@ -127,6 +127,7 @@ def test_no_proc_at_all(processes: Processes, capsys: pytest.CaptureFixture[str]
 def test_a_table_has_colours_on_a_terminal_alone(
     processes: Processes, seen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     found = Terminal(processes.terminal, takes_errors=True) if seen else None
     monkeypatch.setattr(terminal, "find_terminal", lambda: found)
     console = stdout_console()
