@@ -58,7 +58,7 @@ SlurmdTimeout=4
 SlurmctldTimeout=5
 MessageTimeout=3
 TCPTimeout=2
-KillWait=5
+KillWait=2
 UnkillableStepTimeout=20
 {nodes}
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES MaxTime=60 State=UP
@@ -315,12 +315,12 @@ class Cluster:
         """The numbers of all jobs that wait or run."""
         return [int(word) for word in self.run("squeue", "-h", "-o", "%A").stdout.split()]
 
-    def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` tells: JobState, ExitCode, Restarts, NodeList ..."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """What `scontrol show job` tells of a job, or of NUMBER_TASK of an array: JobState, ExitCode ..."""
         words = self.run("scontrol", "-o", "show", "job", str(number)).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: int, seconds: float = 60) -> dict[str, str]:
+    def wait(self, number: int | str, seconds: float = 60) -> dict[str, str]:
         """What the job is when it has ended for good, within `seconds`."""
         ends = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
         wait_until(

@@ -13,6 +13,7 @@ from tests.cluster.cluster import Cluster, metrics, wait_until
 
 pytestmark = pytest.mark.cluster
 
+SCRIPTS = ("slurm-mpirun.sh", "slurm-srun.sh")
 STEPS = 40
 ON_TWO = "4 ranks (pipeline 1 x data 4 x context 1 x tensor 1) on 2 nodes"
 ON_ONE = "2 ranks (pipeline 1 x data 2 x context 1 x tensor 1) on 1 node"
@@ -44,7 +45,7 @@ def places(folder: Path) -> list[str]:
     return [line[line.index("fp32, ") + 6 :] for line in lines if "pipeline 1 x data" in line]
 
 
-@pytest.mark.parametrize("name", ["slurm-mpirun.sh", "slurm-srun.sh"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
     cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path], name: str
 ) -> None:
@@ -59,31 +60,29 @@ def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
     assert_same_training(folder, alone("steady.toml"))
 
 
-def test_a_killed_node_is_done_without(
-    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path]
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("harm", "lost"),
+    [(Cluster.kill_node, "n2"), (Cluster.cut_link, "n2"), (Cluster.kill_node, "n1")],
+    ids=["killed", "behind a cut link", "killed with the script on it"],
+)
+def test_a_lost_node_is_done_without(
+    cluster: Cluster,
+    project: Path,
+    script: Callable[..., Path],
+    alone: Callable[..., Path],
+    name: str,
+    harm: Callable[[Cluster, str], None],
+    lost: str,
 ) -> None:
-    number = cluster.sbatch(script("slurm-srun.sh", "steady.toml"), cwd=project)
+    number = cluster.sbatch(script(name, "steady.toml"), cwd=project)
     folder = project / "runs/steady"
     wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
-    cluster.kill_node("n2")
+    harm(cluster, lost)
     assert len(metrics(folder)) < STEPS
     job = cluster.wait(number, 120)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
-    assert places(folder)[0] == ON_TWO
-    assert places(folder)[-1] == ON_ONE
-    assert_same_training(folder, alone("steady.toml"))
-
-
-def test_a_node_behind_a_cut_link_is_done_without(
-    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path]
-) -> None:
-    number = cluster.sbatch(script("slurm-mpirun.sh", "steady.toml"), cwd=project)
-    folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
-    cluster.cut_link("n2")
-    assert len(metrics(folder)) < STEPS
-    job = cluster.wait(number, 120)
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
+    assert job["NodeList"] == {"n1": "n2", "n2": "n1"}[lost]
     assert places(folder)[0] == ON_TWO
     assert places(folder)[-1] == ON_ONE
     assert_same_training(folder, alone("steady.toml"))
@@ -92,7 +91,9 @@ def test_a_node_behind_a_cut_link_is_done_without(
 def test_a_job_stops_before_its_time_limit_and_goes_on(
     cluster: Cluster, project: Path, script: Callable[..., Path]
 ) -> None:
-    edited = script("slurm-srun.sh", "steady.toml", "run.steps=100000", "checkpoint.every=0")
+    """Half a minute early, since no limit of Slurm is shorter than a minute."""
+    settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=30")
+    edited = script("slurm-srun.sh", "steady.toml", *settings)
     number = cluster.sbatch(edited, options=["--time=1"], cwd=project)
     folder = project / "runs/steady"
     wait_until(lambda: cluster.job(number)["Restarts"] == "1", 90, "the job to be queued again")

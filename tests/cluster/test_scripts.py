@@ -53,3 +53,19 @@ def test_usr1_writes_a_checkpoint_and_scancel_ends_every_rank(
     wait_until(lambda: not cluster.jobs(), 30, "the job to be gone")
     assert not any(cluster.processes(node, "hpctrain run") for node in NODES)
     hpctrain("inspect", folder / "checkpoints/latest", "--verify", cwd=project)
+
+
+def test_a_sweep_trains_each_variant_in_a_folder_of_its_own(
+    cluster: Cluster, project: Path, script: Callable[..., Path]
+) -> None:
+    edited = script("slurm-array-sweep.sh", "steady.toml", "run.steps=2")
+    number = cluster.sbatch(edited, cwd=project)
+    for task, (peak, warmup) in enumerate([(1e-3, 10), (2e-3, 10), (4e-3, 50)]):
+        job = cluster.wait(f"{number}_{task}")
+        assert (job["JobState"], job["ExitCode"], job["NumNodes"]) == ("COMPLETED", "0:0", "1")
+        folder = project / f"runs/quickstart-{task}"
+        rates = [step["lr"] for step in metrics(folder)]
+        assert rates == pytest.approx([peak / warmup, 2 * peak / warmup])
+        assert "on 1 node" in (folder / "log.txt").read_text()
+        assert (folder / "checkpoints/step-00000002.h5").exists()
+    assert not (project / "runs/steady").exists()
