@@ -59,7 +59,8 @@ test: install
 	for ranks in $(RANKS); do \
 	  echo "== MPI tests, $$ranks ranks"; \
 	  which=mpi; if [ $$ranks -ge 8 ]; then which="mpi and eight"; fi; \
-	  $$launch $$ranks $(PYTHON_HERE) -m pytest -q --color=$$color --with-mpi -m "$$which" $(ARGS) \
+	  start="$$launch $$ranks" many=; if [ $$ranks -eq 1 ]; then start= many="-n auto --dist worksteal"; fi; \
+	  $$start $(PYTHON_HERE) -m pytest -q $$many --color=$$color --with-mpi -m "$$which" $(ARGS) \
 	    || { code=$$?; [ "$$which" != mpi ] && [ $$code -eq 5 ]; }; \
 	done
 

@@ -86,9 +86,13 @@ class Together:
             del report.wasxfail
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        """Before each test: show the stack on SIGTERM again, for which a run in a test before may have
-        had a handler of its own."""
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Before each test: skip what `max_size` ranks have proven already, and show the stack on SIGTERM
+        again, for which a run in a test before may have had a handler of its own."""
+        for mark in item.iter_markers(name="mpi"):
+            most = mark.kwargs.get("max_size")
+            if most is not None and self.size > most:
+                pytest.skip(f"proves no more than on {most} ranks")
         if self.rank == 0:
             faulthandler.unregister(signal.SIGTERM)
             faulthandler.register(signal.SIGTERM, file=self.last_word, all_threads=False, chain=True)
@@ -120,6 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start on every rank of a run with --with-mpi; silence the ranks above 0."""
     if not config.getoption("--with-mpi"):
         return
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # runs no test itself: its workers do, each a world of one rank
     from hpctrain.comm.library import MPI
 
     MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -20,7 +20,7 @@ from hpctrain.sharding.scratch import Flat, ScratchTensor
 from hpctrain.train.offload import host_store
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
-STEPS = 5
+STEPS = 3
 SMALL_BUFFER = "memory.offload_buffer=12000"
 
 
@@ -56,6 +56,8 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
 def test_files_change_nothing(
     world: World, mpi_tmp_path: Path, compute: str, family: tuple[str, ...]
 ) -> None:
+    if world.size > 1 and (family == ()) != (compute == "bf16"):
+        pytest.skip("one rank has tried every pair")
     for number, layout in enumerate(layouts(world.size)):
         deck = (*family, *layout, f"precision.compute={compute}", "optimizer.clip=0.5")
         plain = trainer(world, small_deck(*deck))
@@ -160,7 +162,7 @@ def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> 
     assert 1_000_000 - SLOTS * 64 * 14 < SLOTS * elements * 14 <= 1_000_000
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("fault", ["removed", "cut short"])
 def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, fault: str) -> None:
     deck = small_deck("memory.optimizer=disk", f"memory.offload_dir={mpi_tmp_path / 'offload'}", SMALL_BUFFER)
@@ -179,7 +181,7 @@ def test_a_fault_of_one_rank_is_everyones(world: World, mpi_tmp_path: Path, faul
     training.engine.close()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"memory.optimizer=host: is for GPUs") as caught:
         trainer(world, small_deck("memory.optimizer=host"))
@@ -194,7 +196,7 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, compute: str) -> None:
     for place in ((), ("layout.zero=3", "memory.parameters=disk"))[: min(2, world.size)]:

@@ -49,7 +49,7 @@ def schedules(world: World, micro_batches: int, *overrides: str) -> Iterator[tup
             yield name, deck
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(

@@ -22,6 +22,7 @@ LAYOUTS = {
     4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)],
     8: [(4, 2, 1), (4, 1, 2), (2, 2, 2)],
 }
+SOME = {1, 3, 5, 8}
 
 
 def first_step(run: Trainer, batch: int) -> tuple[StepResult, dict[str, Tensor]]:
@@ -54,11 +55,17 @@ def test_eight_ranks_are_one_rank(world: World, monkeypatch: pytest.MonkeyPatch)
     demand_equality(world, monkeypatch, "false", (1, 3, 8))
 
 
-def demand_equality(world: World, monkeypatch: pytest.MonkeyPatch, tied: str, counts: Sequence[int]) -> None:
-    """All layouts of the world's size, all schedules, these numbers of micro-batches."""
+def demand_equality(
+    world: World, monkeypatch: pytest.MonkeyPatch, tied: str, all_counts: Sequence[int]
+) -> None:
+    """All layouts of the world's size, all schedules, these numbers of micro-batches.
+
+    Orders of actions are the stages' alone: beside tensor and data ranks some of the numbers will do.
+    """
     model = (*MODEL, f"model.tied={tied}")
     monkeypatch.setattr(v_schedule, "_MOST_CANDIDATES", 12)  # any order will do, and not only a quick one
     for stages, tensor, data in LAYOUTS[world.size]:
+        counts = [count for count in all_counts if tensor * data == 1 or count in SOME]
         single = frozen(reference(world, small_deck(*model)), monkeypatch)
         unit = 2 * data
         expected = {count: first_step(single, unit * count) for count in counts}

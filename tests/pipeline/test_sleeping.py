@@ -51,14 +51,14 @@ def excess(simulation: Simulation, measured: Measured) -> float:
     return abs(measured.bubble_rate - simulation.bubble_rate)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_the_simulated_one(measure: Measure, name: str) -> None:
     simulation, measured = measure(name)
     assert measured.bubble_rate == pytest.approx(simulation.bubble_rate, abs=POINTS)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v"])
 def test_split_backwards_beat_1f1b(measure: Measure, name: str) -> None:
     assert measure(name)[1].cost < measure("1f1b")[1].cost

@@ -114,7 +114,7 @@ def expect_activations(world: World, deck: Deck) -> None:
     assert ledger.activation_peak == pytest.approx(here.activation, rel=0.01), deck.layout
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_activations_of_split_backward_are_those_that_are_kept(world: World, family: tuple[str, ...]) -> None:
     """What waits for W is kept by the queue of weight gradients, not by autograd."""
@@ -138,7 +138,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None:
     layouts: list[tuple[str, ...]] = [("layout.zero=0",), ("layout.zero=1", "memory.recompute=2")]

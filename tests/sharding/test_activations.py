@@ -94,7 +94,7 @@ def one_loss(training: Trainer) -> torch.Tensor:
     return training.engine.model.loss(batch.inputs, batch.terms)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(max_size=1)
 def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskShelf) -> None:
     training = storing(world.alone(), small_deck(*SIZES, "model.layers=8"), in_file(disk))
     loss = one_loss(training)
@@ -113,7 +113,7 @@ def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskShelf) ->
     assert disk.bytes == regions, "places are used again"
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(max_size=1)
 def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskShelf) -> None:
     training = storing(world.alone(), small_deck(*SIZES), in_file(disk))
     loss = one_loss(training)
@@ -123,7 +123,7 @@ def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, di
         loss.backward()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_fewer_bits_change_training_a_little(
@@ -166,7 +166,7 @@ def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
     assert segment.pack(small, "exact", 1024) is small
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_deck_sends_them_to_its_folder(world: World, mpi_tmp_path: Path) -> None:
     folder = mpi_tmp_path / "offload"
     model = ("model.hidden=128", "batch.sequence=128", "model.layers=4")

@@ -48,6 +48,8 @@ def run(world: World, deck: Deck) -> tuple[list[float], dict[str, torch.Tensor]]
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_recomputation_gives_the_same_bits(world: World, model: str, compute: str) -> None:
+    if world.size > 1 and (model == "gpt2") != (compute == "bf16"):
+        pytest.skip("one rank has tried every pair")
     for layout in layouts(world.size):
         sizes = ("batch.global_size=8",)
         deck = (*sizes, *MODELS[model], *layout, "model.layers=5", f"precision.compute={compute}")

@@ -12,7 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket
 from tests.engines import LLAMA, Trainer, reference, shared_losses, small_deck, trainer
 
-STEPS = 10
+STEPS = 5
 MODELS = {"gpt2": (), "llama": LLAMA}
 
 

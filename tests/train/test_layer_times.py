@@ -92,7 +92,7 @@ def test_a_split_that_does_not_add_up_is_refused() -> None:
         small_deck("layout.pipeline=2", "model.layers=5", "layout.split=[2, 2]")
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(
     "layout",
     [(), ("layout.schedule=interleaved",), ("layout.schedule=v-half", "layout.split=")],
@@ -149,7 +149,7 @@ def test_parts_are_told_by_the_stages_that_have_them(world: World) -> None:
     assert simulate(schedule, times).cost > 0
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_balanced_run_keeps_its_split_until_its_layout_changes(world: World, mpi_tmp_path: Path) -> None:
     path, folder = mpi_tmp_path / "deck.toml", mpi_tmp_path / "run"
     if world.rank == 0:

@@ -62,7 +62,7 @@ def step_file(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}.h5"
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     path, before = step_file(run_dir, 5), files(run_dir)
     rows = read_metrics(run_dir / "metrics.jsonl")
@@ -88,7 +88,7 @@ def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     assert "the later checkpoints of" in lines[0]
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_one_wrong_bit_is_seen_where_none_may_be(world: World, run_dir: Path) -> None:
     other = run_dir.parent / "other.jsonl"
     if world.rank == 0:
@@ -102,7 +102,7 @@ def test_one_wrong_bit_is_seen_where_none_may_be(world: World, run_dir: Path) ->
     assert replayed(world, step_file(run_dir, 5), against=other, steps=2)[0] == 0
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_another_layout_gives_the_losses_to_rounding(
     world: World, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +124,7 @@ def test_another_layout_gives_the_losses_to_rounding(
     assert judged == [[]]  # nothing there lets bits differ, though the checkpoint is of the layout before
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_checkpoint_tells_the_runs_before_it(world: World, run_dir: Path) -> None:
     resume(world, run_dir, ["run.steps=12", "run.title=later"])
     state = read_state(step_file(run_dir, 12))
@@ -138,7 +138,7 @@ def test_a_checkpoint_tells_the_runs_before_it(world: World, run_dir: Path) -> N
     assert losses(state) == [Loss(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_cannot_be_replayed_is_one_sentence(world: World, run_dir: Path) -> None:
     path = step_file(run_dir, 5)
     text = run_dir / "deck.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -23,6 +24,7 @@ title = "small"
 steps = 20
 log_every = 5
 evaluate_every = 10
+evaluate_sequences = 16
 [model]
 family = "gpt2"
 layers = 2
@@ -63,6 +65,21 @@ def deck_file(world: World, mpi_tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def course(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], list[float]]:
+    """`course(deck_file, "bf16")`: losses of the deck's 20 steps on data ranks, run once for all tests."""
+    known: dict[str, list[float]] = {}
+
+    def losses(deck_file: Path, compute: str) -> list[float]:
+        if compute not in known:
+            folder = world.communicator.bcast(tmp_path_factory.mktemp("course"))
+            run_deck(world, deck_file, [f"run.dir={folder}", f"precision.compute={compute}"])
+            known[compute] = [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+        return known[compute]
+
+    return losses
+
+
 def contents(path: Path) -> dict[str, np.ndarray]:
     """Every dataset of a checkpoint but the texts that name the run's folder."""
     found: dict[str, np.ndarray] = {}
@@ -77,11 +94,13 @@ def contents(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_ten_steps_and_ten_more_are_twenty(
     world: World, deck_file: Path, mpi_tmp_path: Path, compute: str
 ) -> None:
+    if world.size > 1 and compute != "fp16":
+        pytest.skip("one rank has tried it; fp16 has all state that there is")
     precision = f"precision.compute={compute}"
     whole, parts = mpi_tmp_path / "whole", mpi_tmp_path / "parts"
     assert run_deck(world, deck_file, [precision, f"run.dir={whole}"]) == 0
@@ -99,7 +118,7 @@ def test_ten_steps_and_ten_more_are_twenty(
         assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -113,22 +132,25 @@ def test_ten_steps_and_ten_more_are_twenty(
     ids=str,
 )
 def test_a_run_goes_on_on_another_layout(
-    world: World, deck_file: Path, mpi_tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...]
+    world: World,
+    deck_file: Path,
+    mpi_tmp_path: Path,
+    course: Callable[[Path, str], list[float]],
+    before: tuple[str, ...],
+    after: tuple[str, ...],
 ) -> None:
     """Losses are those of one layout to rounding: parameters, moments and the order of samples carry over."""
-    whole, parts = mpi_tmp_path / "whole", mpi_tmp_path / "parts"
-    run_deck(world, deck_file, [f"run.dir={whole}", *before])
+    expected = course(deck_file, "bf16" if "precision.compute=bf16" in before else "fp32")
+    parts = mpi_tmp_path / "parts"
     run_deck(world, deck_file, [f"run.dir={parts}", "run.steps=10", *before])
     undo = [f"{change.partition('=')[0]}=" for change in before]
     resume(world, parts, ["run.steps=20", *undo, *after])
     if world.rank == 0:
-        expected = [row["loss"] for row in read_metrics(whole / "metrics.jsonl")]
         found = [row["loss"] for row in read_metrics(parts / "metrics.jsonl")]
-        assert found[:10] == expected[:10]
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_run_goes_on_in_another_stage_of_zero_bit_for_bit(
     world: World, deck_file: Path, mpi_tmp_path: Path
 ) -> None:
@@ -194,7 +216,7 @@ def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: P
         assert 20 * 8 * elements <= moved <= 20 * 8 * (elements + padding)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_folder_with_another_run_is_refused(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
     overrides = [f"run.dir={mpi_tmp_path / 'run'}", "run.steps=8"]
     run_deck(world, deck_file, overrides)
@@ -211,7 +233,7 @@ def test_resume_names_what_is_missing(world: World, mpi_tmp_path: Path) -> None:
         find_checkpoint(world, mpi_tmp_path)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_resume_passes_over_a_damaged_checkpoint(
     world: World, deck_file: Path, mpi_tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +254,7 @@ def test_resume_passes_over_a_damaged_checkpoint(
         resume(world, newest, [])
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_background_checkpoints_are_those_of_the_collective_mode(
     world: World, deck_file: Path, mpi_tmp_path: Path
 ) -> None:
@@ -254,7 +276,7 @@ def test_background_checkpoints_are_those_of_the_collective_mode(
         assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16")])
 def test_runs_of_another_precision_go_on(
     before: str, after: str, world: World, deck_file: Path, mpi_tmp_path: Path

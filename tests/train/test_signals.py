@@ -62,7 +62,7 @@ def same_parameters(one: Path, other: Path, step: int) -> bool:
     return all(values.tobytes() == found[key].tobytes() for key, values in expected.items())
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
     world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep, number: signal.Signals
@@ -85,7 +85,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
         assert losses[0] == losses[1]
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("mode", ["collective", "background"])
 def test_one_checkpoint_is_written_for_a_signal_to_all_ranks(
     world: World,
@@ -113,7 +113,7 @@ def test_one_checkpoint_is_written_for_a_signal_to_all_ranks(
         assert "checkpoint asked for: SIGUSR1 came to rank 0\n" in (folder / "log.txt").read_text()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("mode", ["collective", "background"])
 def test_a_step_that_was_saved_is_not_saved_again(
     world: World,
@@ -135,7 +135,7 @@ def test_a_step_that_was_saved_is_not_saved_again(
     assert stored(mpi_tmp_path / "run") == ["step-00000003.h5", "step-00000006.h5"]
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_files_ask_as_signals_do(world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep) -> None:
     folder = mpi_tmp_path / "run"
 
@@ -156,7 +156,7 @@ def test_files_ask_as_signals_do(world: World, deck_file: Path, mpi_tmp_path: Pa
     assert not (folder / "stop").exists()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_file_that_cannot_be_removed_asks_once(
     world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_removed_asks_once(
         assert (folder / "log.txt").read_text().count("cannot be removed, so it is not looked at") == 1
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_run_stops_before_its_time_limit_and_goes_on(
     world: World, deck_file: Path, mpi_tmp_path: Path
 ) -> None:
