@@ -20,7 +20,7 @@ from hpctrain.comm.check import Checks, uncheck_group
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI
+from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.outcome import combine, describe, print_problems
 from hpctrain.comm.place import check_launcher, check_srun, choose_device, refuse_contradictions
@@ -30,6 +30,7 @@ from hpctrain.comm.transport import Transport
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError, InputOutputError
 
 GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
+SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
 EXIT_INTERRUPTED = 130
 
 
@@ -201,8 +202,20 @@ class World:
         self._control.Barrier()
         sys.excepthook = sys.__excepthook__
         threading.excepthook = threading.__excepthook__
+        if self.nodes > 1 and not finalizes_between_nodes():
+            self._leave_unfinalized(code)
         MPI.Finalize()
         return code
+
+    def _leave_unfinalized(self, code: int) -> NoReturn:
+        """End all ranks, which have nothing left to do, with this exit code and without MPI's Finalize."""
+        sys.stderr.flush()
+        time.sleep(SECONDS_FOR_OUTPUT)
+        if self.rank == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI's word on the end is no news
+            self.communicator.Abort(code)
+        time.sleep(GRACE_SECONDS)
+        os._exit(code)
 
     def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
         """End the job at once, on all ranks, with this exit code."""

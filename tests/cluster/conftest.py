@@ -1,4 +1,7 @@
-"""Fixtures of the tests on the virtual cluster, which only `pytest -m cluster` runs (`make cluster-test`)."""
+"""Fixtures of the tests on the virtual cluster, which only `pytest -m cluster` runs (`make cluster-test`).
+
+They wait more than they compute: two processes of pytest share them, each with a cluster of its own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def running_cluster() -> Iterator[Cluster]:
-    """One cluster for all tests of the session, on a disk of its own that is removed at the end."""
+    """One cluster for all tests of this process, on a disk of its own that is removed at the end."""
     why = missing()
     if why is not None:
         pytest.skip(f"the virtual cluster {why}")

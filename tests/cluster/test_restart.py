@@ -62,8 +62,8 @@ def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
-    ("harm", "lost"),
-    [(Cluster.kill_node, "n2"), (Cluster.cut_link, "n2"), (Cluster.kill_node, "n1")],
+    ("harm", "lost", "ranks"),
+    [(Cluster.kill_node, "n2", 2), (Cluster.cut_link, "n2", 1), (Cluster.kill_node, "n1", 1)],
     ids=["killed", "behind a cut link", "killed with the script on it"],
 )
 def test_a_lost_node_is_done_without(
@@ -74,8 +74,12 @@ def test_a_lost_node_is_done_without(
     name: str,
     harm: Callable[[Cluster, str], None],
     lost: str,
+    ranks: int,
 ) -> None:
-    number = cluster.sbatch(script(name, "steady.toml"), cwd=project)
+    """With so many ranks on a node."""
+    edited = script(name, "steady.toml")
+    edited.write_text(edited.read_text().replace("ranks_per_node=2\n", f"ranks_per_node={ranks}\n"))
+    number = cluster.sbatch(edited, cwd=project)
     folder = project / "runs/steady"
     wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
     harm(cluster, lost)
@@ -83,8 +87,11 @@ def test_a_lost_node_is_done_without(
     job = cluster.wait(number, 120)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0")
     assert job["NodeList"] == {"n1": "n2", "n2": "n1"}[lost]
-    assert places(folder)[0] == ON_TWO
-    assert places(folder)[-1] == ON_ONE
+    started = places(folder)
+    assert started[0].startswith(f"{2 * ranks} ranks ")
+    assert started[0].endswith(" on 2 nodes")
+    assert started[-1].startswith(f"{ranks} rank")
+    assert started[-1].endswith(" on 1 node")
     assert_same_training(folder, alone("steady.toml"))
 
 

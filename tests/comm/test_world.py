@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hpctrain.comm import library
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.outcome import combine
 from hpctrain.comm.place import check_launcher, choose_device
@@ -142,3 +144,20 @@ def test_devices() -> None:
     for name, count in (("cuda", 0), ("cuda:4", 4), ("cuda:x", 4), ("gpu", 4), ("cuda:", 0)):
         with pytest.raises(HpctrainError, match=f'run.device = "{name}"'):
             choose_device(name, 0, count)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "good"),
+    [
+        (("MPICH", (4, 0, 2)), "MPICH Device: ch4:ucx", False),
+        (("MPICH", (4, 0, 2)), "MPICH Device: ch4:ofi", True),
+        (("MPICH", (4, 2, 0)), "MPICH Device: ch4:ucx", True),
+        (("Open MPI", (4, 1, 4)), "", True),
+    ],
+)
+def test_which_mpi_does_not_finalize_between_nodes(
+    vendor: tuple[str, tuple[int, int, int]], device: str, good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = SimpleNamespace(get_vendor=lambda: vendor, Get_library_version=lambda: device)
+    monkeypatch.setattr(library, "MPI", mpi)
+    assert library.finalizes_between_nodes() == good
