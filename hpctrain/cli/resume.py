@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.train.signals import heed_from_now
+
 
 @click.command(name="resume")
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT", type=click.Path(path_type=Path))
@@ -18,6 +20,7 @@ def command(target: Path, overrides: tuple[str, ...], strict: bool) -> None:
 
     The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
     """
+    heed_from_now()
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.run import resume
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.train.signals import heed_from_now
+
 
 @click.command(name="run")
 @click.argument("deck", type=click.Path(path_type=Path))
@@ -24,6 +26,7 @@ def command(deck: Path, overrides: tuple[str, ...], fresh: bool, again: bool, ve
 
     With --resume, which batch scripts use, the same command begins a run and goes on with it.
     """
+    heed_from_now()
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.run import run_deck
 

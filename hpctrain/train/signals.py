@@ -8,11 +8,19 @@ from types import FrameType, TracebackType
 HEEDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
+def heed_from_now() -> None:
+    """Let none of the signals above end this process any more; the next Signals has those that come.
+
+    Loading the libraries of a run takes seconds, in which a scheduler may well send its signal.
+    """
+    Signals().__enter__()
+
+
 class Signals:
     """While it is entered, the signals above no longer end this process: `came` has those that came.
 
     Python runs its handlers between two of its own instructions, so one that arrives in a call of MPI is
-    remembered when that call returns. Only a main thread may enter.
+    remembered when that call returns. Only a main thread may enter. What came to an outer one is taken over.
     """
 
     def __init__(self) -> None:
@@ -21,7 +29,10 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in HEEDED:
-            self._former[number] = signal.signal(number, self._remember)
+            former = self._former[number] = signal.signal(number, self._remember)
+            outer = getattr(former, "__self__", None)
+            if isinstance(outer, Signals):
+                self.came |= outer.came
         return self
 
     def __exit__(

@@ -101,7 +101,7 @@ def test_a_job_stops_before_its_time_limit_and_goes_on(
     """Half a minute early, since no limit of Slurm is shorter than a minute."""
     settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=30")
     edited = script("slurm-srun.sh", "steady.toml", *settings)
-    number = cluster.sbatch(edited, options=["--time=1"], cwd=project)
+    number = cluster.sbatch(edited, options=["--time=1", "--signal=USR1@1"], cwd=project)
     folder = project / "runs/steady"
     wait_until(lambda: cluster.job(number)["Restarts"] == "1", 90, "the job to be queued again")
     stopped = int((folder / "checkpoints/latest").resolve().stem.removeprefix("step-"))

@@ -282,6 +282,27 @@ def test_a_real_job_writes_a_checkpoint_goes_on_and_stops_with_75(
     assert len(stored(tmp_path / "run")) == 2
 
 
+def test_a_signal_while_libraries_load_is_not_lost(
+    tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    (tmp_path / "small.toml").write_text(DECK.format(tokens="tokens.h5"))
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    program = """
+import os, signal, sys
+from hpctrain.cli import run
+from hpctrain.cli.main import main
+heed = run.heed_from_now
+run.heed_from_now = lambda: (heed(), os.kill(os.getpid(), signal.SIGUSR2))
+assert "torch" not in sys.modules
+sys.argv = ["hpctrain", "run", "small.toml"]
+main()
+"""
+    done = launch(0, "-c", program)
+    assert done.returncode == EXIT_AGAIN, done.stderr
+    assert "SIGUSR2 came to rank 0" in done.stdout
+
+
 def state(folder: Path) -> str:
     """What a run says that it does; "" before it says anything."""
     path = folder / "status.json"
