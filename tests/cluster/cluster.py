@@ -277,8 +277,8 @@ class Cluster:
 
     def repair(self) -> None:
         """No jobs, no limits, all nodes there and idle: what is not so is started anew."""
-        if self.jobs():
-            self.run("scancel", *map(str, self.jobs()))
+        if left := self.jobs():
+            self.run("scancel", *map(str, left), check=False)  # they may end by themselves before
         wait_until(lambda: not self.jobs(), 30, "the jobs to be gone")
         for node in NODES:
             if node in self.machines and (node in self.hurt or self._state(node) != "idle"):
