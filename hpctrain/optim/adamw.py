@@ -127,30 +127,61 @@ class AdamW:
             if work is not None:
                 work.wait()
 
-    @torch.no_grad()
     def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
-        device = self.buckets[0].own_values.device
         for weight_decay in {part.weight_decay for part in parts}:
             alike = [part for part in parts if part.weight_decay == weight_decay]
-            adamw(
+            fused_update(
                 [part.master for part in alike],
                 [part.bucket.own_gradients[part.place].float() for part in alike],
                 [part.exp_avg for part in alike],
                 [part.exp_avg_sq for part in alike],
-                [],
                 [part.updates for part in alike],
-                fused=True,
-                # The fused kernel divides by it while it reads: no pass over the gradients is added.
-                grad_scale=torch.tensor(gradient_divisor, device=device),
-                found_inf=torch.zeros((), device=device),
-                amsgrad=False,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                lr=learning_rate,
-                weight_decay=weight_decay,
-                eps=self._epsilon,
-                maximize=False,
+                learning_rate,
+                weight_decay,
+                self._betas,
+                self._epsilon,
+                gradient_divisor,
             )
+
+
+@torch.no_grad()
+def fused_update(
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    updates: list[Tensor],
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    gradient_divisor: float = 1.0,
+) -> None:
+    """One AdamW update (arXiv 1711.05101) in place, by torch's fused kernel.
+
+    The lists are of equal length; masters, gradients and moments of one number are fp32 tensors of one shape,
+    `updates` scalars that count the updates before this one. The gradients are divided afterwards.
+    """
+    device = masters[0].device
+    adamw(
+        masters,
+        gradients,
+        exp_avg,
+        exp_avg_sq,
+        [],
+        updates,
+        fused=True,
+        # The kernel divides by it while it reads: no pass over the gradients is added.
+        grad_scale=torch.tensor(gradient_divisor, device=device),
+        found_inf=torch.zeros((), device=device),
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        maximize=False,
+    )
 
 
 def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from hpctrain.errors import HpctrainError
-from hpctrain.optim.adamw import Moments, decay_ranges
+from hpctrain.optim.adamw import Moments, decay_ranges, fused_update
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
 from hpctrain.sharding.scratch import Flat, ScratchTensor, Transfer, to_read
 
@@ -119,24 +118,17 @@ class OffloadedAdamW:
 
     def _update(self, piece: Piece, slot: _Slot, learning_rate: float, divisor: float) -> None:
         gradient = piece.bucket.own_gradients[piece.part].to(device="cpu", dtype=torch.float32)
-        adamw(
+        fused_update(
             [slot.master],
             [gradient],
             [slot.exp_avg],
             [slot.exp_avg_sq],
-            [],
             [torch.tensor(float(self.updates))],
-            fused=True,
-            # The kernel divides by it while it reads.
-            grad_scale=torch.tensor(divisor),
-            found_inf=torch.zeros(()),
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=learning_rate,
-            weight_decay=self._weight_decay if piece.decayed else 0.0,
-            eps=self._epsilon,
-            maximize=False,
+            learning_rate,
+            self._weight_decay if piece.decayed else 0.0,
+            self._betas,
+            self._epsilon,
+            divisor,
         )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.adamw import adamw
+
+from hpctrain.optim.adamw import fused_update
 
 
 def library_bytes() -> int:
@@ -23,29 +24,11 @@ def library_bytes() -> int:
     weight = nn.Parameter(torch.zeros(64, 64))
     heads = functional.linear(torch.ones(1, 4, 64, 64), weight)
     functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-    _update(weight)
-    return resident_bytes()
-
-
-@torch.no_grad()
-def _update(weight: nn.Parameter) -> None:
     assert weight.grad is not None
-    adamw(
-        [weight],
-        [weight.grad],
-        [torch.zeros_like(weight)],
-        [torch.zeros_like(weight)],
-        [],
-        [torch.zeros(())],
-        fused=True,
-        amsgrad=False,
-        beta1=0.9,
-        beta2=0.95,
-        lr=0.0,
-        weight_decay=0.0,
-        eps=1e-8,
-        maximize=False,
-    )
+    moments = torch.zeros_like(weight), torch.zeros_like(weight)
+    updates = [torch.zeros(())]
+    fused_update([weight], [weight.grad], [moments[0]], [moments[1]], updates, 0.0, 0.0, (0.9, 0.95), 1e-8)
+    return resident_bytes()
 
 
 def resident_bytes() -> int:
