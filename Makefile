@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-full cluster-test install lint format bench clean
+.PHONY: help run shell test test-full cluster-test install lint format bench clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -27,16 +27,31 @@ flags=; case "$$($$MPIRUN --version 2>&1)" in *"Open MPI"*|*OpenRTE*) flags="--o
 launch="$$MPIRUN $$flags -n"
 endef
 
+# What a run wrote goes, by name; then its folder, where nothing else is in it.
+define REMOVE_RUN
+import sys
+from pathlib import Path
+from hpctrain.errors import HpctrainError
+from hpctrain.train.folder import delete_run
+try:
+    delete_run(Path(sys.argv[1]))
+except HpctrainError as error:
+    sys.exit(str(error))
+endef
+export REMOVE_RUN
+
 help:
 	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
+	@echo "make shell     install, open a shell with hpctrain and an mpirun that starts as root, and more ranks than cores"
 	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
-	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not a spread of 40"
+	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not a spread of 40, and then"
+	@echo "               hundreds of damaged checkpoints, kills and signals"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
 	@echo "make bench     benchmarks of collectives and of training (inputs/bench/), on 2 ranks"
-	@echo "make clean     remove environments, caches and $(QUICK)*; other runs and kept wheels stay"
+	@echo "make clean     remove environments, caches and what make run wrote; other runs and kept wheels stay"
 	@echo
 	@echo "Variables, all optional, as in: make test MPI=mpich RANKS=2"
 	@echo "  MPI=openmpi|mpich  which MPI (default: the module's mpicc, else Open MPI); mpich gets its own .venv-mpich"
@@ -53,18 +68,10 @@ install:
 	@containers/install.sh
 
 test: install
-	@echo "== serial tests"
-	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n auto --dist worksteal -m "not mpi" $(ARGS)
-	@$(LAUNCHER); color=no; if [ -t 1 ]; then color=yes; fi; \
-	for ranks in $(RANKS); do \
-	  echo "== MPI tests, $$ranks ranks"; \
-	  which=mpi; if [ $$ranks -ge 8 ]; then which="mpi and eight"; fi; \
-	  start="$$launch $$ranks" many=; if [ $$ranks -eq 1 ]; then start= many="-n auto --dist worksteal"; fi; \
-	  $$start $(PYTHON_HERE) -m pytest -q $$many --color=$$color --with-mpi -m "$$which" $(ARGS) \
-	    || { code=$$?; [ "$$which" != mpi ] && [ $$code -eq 5 ]; }; \
-	done
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) tests/run.py --ranks "$(RANKS)" $(SLOW) -- $(ARGS)
 
 test-full: export HPCTRAIN_ALL_LAYOUT_PAIRS := yes
+test-full: SLOW := --slow
 test-full: test
 
 cluster-test: install
@@ -88,6 +95,13 @@ run: install $(QUICK)-data/tokens.h5
 	@echo "== checkpoints"
 	@ls $(QUICK)/checkpoints/*.h5
 
+# bash takes the function over from the environment; without a terminal it reads commands from stdin.
+shell: install
+	@$(LAUNCHER); export MPIRUN flags PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	mpirun() { command $$MPIRUN $$flags "$$@"; }; export -f mpirun; \
+	if [ -t 0 ]; then echo "hpctrain, python and mpirun are those of $(VENV); exit leaves"; fi; \
+	exec bash
+
 bench: install
 	@$(LAUNCHER); $$launch 2 $(HPCTRAIN) bench collectives; \
 	for deck in inputs/bench/*-17m.toml; do echo "== $$deck"; $$launch 2 $(HPCTRAIN) bench train "$$deck"; done
@@ -103,6 +117,11 @@ format: install
 	@$(PYTHON_HERE) -m ruff format
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	rm -rf $(QUICK) $(QUICK)-data
+	@if [ -d $(QUICK) ]; then $(PYTHON_HERE) -c "$$REMOVE_RUN" $(QUICK) || echo "$(QUICK) stays: see above"; fi
+	@rm -f $(QUICK)-data/tokens.h5; if [ -d $(QUICK)-data ]; then rmdir --ignore-fail-on-non-empty $(QUICK)-data; fi
+	@if [ -e .venv/pyvenv.cfg ]; then rm -rf .venv; fi
+	@for each in .venv .venv-*; do if [ -e "$$each/hpctrain.env" ]; then rm -rf "$$each"; fi; done
+	rm -rf build/lib build/bdist.* hpctrain.egg-info
+	@if [ -d build ]; then rmdir --ignore-fail-on-non-empty build; fi
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find hpctrain tests -name __pycache__ -type d -prune -exec rm -rf {} +

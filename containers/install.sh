@@ -266,6 +266,9 @@ mkdir -p "$(dirname "$VENV")"
 rm -f "$stamp"
 if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1 ||
     [ "$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" != "$python_version" ]; then
+    if [ -n "$(ls -A "$VENV" 2>/dev/null)" ] && [ ! -f "$VENV/pyvenv.cfg" ]; then
+        stop "$VENV holds something, and no virtual environment, so nothing in it is replaced: name another by VENV="
+    fi
     say "making $VENV"
     "$PYTHON" -m venv --clear "$VENV"
 fi
@@ -275,7 +278,135 @@ install() { pip install -qq --progress-bar off -c "$constraints" "$@"; }
 
 install --upgrade pip setuptools wheel
 
-say "torch and build tools"
+# --- mpi4py and h5py, for the MPI and HDF5 at hand ------------------------------------------------------
+
+# Their wheels are kept for the next environment of the same MPI, HDF5 and Python. pip's own cache is left out
+# of it: it does not know one MPI from another.
+pinned() { sed -n "s/^$1==\([^;[:space:]]*\).*/\1/p" "$constraints"; }
+built_with="${mpi_name// /-}-hdf5-$hdf5_version-py$python_version-$(uname -m)"
+built_with+="-$(echo "$mpicc $hdf5_include $hdf5_library $(realpath "$PYTHON")" | cksum | cut -d' ' -f1)"
+wheels=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/hpctrain/wheels/$built_with
+mkdir -p "$wheels" 2>/dev/null && [ -w "$wheels" ] || wheels=$PWD/.wheels/$built_with
+mkdir -p "$wheels"
+work=$(mktemp -d "$wheels/build.XXXXXX")
+
+kept() { compgen -G "$wheels/$1-$(pinned "$1")-*.whl" >/dev/null; }
+keep() { mv "$2/$1-$(pinned "$1")-"*.whl "$wheels/"; }
+
+# build NAME [VARIABLE=VALUE ...]: the wheel of NAME, built into $wheels with what $work/tools has.
+build() {
+    local name=$1 version log=$work/$1.txt
+    shift
+    version=$(pinned "$name")
+    say "building $name $version (a minute or two)"
+    env PYTHONPATH="$work/tools" "$@" "$python" -m pip wheel --no-cache-dir --no-deps --no-build-isolation \
+        --no-binary="$name" --wheel-dir "$work/$name" "$name==$version" >"$log" 2>&1 || {
+        touch "$work/$name.failed"
+        stop "$name $version did not build; the last lines of $log:" "$(tail -n 25 "$log")"
+    }
+    keep "$name" "$work/$name"
+}
+
+# The MPI library that a program or module loads where nothing but what is built into it tells where to look.
+library_of() {
+    local path
+    path=$(env -u LD_LIBRARY_PATH -u LD_PRELOAD ldd "$1" |
+        sed -n 's/^[[:space:]]*lib\(mpi\|mpich\|mpi_cray\)\.so[^ ]* => \(\/[^ ]*\) .*/\2/p' | head -n 1)
+    [ -n "$path" ] && realpath "$path"
+}
+
+# mpi4py's published wheel holds a module for each binary interface of MPI, and takes whichever library it finds
+# first. Here only the module of the MPI at hand is left in, and only if it loads the very library of mpicc.
+take_mpi4py() {
+    local folder=$work/published tree module abi=mpich
+    if [ "$mpi_kind" = openmpi ]; then abi=openmpi; fi
+    pip download -qq --no-deps --only-binary=mpi4py -d "$folder" "mpi4py==$(pinned mpi4py)" &&
+        "$python" -m wheel unpack -d "$folder" "$folder"/mpi4py-*.whl || return 1
+    tree=$folder/mpi4py-$(pinned mpi4py)
+    module=$(compgen -G "$tree/mpi4py/MPI.$abi.*") || return 1
+    mv "$module" "$folder/module"
+    rm "$folder"/*.whl "$tree"/mpi4py/MPI.*.so
+    module=$tree/mpi4py/MPI.${module##*/MPI."$abi".}
+    mv "$folder/module" "$module"
+    echo '#include <mpi.h>
+        int main(void) { return MPI_Finalize(); }' >"$folder/try.c"
+    "$mpicc" -w "$folder/try.c" -o "$folder/try" && [ "$(library_of "$folder/try")" = "$(library_of "$module")" ] &&
+        PYTHONPATH=$tree "$python" -c 'import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+MPI.Get_library_version()' && "$python" -m wheel pack -d "$folder" "$tree" && keep mpi4py "$folder"
+}
+
+get_mpi4py() {
+    kept mpi4py || take_mpi4py >"$work/published.txt" 2>&1 || build mpi4py MPICC="$mpicc" CC="$mpicc"
+}
+
+get_h5py() {
+    local rpath="" cores
+    kept h5py && return
+    case $hdf5_library in /usr/lib*) ;; *) rpath="-Wl,-rpath,$hdf5_library ${LDFLAGS-}" ;; esac
+    cores=$(nproc 2>/dev/null || echo 2)
+    printf '[build_ext]\nparallel = %s\n' $((cores < 8 ? cores : 8)) >"$work/parallel.cfg"
+    # HDF5 does the work: optimizing what calls it takes half of the time and gives nothing.
+    build h5py HDF5_MPI=ON CC="$mpicc" H5PY_SETUP_REQUIRES=0 HDF5_DIR= DIST_EXTRA_CONFIG="$work/parallel.cfg" \
+        CFLAGS="${CFLAGS--O1 -g0}" \
+        HDF5_INCLUDEDIR="$hdf5_include" HDF5_LIBDIR="$hdf5_library" LDFLAGS="${rpath:-${LDFLAGS-}}"
+}
+
+# fit NAME: install its wheel. Doing that anew under processes that use it would hurt them, so only where it is
+# another one.
+fit() {
+    local version
+    version=$(pinned "$1")
+    if [ "$(cat "$VENV/hpctrain.$1" 2>/dev/null)" != "$built_with $version" ]; then
+        pip install -qq --force-reinstall --no-deps "$wheels/$1-$version-"*.whl
+        echo "$built_with $version" >"$VENV/hpctrain.$1"
+    fi
+}
+
+# start WHAT: a function in the background, in a process group of its own, which ends with this script.
+builders=()
+start() {
+    set -m
+    "$1" 2>"$work/$1.errors" &
+    builders+=("$!:$1")
+    set +m
+}
+
+# finish: wait for all that was started; what one of them failed with is the last that is said.
+finish() {
+    local builder
+    for builder in "${builders[@]}"; do
+        wait "${builder%%:*}" || { cat "$work/${builder#*:}.errors" >&2; exit 1; }
+    done
+    builders=()
+}
+
+# What failed to build leaves its log behind.
+end() {
+    local code=$? builder
+    for builder in "${builders[@]}"; do kill -- "-${builder%%:*}" 2>/dev/null || true; done
+    if [ $code = 0 ] || ! compgen -G "$work/*.failed" >/dev/null; then rm -rf "$work"; fi
+}
+trap end EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# They are made while pip installs the rest. h5py needs of mpi4py only its declarations, which any wheel has.
+if ! kept mpi4py || ! kept h5py; then
+    say "tools for building"
+    install --target "$work/tools" numpy Cython pkgconfig
+    install --target "$work/tools" --no-deps --only-binary=mpi4py mpi4py 2>/dev/null || {
+        get_mpi4py
+        pip install -qq --target "$work/tools" --no-deps "$wheels/mpi4py-$(pinned mpi4py)-"*.whl
+    }
+    start get_mpi4py
+    start get_h5py
+fi
+
+# --- torch and the rest -------------------------------------------------------------------------------
+
+say "torch"
 torch_index=()
 if [ -n "${TORCH_INDEX-}" ]; then
     torch_index=(--extra-index-url "$TORCH_INDEX")
@@ -285,45 +416,23 @@ elif [ $gpu = no ] && [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] && [ -z "${TO
     case $chosen in *+cpu*) ;; *) torch_index=(--extra-index-url "$CPU_INDEX" --retries 1 --timeout 15) ;; esac
 fi
 install "${torch_index[@]}" torch || install torch
-install numpy Cython pkgconfig
 
-# mpi4py and h5py are built here, and kept for the next environment of the same MPI, HDF5 and Python.
-pinned() { sed -n "s/^$1==\([^;[:space:]]*\).*/\1/p" "$constraints"; }
-built_with="${mpi_name// /-}-hdf5-$hdf5_version-py$python_version-$(uname -m)"
-built_with+="-$(echo "$mpicc $hdf5_include $hdf5_library $(realpath "$PYTHON")" | cksum | cut -d' ' -f1)"
-wheels=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/hpctrain/wheels/$built_with
-mkdir -p "$wheels" 2>/dev/null && [ -w "$wheels" ] || wheels=$PWD/.wheels/$built_with
-mkdir -p "$wheels"
+say "what hpctrain${EXTRAS:+ with $EXTRAS} needs"
+requirements=$("$python" - "$EXTRAS" <<'PYTHON'
+import re, sys
+from setuptools.config.pyprojecttoml import read_configuration
+project = read_configuration("pyproject.toml", expand=False)["project"]
+extras = [name.strip() for name in sys.argv[1].split(",") if name.strip()]
+wanted = project["dependencies"] + [line for name in extras for line in project["optional-dependencies"].get(name, [])]
+print("\n".join(line for line in wanted if re.match(r"[\w.-]+", line)[0] not in ("h5py", "mpi4py", "torch")))
+PYTHON
+)
+readarray -t requirements <<<"$requirements"
+install "${requirements[@]}"
 
-# build NAME [VARIABLE=VALUE ...]: the wheel of NAME, from $wheels or built into it. pip's own cache is left out
-# of it: it does not know one MPI from another.
-build() {
-    local name=$1 version log work
-    shift
-    version=$(pinned "$name")
-    if ! compgen -G "$wheels/$name-$version-*.whl" >/dev/null; then
-        say "building $name $version (a minute or two)"
-        work=$(mktemp -d "$wheels/build.XXXXXX") log=$work/log.txt
-        env "$@" "$python" -m pip wheel --no-cache-dir --no-deps --no-build-isolation --no-binary="$name" \
-            --wheel-dir "$work" "$name==$version" >"$log" 2>&1 ||
-            stop "$name $version did not build; the last lines of $log:" "$(tail -n 25 "$log")"
-        mv "$work/$name-$version-"*.whl "$wheels/"
-        rm -r "$work"
-    fi
-    # Installing it anew under processes that use it would hurt them, so only where it is another one.
-    if [ "$(cat "$VENV/hpctrain.$name" 2>/dev/null)" != "$built_with $version" ]; then
-        pip install -qq --force-reinstall --no-deps "$wheels/$name-$version-"*.whl
-        echo "$built_with $version" >"$VENV/hpctrain.$name"
-    fi
-}
-
-build mpi4py MPICC="$mpicc" CC="$mpicc"
-rpath=
-case $hdf5_library in /usr/lib*) ;; *) rpath="-Wl,-rpath,$hdf5_library ${LDFLAGS-}" ;; esac
-build h5py HDF5_MPI=ON CC="$mpicc" H5PY_SETUP_REQUIRES=0 HDF5_DIR= \
-    HDF5_INCLUDEDIR="$hdf5_include" HDF5_LIBDIR="$hdf5_library" LDFLAGS="${rpath:-${LDFLAGS-}}"
-
-say "hpctrain${EXTRAS:+ with $EXTRAS}"
+finish
+fit mpi4py
+fit h5py
 install --no-build-isolation -e ".${EXTRAS:+[$EXTRAS]}"
 if [ $gpu = yes ]; then
     install --no-build-isolation -e ".[gpu]" || say "nccl4py is not to be had: ranks on GPUs talk through host memory"

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+from hpctrain.characters import escaped
+
 EXIT_DONE = 0
 EXIT_DIFFERENT = 1
+EXIT_UNREAD = 1
 EXIT_USER = 2
 EXIT_INPUT_OUTPUT = 3
 EXIT_INTERNAL = 70
 EXIT_AGAIN = 75
+EXIT_INTERRUPTED = 130
 
 
 class HpctrainError(Exception):
@@ -19,7 +23,9 @@ class HpctrainError(Exception):
     exit_code = EXIT_USER
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        told = (problems,) if isinstance(problems, str) else problems
+        # What a user wrote stands in them: it is not to end the line or to steer the terminal.
+        self.problems: tuple[str, ...] = tuple(map(escaped, told))
         super().__init__("\n".join(self.problems))
 
 

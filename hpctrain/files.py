@@ -1,9 +1,68 @@
-"""Files that have to survive a crash."""
+"""Files that anybody may have named or written, read within bounds; files that have to survive a crash; and
+deleting those that were written here, by name."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON_BYTES = 64 << 20
+"""Of a JSON file at most; the largest tokenizers have half of it."""
+_CHUNK = 1 << 20
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading, at once.
+
+    OSError for what is no regular file (a folder, a pipe, a device), and for a name that no file can have.
+    """
+    try:
+        # Even opening would wait for a pipe's writer, or move a tape.
+        _require_regular(Path(path).stat(), path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError:  # a null character, or half of a pair of UTF-16
+        raise OSError(errno.EINVAL, "no file can have such a name", str(path)) from None
+    try:
+        _require_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes; OSError as from `open_regular`, or if it has more."""
+    found = bytearray()
+    with open_regular(path) as stream:
+        while chunk := stream.read(_CHUNK):
+            found += chunk
+            if len(found) > most:
+                raise OSError(errno.EFBIG, f"too large: more than {most} bytes", str(path))
+    return bytes(found)
+
+
+def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
+    """The same as text, its line ends as newlines; UnicodeDecodeError (a ValueError) where it is none."""
+    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; ValueError for all that is wrong with it, also where it nests too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def is_unfit(error: OSError) -> bool:
+    """Whether what was named could never be read as a file, rather than is missing or fails."""
+    return error.errno in {errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG}
 
 
 def synchronize(path: Path) -> None:
@@ -13,3 +72,43 @@ def synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def files_named(pattern: str) -> Callable[[os.DirEntry[str]], bool]:
+    """Tells regular files, not links, whose whole names match a regular expression."""
+    compiled = re.compile(pattern)
+    return lambda entry: bool(compiled.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
+
+
+def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Delete what `ours` tells of a folder's files and links; the names of the rest, sorted.
+
+    The folder is opened once, and neither it nor what is in it is followed where it is a link: whatever they
+    are exchanged for meanwhile stays. OSError where it is no folder, or something cannot be deleted.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with os.scandir(descriptor) as entries:
+            found = [(entry.name, ours(entry)) for entry in entries]
+        for name, own in found:
+            if own:
+                os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    return sorted(name for name, own in found if not own)
+
+
+def delete_folder(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Delete what `ours` tells and then the folder, if nothing else is in it; as `delete_files`."""
+    rest = delete_files(folder, ours)
+    if not rest:
+        folder.rmdir()
+    return rest
+
+
+def _require_regular(status: os.stat_result, path: str | Path) -> None:
+    """OSError for what is no regular file."""
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))

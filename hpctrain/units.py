@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 from hpctrain.errors import HpctrainError
 
-_NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+_NUMBER = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
 _PAIR = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
 
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)}
 _BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)}
+
+_TOO_MANY_BYTES = 1 << 63
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _SECONDS |= {"sec": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400}
@@ -26,30 +29,37 @@ class UnitError(HpctrainError, ValueError):
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as "4096", "25 MB" (25 x 10^6) or "1.5 GiB" (1.5 x 2^30); case does not matter.
 
-    Raises `UnitError` for anything else, negative sizes included.
+    Raises `UnitError` for anything else, negative sizes and those of 2^63 bytes or more included.
     """
     match = _PAIR.fullmatch(text.strip())
     unit = match[2].lower() if match else ""
-    if match is None or unit not in _BYTES:
-        raise UnitError(f'"{text}" is not a size: write it as 25000000, "25 MB" or "24 MiB"')
-    return round(float(match[1]) * _BYTES[unit]) if _fractional(match[1]) else int(match[1]) * _BYTES[unit]
+    try:
+        if match is None or unit not in _BYTES:
+            raise ValueError
+        whole = not _fractional(match[1])
+        size = int(match[1]) * _BYTES[unit] if whole else round(float(match[1]) * _BYTES[unit])
+        if size >= _TOO_MANY_BYTES:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise UnitError(f'"{text}" is not a size: write it as 25000000, "25 MB" or "24 MiB"') from None
+    return size
 
 
 def parse_seconds(text: str) -> float:
     """Seconds of a time such as "90", "90 s", "50 min", "1.5 h" or, as `format_seconds` writes, "1 h 02 min".
 
-    Raises `UnitError` for anything else, negative times included.
+    Raises `UnitError` for anything else, negative times and those beyond all numbers included.
     """
     written = text.strip()
     parts = [(match[1], match[2].lower()) for match in _PARTS.finditer(written)]
     whole = "".join(match[0] for match in _PARTS.finditer(written)) == written
-    if parts == [(written, "")]:
-        return float(written)
-    sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
+    sizes = [1] if parts == [(written, "")] else [_SECONDS.get(unit, 0) for _, unit in parts]
+    seconds = sum(float(number) * size for (number, _), size in zip(parts, sizes, strict=True))
     # Each unit is smaller than the one before: "2 min 1 h" is a slip.
-    if not parts or not whole or 0 in sizes or sizes != sorted(set(sizes), reverse=True):
+    in_order = sizes == sorted(set(sizes), reverse=True)
+    if not parts or not whole or 0 in sizes or not in_order or not isfinite(seconds):
         raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min" or "1 h 30 min"')
-    return sum(float(number) * size for (number, _), size in zip(parts, sizes, strict=True))
+    return seconds
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:

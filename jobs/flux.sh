@@ -15,7 +15,8 @@
 # flux: --output=quickstart-{{id}}.out
 
 # Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+hpctrain=(.venv/bin/hpctrain)
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=inputs/quickstart.toml
 # The run knows its time, less a minute for starting, and stops before that.
 settings=(--set batch.micro_size=4 --set run.time_limit=3540)

@@ -16,7 +16,8 @@
 #BSUB -wa USR1 -wt 2
 
 # Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+hpctrain=(.venv/bin/hpctrain)
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun}"
 deck=inputs/quickstart.toml
 # The run knows its time, less a minute for starting, and stops before that.

@@ -15,7 +15,8 @@
 
 cd "$PBS_O_WORKDIR" || exit 3
 # Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+hpctrain=(.venv/bin/hpctrain)
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun} --hostfile $PBS_NODEFILE"
 deck=inputs/quickstart.toml
 # PBS warns nobody before a job's end: the run knows its time, less a minute for starting, and stops before that.

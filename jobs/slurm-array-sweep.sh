@@ -17,7 +17,8 @@
 #SBATCH --signal=USR1@120
 
 # Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+hpctrain=(.venv/bin/hpctrain)
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=inputs/quickstart.toml
 settings=()
 # Task N of the array takes line N, from 0: KEY=VALUE, several with spaces between.
@@ -26,7 +27,8 @@ variants=(
     learning_rate.peak=2e-3
     'learning_rate.peak=4e-3 learning_rate.warmup=50'
 )
-for change in ${variants[$SLURM_ARRAY_TASK_ID]}; do settings+=(--set "$change"); done
+read -ra changes <<<"${variants[$SLURM_ARRAY_TASK_ID]}"
+for change in "${changes[@]}"; do settings+=(--set "$change"); done
 settings+=(--set "run.title=quickstart-$SLURM_ARRAY_TASK_ID" --set "run.dir=runs/quickstart-$SLURM_ARRAY_TASK_ID")
 ranks_per_node=2
 # On 1 node: pipeline 1 x data 2 x context 1 x tensor 1. Numbers of nodes that the deck's layout fits:

@@ -20,7 +20,8 @@
 #SBATCH --signal=USR1@120
 
 # Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-.venv/bin/hpctrain}"
+hpctrain=(.venv/bin/hpctrain)
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=inputs/quickstart.toml
 settings=(--set batch.micro_size=2)
 ranks_per_node=4

@@ -13,18 +13,33 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.launch import ROOT, clean_environment, launcher
+
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # One thread a rank: tests share few cores, and sums must not depend on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What `nohup` or a script's `&` ignores, runs ignore too; here they are to heed it.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 # Nothing a test does may ask a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 sys.path.insert(0, str(ROOT))
 pytest_plugins = ["tests.mpi_plugin"]
+
+# What only a run that names it in -m starts.
+ON_DEMAND = ("cluster", "slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out the tests that -m must ask for by name."""
+    for name in ON_DEMAND:
+        if name not in config.getoption("markexpr"):
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
 
 
 @pytest.fixture(scope="session")
@@ -35,30 +50,16 @@ def world() -> World:
     return World.start(os.environ.get("HPCTRAIN_TEST_DEVICE", "cpu"))
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told has no width to keep to, whatever runs the tests, unless a test gives it one."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def mpi_tmp_path(tmp_path: Path, world: World) -> Path:
     """A fresh folder that all ranks share, made by rank 0."""
     return world.communicator.bcast(tmp_path)
-
-
-def launcher(ranks: int) -> list[str]:
-    """The command that starts `ranks` ranks: mpirun or $MPIRUN, with the flags of its kind for few cores."""
-    program = shlex.split(os.environ.get("MPIRUN", "mpirun"))
-    version = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True).stdout
-    flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "open-mpi" in version else []
-    return [*program, *flags, "-n", str(ranks)]
-
-
-def clean_environment() -> dict[str, str]:
-    """The environment without what a launcher put there, so that a child may start as a world of its own."""
-    marks = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPIR_", "MPI_LOCAL", "SLURM_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(marks)}
-    return kept | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.train.build import Engine, build_engine, make_mesh
-from hpctrain.train.step import Step, StepResult, TrainState
-from hpctrain.train.verify import on_one_rank
+from hpctrain.train import trainer as trainer_module
+from hpctrain.train.build import build_engine, make_mesh
+from hpctrain.train.step import StepResult
+from hpctrain.train.verify import ROUGHNESS, on_one_rank
 
 DECK = """
 [run]
@@ -56,18 +56,15 @@ def alone(world: World) -> LayerGroups:
     return LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
 
 
-@dataclass
-class Trainer:
-    """A deck's engine and step on random tokens, of which a share that varies by sequence is masked."""
+class Trainer(trainer_module.Trainer):
+    """The run's own trainer on random tokens, of which a share that varies by sequence is masked.
 
-    deck: Deck
-    engine: Engine
-    step: Step
-    state: TrainState
+    Its first step is watched as a run's is, and no two of its tensors are alike at the start.
+    """
 
     def train(self, steps: int) -> list[StepResult]:
         """Further steps at the deck's batch."""
-        return [self.step(self.state, self.deck.batch.global_size) for _ in range(steps)]
+        return [self.train_step() for _ in range(steps)]
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's piece of every gradient, by name."""
@@ -90,10 +87,9 @@ class Trainer:
 
 def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
     """A trainer of the deck on all ranks of the world."""
-    engine = build_engine(deck, world, make_mesh(deck, world))
+    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
-    step = Step(engine, Batches(source, 1), deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
-    return Trainer(deck, engine, step, TrainState())
+    return Trainer(deck, engine, Batches(source, 1))
 
 
 def reference(world: World, deck: Deck, masked: float = 0.2) -> Trainer:

@@ -6,14 +6,39 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "containers" / "install.sh"
 TOOLS = (
-    "bash basename cat cc cksum cut dirname gcc grep head id ldd mktemp realpath rm sed sort tail uname wc"
+    "bash basename cat cc cksum cut dirname env gcc grep head id ldd mkdir mktemp mv nproc realpath rm sed "
+    "seq sleep sort tail touch uname wc"
 )
+# The environment's Python for scripts that install nothing: it notes what pip is told, and pretends to do it.
+# Building h5py takes until torch is being installed, and torch until h5py is being built.
+STAND_IN = """#!/bin/bash
+notes={notes}
+echo "$*" >>"$notes/told"
+meet() {{
+    touch "$notes/$1"
+    for _ in $(seq 200); do [ ! -e "$notes/$2" ] || return 0; sleep 0.1; done
+    exit 9
+}}
+case "$*" in
+    "-m pip --version" | "-m pip download "*) [ "$3" = --version ] ;;
+    "-m pip wheel "*)
+        case "$*" in *h5py==*) meet h5py torch ;; esac
+        {build}
+        while [ "$1" != --wheel-dir ]; do shift; done
+        mkdir -p "$2" && touch "$2/${{3/==/-}}-py3-none-any.whl" ;;
+    "-m pip install "*" torch") meet torch h5py ;;
+    "-m pip install "*) ;;
+    *) exec {python} "$@" ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -28,7 +53,7 @@ def tools(tmp_path: Path) -> Path:
     return folder
 
 
-def install(tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def install(tools: Path, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(tools), "HOME": os.environ.get("HOME", "/"), "FETCH": "no"}
     environment |= {"VENV": str(tools.parent / "venv"), "PYTHON": sys.executable}
     return subprocess.run(
@@ -36,7 +61,7 @@ def install(tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
     )
 
@@ -94,3 +119,80 @@ def test_a_wrong_hdf5_dir_is_told(tools: Path, tmp_path: Path) -> None:
     done = install(tools, HDF5_DIR=str(tmp_path / "nowhere"))
     assert done.returncode == 1
     assert f"HDF5_DIR={tmp_path / 'nowhere'}: no hdf5.h and libhdf5 there" in done.stderr
+
+
+@pytest.fixture
+def environment(tools: Path) -> Callable[[str], Path]:
+    """`environment(build)`: a folder for notes, and an environment that runs `build` to build a wheel."""
+    give_compiler(tools)
+    if not list(Path("/usr/lib").glob("*-linux-gnu/hdf5/openmpi")):
+        pytest.skip("no parallel HDF5 where Debian has it")
+
+    def make(build: str) -> Path:
+        notes = tools.parent / "notes"
+        for folder in (notes, tools.parent / "venv" / "bin"):
+            folder.mkdir(parents=True)
+        text = STAND_IN.format(notes=notes, build=build, python=sys.executable)
+        write_program(tools.parent / "venv" / "bin" / "python", text)
+        return notes
+
+    return make
+
+
+def test_h5py_is_built_while_torch_is_installed(
+    tools: Path, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    notes = environment(":")
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"), EXTRAS="test")
+    assert done.returncode == 0, done.stderr
+    told = (notes / "told").read_text().splitlines()
+    assert sum("pip wheel" in line and "h5py==" in line for line in told) == 1
+    everything = next(line for line in told if "pip install" in line and "hypothesis" in line)
+    assert "h5py" not in everything
+    assert "mpi4py" not in everything
+    assert "numpy" in everything
+    assert sum("--force-reinstall" in line for line in told) == 2
+    assert told[-2].endswith("-e .[test]")
+    kept = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert [name.partition("-")[0] for name in kept] == ["h5py", "mpi4py"]
+    # Once more, there is nothing to do.
+    (notes / "told").write_text("")
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"), EXTRAS="test")
+    assert "is up to date" in done.stdout
+    assert "pip" not in (notes / "told").read_text()
+
+
+def test_a_build_that_fails_ends_it_with_the_last_lines_of_its_log(
+    tools: Path, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    environment('case "$*" in *h5py==*) seq 100; echo "hdf5.h is broken" >&2; exit 1 ;; esac')
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "h5py 3." in done.stderr
+    assert "did not build; the last lines of" in done.stderr
+    assert done.stderr.endswith("99\n100\nhdf5.h is broken\n")
+    assert not (tools.parent / "venv" / "hpctrain.stamp").exists()
+    assert [path.name for path in (tmp_path / "cache").rglob("h5py.txt")] == ["h5py.txt"]
+
+
+def test_what_is_built_ends_with_the_script(
+    tools: Path, environment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Installing torch fails while h5py is being built, for minutes."""
+    notes = environment(f'echo $$ >"{tmp_path}/builder"; sleep 300')
+    program = tools.parent / "venv" / "bin" / "python"
+    refusing = (
+        f'"-m pip install "*" torch") while [ ! -e "{tmp_path}/builder" ]; do sleep 0.1; done; exit 1 ;;'
+    )
+    write_program(
+        program, program.read_text().replace('"-m pip install "*" torch") meet torch h5py ;;', refusing)
+    )
+    (notes / "torch").touch()
+    done = install(tools, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    builder = int((tmp_path / "builder").read_text())
+    until = time.monotonic() + 20
+    while Path(f"/proc/{builder}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert not list((tmp_path / "cache").rglob("build.*"))

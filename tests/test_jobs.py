@@ -107,9 +107,9 @@ def rewritten(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the command that a script names writes now."""
     (folder / "inputs").mkdir()
     shutil.copy(ROOT / "inputs/quickstart.toml", folder / "inputs")
-    for name in (".venv/bin/hpctrain", f"jobs/{path.name}"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+    (folder / "jobs").mkdir()
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/hpctrain").touch()
     line = next(line for line in path.read_text().splitlines() if line.startswith("# Written by: "))
     words = shlex.split(line.partition(": ")[2])
     assert words[:2] == ["hpctrain", "job"]
@@ -124,7 +124,7 @@ def rewritten(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_it_is_what_the_command_in_it_writes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a change of the templates: run these commands in the repository's folder."""
+    """After a change of the templates: run these commands with --force in the repository's folder."""
     assert path.read_text() == rewritten(path, tmp_path, monkeypatch)
 
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import combine, describe
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.comm.outcome import as_error, combine
+from hpctrain.errors import HpctrainError
 
 # Problems told of one file; a wrong model or a dead disk would give thousands.
 _TOLD = 8
@@ -30,7 +30,7 @@ def together(group: Group) -> Iterator[None]:
     except HpctrainError as error:
         failure = error
     except OSError as error:
-        failure = InputOutputError(describe(error))
+        failure = as_error(error)
     found = group.all_gather_object(None if failure is None else (failure.exit_code, failure.problems))
     failures = [each for each in found if each is not None]
     if failures:

@@ -10,7 +10,6 @@ faults, not against forgery.
 
 from __future__ import annotations
 
-from functools import cache
 from hashlib import blake2b
 from math import prod
 from threading import local
@@ -24,7 +23,11 @@ PIECE = 1 << 20
 # Elements multiplied at a time: the products stay in the cache.
 _BATCH = 1 << 18
 _MODULUS = 1 << 64
+# Keys made at a time: the temporaries stay small.
+_KEYS = 1 << 15
 _memory = local()
+# The keys of the first positions, as far as any were asked for.
+_table: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
 
 Words = NDArray[np.unsignedinteger]
 Sums = NDArray[np.uint64]
@@ -73,7 +76,10 @@ def _add_runs(sums: Sums, rows: Words, group: Runs) -> None:
             continue
         count = min(fitting, group.count - row, _BATCH // group.length)
         keys = np.lib.stride_tricks.as_strided(
-            _keys()[position:], (count, group.length), (8 * group.stride, 8), writeable=False
+            _keys(position + (count - 1) * group.stride + group.length)[position:],
+            (count, group.length),
+            (8 * group.stride, 8),
+            writeable=False,
         )
         _accumulate(sums, piece, rows[row : row + count], keys)
         row += count
@@ -84,7 +90,8 @@ def _add_run(sums: Sums, words: Words, first: int) -> None:
     while done < words.size:
         piece, position = divmod(first + done, PIECE)
         count = min(_BATCH, PIECE - position, words.size - done)
-        _accumulate(sums, piece, words[done : done + count], _keys()[position : position + count])
+        keys = _keys(position + count)[position : position + count]
+        _accumulate(sums, piece, words[done : done + count], keys)
         done += count
 
 
@@ -107,10 +114,24 @@ def _products() -> Sums:
     return products
 
 
-@cache
-def _keys() -> Sums:
-    """The keys of the positions in a piece: splitmix64 of the position, made odd; uint64 [PIECE]."""
-    mixed = (np.arange(PIECE, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+def _keys(count: int) -> Sums:
+    """The keys of the first `count` positions of a piece or of more: splitmix64 of the position, made odd.
+
+    They are made as far as they are asked for: small tensors need few.
+    """
+    (known,) = _table
+    if known.size >= count:
+        return known
+    keys = np.empty(-(-count // _KEYS) * _KEYS, np.uint64)
+    keys[: known.size] = known
+    for first in range(known.size, keys.size, _KEYS):
+        keys[first : first + _KEYS] = _make_keys(first, _KEYS)
+    _table[0] = keys
+    return keys
+
+
+def _make_keys(first: int, count: int) -> Sums:
+    mixed = (np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     keys: Sums = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)

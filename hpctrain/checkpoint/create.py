@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from errno import ENOSPC
 from functools import cache
@@ -34,6 +35,9 @@ _PAGE = 4096
 # Bound of what HDF5 itself stores for one dataset with its attributes and links.
 _DESCRIPTION_BYTES = 2048
 
+# A run saves one checkpoint at a time.
+_OF_A_STEP = re.compile(r"\.step-\d{8,}\.h5\.tmp")
+
 # Element type and global shape of every dataset, by name, in sorted order.
 Tensors = dict[str, tuple[str, Index]]
 
@@ -46,15 +50,19 @@ def temporary_name(path: Path) -> Path:
 def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[str, Stored]:
     """Make the file, with everything but tensors and checksums, and tell the datasets' places.
 
-    What crashed saves have left in the folder is removed. InputOutputError where the disk refuses.
+    What crashed saves have left goes: a file of this name and, of a run's checkpoint, those of other steps.
+    InputOutputError where the disk refuses.
     """
     rest = {name: value for name, value in state.items() if name != "deck"}
     texts = {STATE: json.dumps(rest, indent=1)} | ({DECK: state["deck"]} if state.get("deck") else {})
     needed = _needed(tensors, texts)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        for left in temporary.parent.glob(".*.h5.tmp"):
-            left.unlink()
+        for left in (temporary, *temporary.parent.glob(".step-*.h5.tmp")):
+            if left == temporary or (
+                _OF_A_STEP.fullmatch(left.name) and _OF_A_STEP.fullmatch(temporary.name)
+            ):
+                left.unlink(missing_ok=True)
         # HDF5 does not take errors of its own small writes well: look first.
         space = os.statvfs(temporary.parent)
         if space.f_bavail * space.f_frsize < needed:

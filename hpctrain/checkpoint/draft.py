@@ -27,8 +27,8 @@ from hpctrain.checkpoint.structure import Stored, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import describe
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.comm.outcome import describe, told_as
+from hpctrain.errors import InputOutputError
 from hpctrain.files import synchronize
 
 PIECE_BYTES = 4 << 20
@@ -161,12 +161,8 @@ class Draft:
     @contextmanager
     def told(self) -> Iterator[None]:
         """Errors tell the name the file will have, not the temporary one."""
-        try:
+        with told_as(self.temporary, self.path):
             yield
-        except OSError as error:
-            raise InputOutputError(self._named(describe(error))) from None
-        except HpctrainError as error:
-            raise type(error)([self._named(text) for text in error.problems]) from None
 
     def close(self, failed: bool) -> None:
         """Let go of the file; one that failed is removed. Once, on every rank."""
@@ -179,9 +175,6 @@ class Draft:
     def _add(self, sums: Sums, piece: Piece, words: Words) -> None:
         stored = piece.stored
         checksum.add(sums[stored.pieces], words, piece.block.start, piece.block.shape, stored.shape)
-
-    def _named(self, text: str) -> str:
-        return text.replace(str(self.temporary), str(self.path))
 
 
 def begin(
@@ -201,24 +194,23 @@ def begin(
     rows: list[Any] = []
     failed = True
     try:
-        with together(group):
-            if group.rank == 0:
-                rows = [
-                    (stored.offset, stored.first_piece)
-                    for stored in create(temporary, tensors, state).values()
-                ]
-        rows = group.broadcast_object(rows)
-        places = {
-            name: Stored(name, kind, shape, *place)
-            for (name, (kind, shape)), place in zip(tensors.items(), rows, strict=True)
-        }
-        pieces = _pieces(group, entries, places, piece_bytes)
-        with together(group):
-            # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
-            descriptor = os.open(temporary, os.O_RDWR)
+        with told_as(temporary, path):
+            with together(group):
+                if group.rank == 0:
+                    rows = [
+                        (stored.offset, stored.first_piece)
+                        for stored in create(temporary, tensors, state).values()
+                    ]
+            rows = group.broadcast_object(rows)
+            places = {
+                name: Stored(name, kind, shape, *place)
+                for (name, (kind, shape)), place in zip(tensors.items(), rows, strict=True)
+            }
+            pieces = _pieces(group, entries, places, piece_bytes)
+            with together(group):
+                # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
+                descriptor = os.open(temporary, os.O_RDWR)
         failed = False
-    except HpctrainError as error:
-        raise type(error)([text.replace(str(temporary), str(path)) for text in error.problems]) from None
     finally:
         if failed and group.rank == 0:
             with suppress(OSError):

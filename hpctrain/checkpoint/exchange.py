@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,15 +31,18 @@ from hpctrain.checkpoint.safetensors_folder import (
     write_text,
 )
 from hpctrain.checkpoint.source import ModelFolder, open_model, stored_shape, tensor_shapes
+from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import Stored, Structure, examine
 from hpctrain.checkpoint.tokenizer_files import tokenizer_files, tokenizer_text
 from hpctrain.checkpoint.write import save
+from hpctrain.comm.outcome import told_as
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import synchronize
+from hpctrain.files import delete_folder, files_named, synchronize
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
@@ -48,6 +51,10 @@ from hpctrain.units import format_bytes, format_count
 
 PIECE_BYTES = 16 << 20
 """Of a tensor that are in memory at a time."""
+
+_OWN_FILE = files_named(
+    r"(generation_)?config\.json|tokenizer(_config)?\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
 
 MODEL_ONLY = "model_only"
 """In the state of a checkpoint that holds no training state."""
@@ -75,26 +82,28 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        with together(group):
-            if group.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-        with together(group), opened(structure.path) as source:
-            for name, tensors in list(files.items())[group.rank :: group.size]:
-                for tensor, view in new_file(temporary / name, tensors):
-                    _copy(source, structure, sources, by_name[tensor], view, wanted)
-        with together(group):
-            if group.rank == 0:
-                if len(files) > 1:
-                    texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
-                for name, content in texts.items():
-                    write_text(temporary / name, content)
-                synchronize(temporary)
-                temporary.replace(folder)
-                synchronize(folder.absolute().parent)
+        with told_as(temporary, folder):
+            with together(group):
+                if group.rank == 0:
+                    _delete_left(temporary)
+                    temporary.mkdir(parents=True)
+            with together(group), opened(structure.path) as source:
+                for name, tensors in list(files.items())[group.rank :: group.size]:
+                    for tensor, view in new_file(temporary / name, tensors):
+                        _copy(source, structure, sources, by_name[tensor], view, wanted)
+            with together(group):
+                if group.rank == 0:
+                    if len(files) > 1:
+                        texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
+                    for name, content in texts.items():
+                        write_text(temporary / name, content)
+                    synchronize(temporary)
+                    temporary.replace(folder)
+                    synchronize(folder.absolute().parent)
     finally:
         if group.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(HpctrainError, OSError):
+                _delete_left(temporary)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     told = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == wanted)
@@ -119,7 +128,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         state = {
             MODEL_ONLY: True,
             "imported_from": str(folder),
-            "deck": _deck_text(model.shape, out, folder),
+            **deck_state(_model_deck(model.shape, out, folder)),
             "tokenizer": text,
         }
     entries = [
@@ -183,6 +192,17 @@ class FolderTensor:
 def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HpctrainError(f"{folder}: holds something already; name a new folder, or empty this one")
+
+
+def _delete_left(temporary: Path) -> None:
+    """Delete what an export that did not end has written; HpctrainError where something else is with it."""
+    if temporary.exists():
+        others = delete_folder(temporary, _OWN_FILE)
+        if others:
+            raise HpctrainError(
+                f"{temporary}: is where the files are written first, and holds {others[0]}, which no export "
+                "wrote; move that elsewhere, or name another folder"
+            )
 
 
 def _wanted_type(structure: Structure, dtype: str | None) -> torch.dtype:
@@ -265,11 +285,11 @@ def _copy(
             )
 
 
-def _deck_text(shape: ModelShape, out: Path, folder: Path) -> str:
-    """A resolved deck of a model alone: what a deck needs besides is there in form only."""
+def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
+    """A deck of a model alone: what a deck needs besides is there in form only."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
     lines += [f"{name} = {toml_value(getattr(shape, name))}" for name in names]
     lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {shape.sequence}"]
-    return deck_text(parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck"))
+    return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)

@@ -65,10 +65,14 @@ class Source:
             rest = rest[count:]
 
     def read(self, words: Words, offset: int) -> None:
-        """Fill a contiguous array from the file at `offset` bytes."""
+        """Fill a contiguous array from the file at `offset` bytes; InputOutputError where it cannot be."""
         rest = memoryview(words.reshape(-1).view(np.uint8).data)
         while rest:
-            count = os.preadv(self.descriptor, [rest[: 1 << 30]], offset)
+            try:
+                count = os.preadv(self.descriptor, [rest[: 1 << 30]], offset)
+            except OSError as error:
+                told = f"{self.path}: cannot be read at byte {offset}: {error.strerror or error}"
+                raise InputOutputError(told) from None
             if count == 0:
                 raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
             rest, offset = rest[count:], offset + count

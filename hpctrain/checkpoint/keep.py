@@ -1,11 +1,11 @@
-"""Names of a run's checkpoints, the newest good one, and which ones to keep."""
+"""The newest good checkpoint of a run, and which ones to keep."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.names import checkpoint_step, checkpoints
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
@@ -13,26 +13,6 @@ from hpctrain.errors import HpctrainError
 
 LATEST = "latest"
 """Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
-
-_NAME = re.compile(r"step-(\d{8,})\.h5")
-
-
-def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """The file of the checkpoint taken after `step` steps."""
-    return Path(folder) / f"step-{step:08d}.h5"
-
-
-def checkpoint_step(path: str | Path) -> int | None:
-    """The step that a checkpoint's name tells; None for another file's name."""
-    match = _NAME.fullmatch(Path(path).name)
-    return int(match[1]) if match else None
-
-
-def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, good or not, newest first; none if there is no such folder."""
-    folder = Path(folder)
-    found = [(step, path) for path in _listed(folder) if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 def newest_good(
@@ -79,7 +59,9 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
             good = 0
             for path in checkpoints(folder):
                 if good < count:
-                    good += _whole(path)
+                    good += is_whole(path)
+                elif path.is_symlink() or not path.is_file():
+                    continue  # not written by a run
                 elif not every or (checkpoint_step(path) or 0) % every:
                     path.unlink()
                     deleted.append(path)
@@ -90,19 +72,19 @@ def point_to(path: Path, group: Group) -> None:
     """Let the link `latest` beside a checkpoint lead to it; collective, rank 0 does it."""
     with together(group):
         if group.rank == 0:
-            fresh = path.with_name(f".{LATEST}.tmp")
-            fresh.unlink(missing_ok=True)
+            fresh, link = path.with_name(f".{LATEST}.tmp"), path.with_name(LATEST)
+            if link.exists() and not link.is_symlink():
+                return  # a file of somebody else's
+            if fresh.is_symlink():
+                fresh.unlink()
             fresh.symlink_to(path.name)
-            fresh.replace(path.with_name(LATEST))
+            fresh.replace(link)
 
 
-def _whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Whether its structure and state are good; of its data nothing is read."""
     try:
         examine(path)
     except HpctrainError:
         return False
     return True
-
-
-def _listed(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []

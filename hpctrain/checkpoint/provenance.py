@@ -26,6 +26,7 @@ class Segment:
     """One run of the chain: steps `first_step` to `last_step`, on so many ranks, from a checkpoint or none.
 
     `started` is UTC, such as "2026-03-01T12:00:00Z"; `commit` the package's, None where it is unknown.
+    `steps` are those that the whole run was to have, None where an older version wrote the file.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Segment:
     commit: str | None
     started: str
     went_on_from: str | None = None
+    steps: int | None = None
 
     @staticmethod
     def of(row: object) -> Segment | None:
@@ -49,6 +51,7 @@ class Segment:
             **dict.fromkeys(("ranks", "first_step", "last_step"), int),
             **dict.fromkeys(("layout", "versions"), dict),
             **dict.fromkeys(("commit", "went_on_from"), (str, type(None))),
+            "steps": (int, type(None)),
         }
         found: dict[str, Any] = {name: row.get(name) for name in kinds}
         if not all(isinstance(value, kinds[name]) for name, value in found.items()):
@@ -68,7 +71,9 @@ class Loss:
 class Provenance:
     """The history and last losses of a run that goes on, for its checkpoints."""
 
-    def __init__(self, title: str, run_dir: str, layout: Layout, ranks: int) -> None:
+    def __init__(
+        self, title: str, run_dir: str, layout: Layout, ranks: int, steps: int | None = None
+    ) -> None:
         now = datetime.now(timezone.utc)
         self._here = Segment(
             title=_cut(title),
@@ -80,6 +85,7 @@ class Provenance:
             versions={name: _cut(version) for name, version in library_versions().items()},
             commit=package_commit(),
             started=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            steps=steps,
         )
         self._earlier: list[Segment] = []
         self._losses: deque[Loss] = deque(maxlen=LOSSES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,16 +23,12 @@ from torch import Tensor
 
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import synchronize
-from hpctrain.units import format_bytes
+from hpctrain.files import JSON_BYTES, open_regular, parse_json, read_text, synchronize
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-JSON_BYTES = 64 << 20
-"""Of a JSON file at most."""
-
 Index = tuple[int, ...]
 
 # Name in the file -> type, and back.
@@ -100,13 +97,10 @@ def open_folder(path: Path) -> TensorFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size; InputOutputError where it is none."""
     try:
-        size = path.stat().st_size
-        if size > JSON_BYTES:
-            raise InputOutputError(f"{path}: has {format_bytes(size)}, too much for a JSON file of a model")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_text(path, JSON_BYTES))
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {describe(error)}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InputOutputError(f"{path}: damaged or truncated: it is not JSON") from None
     if not isinstance(found, dict):
         raise InputOutputError(f"{path}: damaged: it is not a JSON object")
@@ -120,10 +114,11 @@ def refuse_pickle(path: Path) -> None:
 
 
 def _pickled(file: Path, folder: Path) -> str:
+    names = (json.dumps(name, ensure_ascii=False) for name in (str(folder), f"{folder}-safetensors"))
+    program = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({}).save_pretrained({})"
     return (
         f"{file}: weights in a pickle can run code and are not read; convert them where you trust them: "
-        f'python -c "from transformers import AutoModelForCausalLM as M; '
-        f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+        f"{shlex.join(['python', '-c', program.format(*names)])}"
     )
 
 
@@ -151,6 +146,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
 def _open(file: Path) -> Any:
     """The library's view of a file, which has checked its header."""
     try:
+        open_regular(file).close()
         return safe_open(file, framework="pt", device="cpu")
     except FileNotFoundError:
         raise InputOutputError(f"{file}: no such file, though {INDEX} names it") from None

@@ -35,6 +35,7 @@ from hpctrain.checkpoint.safetensors_folder import (
 )
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.tokenizer_files import folder_tokenizer
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -78,6 +79,17 @@ def settled_keys(path: str) -> dict[str, object]:
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
     return {f"model.{name}": getattr(shape, name) for name in names} | {"batch.sequence": shape.sequence}
+
+
+def source_tokenizer(path: Path) -> tuple[str | None, str]:
+    """The text of the tokenizer of a model to start from; or None and, in words, why it is not known.
+
+    HpctrainError, InputOutputError where there is no such model.
+    """
+    if not _is_checkpoint(path):
+        return folder_tokenizer(path)
+    text = examine(path).state.get("tokenizer")
+    return (text, "") if isinstance(text, str) else (None, "it has none")
 
 
 def source_shape(path: Path) -> ModelShape:

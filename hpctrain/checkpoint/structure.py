@@ -23,7 +23,9 @@ from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import PIECE, Sums, pieces
 from hpctrain.checkpoint.layout import STORED_AS, Index, row_major
 from hpctrain.comm.group import Group
+from hpctrain.comm.outcome import reason
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import open_regular
 
 FORMAT = "hpctrain checkpoint"
 VERSION = 1
@@ -94,7 +96,7 @@ def examine(path: Path, group: Group | None = None) -> Structure:
     """Read the structure of a checkpoint; with a group, collectively: rank 0 reads it for all.
 
     Errors, the same on all ranks: HpctrainError for a file that is not a checkpoint or is of a newer
-    version, InputOutputError for one that is missing, unfinished or damaged.
+    version, InputOutputError for one that is missing, unreadable, unfinished or damaged.
     """
     if group is None or group.size == 1:
         return _examine(path)
@@ -117,14 +119,16 @@ def examine(path: Path, group: Group | None = None) -> Structure:
 
 
 def _examine(path: Path) -> Structure:
-    if path.is_dir():
-        raise HpctrainError(f"{path}: a folder, not a checkpoint file")
     try:
+        if path.is_dir():
+            raise HpctrainError(f"{path}: a folder, not a checkpoint file")
         size = path.stat().st_size
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             signature = stream.read(len(_SIGNATURE))
     except FileNotFoundError:
         raise InputOutputError(f"{path}: no such checkpoint") from None
+    except OSError as error:
+        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from None
     if size < len(_SIGNATURE):
         raise InputOutputError(f"{path}: truncated, it has only {size} bytes")
     if signature != _SIGNATURE:
@@ -162,7 +166,8 @@ def _datasets(file: h5py.File, size: int) -> dict[str, Stored]:
         if info.type == h5py.h5o.TYPE_DATASET:
             names.append(f"/{name.decode()}")
 
-    h5py.h5o.visit(file.id, visit, info=True)
+    # In any other order HDF5 sorts what a folder holds; where it cannot read that, it crashes.
+    h5py.h5o.visit(file.id, visit, order=h5py.h5.ITER_NATIVE, info=True)
     found: dict[str, Stored] = {}
     first_piece = 0
     for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
@@ -247,5 +252,4 @@ def _damage_told(path: Path) -> Iterator[None]:
     except HpctrainError:
         raise
     except _DAMAGE as error:
-        reason = str(error.args[0] if error.args else error).strip().split("\n")[0]
-        raise InputOutputError(f"{path}: damaged or truncated: {reason}") from None
+        raise InputOutputError(f"{path}: damaged or truncated: {reason(error)}") from None

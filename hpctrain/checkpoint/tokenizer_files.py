@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpctrain.checkpoint.safetensors_folder import JSON_BYTES
-from hpctrain.data.tokenizer import BYTE_VALUES, BYTES, END_OF_TEXT, TOKENIZER_FILE, Tokenizer
+from hpctrain.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, bytes_json
 from hpctrain.errors import HpctrainError
+from hpctrain.files import JSON_BYTES, read_text
+from hpctrain.words import require
 
 
 def tokenizer_files(text: str, sequence: int) -> dict[str, str]:
@@ -15,9 +16,10 @@ def tokenizer_files(text: str, sequence: int) -> dict[str, str]:
 
     Bytes become a byte-level BPE without merges, which gives every byte its own number as id.
     """
+    require("tokenizers", "writing a tokenizer's files")
     from tokenizers import Tokenizer as Library
 
-    content = _bytes_json() if text == BYTES else text
+    content = bytes_json() if text == BYTES else text
     end = Library.from_str(content).id_to_token(Tokenizer(text).end_of_document)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -29,39 +31,26 @@ def tokenizer_files(text: str, sequence: int) -> dict[str, str]:
     return {TOKENIZER_FILE: content, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
 
 
-def tokenizer_text(folder: Path, vocabulary: int) -> tuple[str | None, str]:
-    """The text of a folder's tokenizer, or None and, in words, why it has none that can be used."""
+def folder_tokenizer(folder: Path) -> tuple[str | None, str]:
+    """The tokenizer file of a folder as text, whatever it says; or None and, in words, why there is none."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return None, f"it has no {TOKENIZER_FILE}"
-    if path.stat().st_size > JSON_BYTES:
-        return None, f"{TOKENIZER_FILE} is too large"
     try:
-        tokenizer = Tokenizer.from_argument(str(path))
+        return read_text(path, JSON_BYTES), ""
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{TOKENIZER_FILE} cannot be read ({error})"
+
+
+def tokenizer_text(folder: Path, vocabulary: int) -> tuple[str | None, str]:
+    """The text of a folder's tokenizer, or None and, in words, why it has none that can be used."""
+    text, missing = folder_tokenizer(folder)
+    if text is None:
+        return None, missing
+    try:
+        tokenizer = Tokenizer(text, f"{folder / TOKENIZER_FILE}")
     except HpctrainError as error:
         return None, error.problems[0]
     if tokenizer.vocabulary > vocabulary:
         return None, f"{TOKENIZER_FILE} has {tokenizer.vocabulary} ids, the model {vocabulary}"
     return tokenizer.text, ""
-
-
-def _bytes_json() -> str:
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Library
-
-    library = Library(models.BPE({_letter(byte): byte for byte in range(BYTE_VALUES)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    text: str = library.to_str()
-    return text
-
-
-def _letter(byte: int) -> str:
-    """What stands for a byte in a byte-level vocabulary (GPT-2): its own character where that can be seen."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return (
-        chr(byte)
-        if byte in seen
-        else chr(0x100 + [b for b in range(BYTE_VALUES) if b not in seen].index(byte))
-    )

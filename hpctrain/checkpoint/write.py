@@ -24,6 +24,7 @@ from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, Piece, begin
 from hpctrain.checkpoint.layout import Entry, runs
 from hpctrain.comm.group import Group
+from hpctrain.comm.outcome import reason
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -123,6 +124,6 @@ def _opened_by_all(draft: Draft, problems: list[str]) -> Iterator[h5py.File]:
         try:
             file.close()
         except (OSError, RuntimeError) as error:
-            problems.append(f"{draft.path}: cannot be closed: {error}")
+            problems.append(f"{draft.path}: cannot be closed: {reason(error)}")
     if problems:
         raise InputOutputError(problems[:1])

@@ -11,26 +11,34 @@ import click
 @click.command(name="deck")
 @click.argument("deck", metavar="DECK|SECTION", required=False)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key, as layout.tensor=2.")
-@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="Check the deck against N ranks too.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Check the deck against N ranks too."
+)
 @click.option("--reference", is_flag=True, help="Print all keys, or those of SECTION, with type and default.")
 def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool) -> None:
     """Print the deck in file DECK with every default filled in, or say all that is wrong with it.
+
+    What it names is looked into too; a token file that is not there may still be made.
 
     Under mpirun or srun it is checked against the ranks that were started, and rank 0 alone prints.
     """
     from hpctrain.comm.launcher import started_rank, started_size
     from hpctrain.deck.read import deck_text, read_deck
     from hpctrain.deck.reference import reference_text
+    from hpctrain.plan.named import named_problems
 
     size = started_size(os.environ)
     if ranks is None and size > 1:
         ranks = size
     if reference:
-        text = reference_text(deck)
+        from hpctrain.report.terminal import columns
+
+        width = columns()
+        text = reference_text(deck) if width is None else reference_text(deck, width)
     elif deck is None:
         raise click.UsageError("give a DECK, or --reference")
     else:
-        text = deck_text(read_deck(deck, overrides, ranks, _read_source), ranks)
+        text = deck_text(read_deck(deck, overrides, ranks, _read_source, named_problems), ranks)
     if started_rank(os.environ) == 0:
         click.echo(text, nl=False)
 

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.report.terminal import columns, fit, stdout_console
+
 if TYPE_CHECKING:
     from hpctrain.comm.doctor import Place, Report
 
 MOST_PLACES = 64
+FILE_COLUMNS = 200
 
 
 @click.command(name="doctor")
@@ -45,6 +48,7 @@ def show(report: Report) -> None:
         ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.found)
         for finding in report.findings
     ]
+    width = columns()
     axes = list(report.coordinates[0]) if report.coordinates else []
     ranks = [
         (
@@ -60,7 +64,8 @@ def show(report: Report) -> None:
     for finding in report.findings:
         if finding.remedy:
             mark = "WRONG" if finding.fatal else "note"
-            click.echo(f"{mark}: {finding.topic}: {finding.found}. What to do: {finding.remedy}.")
+            told = f"{mark}: {finding.topic}: {finding.found}. What to do: {finding.remedy}."
+            click.echo("\n".join(fit(told, width)))
     click.echo("A run can start here." if report.fit else "A run could not start here.")
 
 
@@ -72,7 +77,6 @@ def gpu(place: Place) -> str:
 def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table with rich, or in plain columns where rich is what is missing."""
     try:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
@@ -85,9 +89,7 @@ def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     colours = {"WRONG": "bold red", "note": "yellow", "ok": "green"}
     for row in rows:
         drawn.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file or a pipe has no width to keep to
+    console = stdout_console(FILE_COLUMNS)
     console.print(drawn)
     console.print()
 

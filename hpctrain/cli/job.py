@@ -6,6 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -46,7 +48,33 @@ from hpctrain.errors import HpctrainError, InputOutputError
     metavar='"KEY=VALUE ..."',
     help="One job of an array (slurm): the same deck with these changes. As often as you like.",
 )
+@click.option(
+    "--directive",
+    "directives",
+    multiple=True,
+    metavar='"--OPTION=VALUE"',
+    help="One more line for the scheduler, e.g. --qos=high. As often as you like.",
+)
+@click.option(
+    "--module",
+    "modules",
+    multiple=True,
+    metavar="NAME",
+    help="A module that the script loads, e.g. openmpi/5. As often as you like.",
+)
+@click.option("--image", metavar="NAME", help="Container image (kubernetes: hpctrain).")
+@click.option(
+    "--volume",
+    metavar="CLAIM[:PATH]",
+    help="Volume claim, and where it is seen (kubernetes: hpctrain:/work).",
+)
+@click.option(
+    "--shared-memory",
+    metavar="SIZE",
+    help="Of /dev/shm (kubernetes: 1 GiB, and more from 5 ranks a node on).",
+)
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it there.")
+@click.option("--force", is_flag=True, help="Replace a file that is there already.")
 @click.option("--submit", is_flag=True, help="Submit it too, and print the job's number.")
 def command(
     deck: Path,
@@ -60,7 +88,13 @@ def command(
     partition: str | None,
     overrides: tuple[str, ...],
     variants: tuple[str, ...],
+    directives: tuple[str, ...],
+    modules: tuple[str, ...],
+    image: str | None,
+    volume: str | None,
+    shared_memory: str | None,
     output: Path | None,
+    force: bool,
     submit: bool,
 ) -> None:
     """Write a batch script that trains DECK, stops in time, and goes on where it stopped.
@@ -68,8 +102,17 @@ def command(
     Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
     and --submit the script is printed.
     """
-    from hpctrain.plan.job import Launcher, Scheduler, Wish, parse_nodes, parse_time, plan_job
-    from hpctrain.plan.job_script import SUBMIT, script
+    from hpctrain.plan.job import (
+        Launcher,
+        Scheduler,
+        Wish,
+        parse_nodes,
+        parse_shared_memory,
+        parse_time,
+        parse_volume,
+        plan_job,
+    )
+    from hpctrain.plan.job_script import SUBMIT, script, submission
 
     wish = Wish(
         scheduler=cast(Scheduler, scheduler),
@@ -81,6 +124,11 @@ def command(
         account=account,
         partition=partition,
         variants=tuple(tuple(variant.split()) for variant in variants),
+        directives=directives,
+        modules=modules,
+        image=image,
+        volume=None if volume is None else parse_volume(volume),
+        shared_memory=None if shared_memory is None else parse_shared_memory(shared_memory),
     )
     submitter = SUBMIT[wish.scheduler]
     if submit and shutil.which(submitter[0]) is None:
@@ -97,9 +145,11 @@ def command(
     if output is None:
         click.echo(text, nl=False)
         return
-    write(output, text)
-    if submit:
-        click.echo(submitted(submitter, output))
+    with written(output, text, force):
+        if submit:
+            click.echo(submitted(submitter, output))
+    how = "" if submit else f"; submit it by `{submission(wish.scheduler, str(output))}`"
+    click.echo(f"{output}: written{how}", err=True)
 
 
 def program() -> str:
@@ -111,18 +161,36 @@ def program() -> str:
 
 
 def told() -> str:
-    """This command line."""
-    return shlex.join(["hpctrain", *sys.argv[1:]])
+    """This command line, but for what says nothing of the script."""
+    return shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
 
 
-def write(path: Path, text: str) -> None:
-    """Write a script, executable unless it is YAML."""
+@contextmanager
+def written(path: Path, text: str, force: bool) -> Iterator[None]:
+    """Write a script, executable unless it is YAML; where what is done with it fails, all is as before.
+
+    HpctrainError where another file is there, and may not be replaced.
+    """
     try:
-        path.write_text(text, encoding="utf-8")
-        if path.suffix != ".yaml":
-            path.chmod(path.stat().st_mode | 0o111)
+        before = path.read_bytes() if path.is_file() else None
+        new = before is None
+        if new or (force and before != text.encode()):
+            with path.open("x" if new else "w", encoding="utf-8") as stream:
+                stream.write(text)
+            if path.suffix != ".yaml":
+                path.chmod(path.stat().st_mode | 0o111)
+        elif before != text.encode():
+            raise HpctrainError(f"{path}: exists already; --force replaces it, --output names another file")
+    except FileExistsError:
+        raise HpctrainError(f"{path}: is in the way and no plain file; --output names another file") from None
     except OSError as error:
         raise InputOutputError(f"{path}: {error.strerror or error}") from error
+    try:
+        yield
+    except HpctrainError:
+        with suppress(OSError):
+            path.unlink() if before is None else path.write_bytes(before)
+        raise
 
 
 def submitted(submitter: tuple[str, ...], path: Path) -> str:
@@ -130,7 +198,9 @@ def submitted(submitter: tuple[str, ...], path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as stream:
             done = subprocess.run(
-                submitter[:-1] if submitter[-1] == "<" else [*submitter, str(path)],
+                submitter[:-1]
+                if submitter[-1] == "<"
+                else [*submitter, f"./{path}" if str(path)[0] == "-" else path],
                 stdin=stream if submitter[-1] == "<" else subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import io
 import os
 import sys
 from importlib import import_module
@@ -11,8 +11,11 @@ from typing import NoReturn
 import click
 
 from hpctrain import __version__
+from hpctrain.characters import escaped
 from hpctrain.comm.launcher import started_size
-from hpctrain.errors import HpctrainError
+from hpctrain.comm.outcome import as_error, flush_output, print_problems
+from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
+from hpctrain.words import nearest
 
 # Verb: (where its click command is, one line of help). Loaded only when called or asked for help.
 VERBS = {
@@ -56,8 +59,8 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, but an unknown verb is answered with the nearest known one."""
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            near = difflib.get_close_matches(args[0], VERBS, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"the verbs are {', '.join(VERBS)}"
+            near = nearest(args[0], VERBS)
+            hint = f'did you mean "{near}"?' if near else f"the verbs are {', '.join(VERBS)}"
             raise click.UsageError(f'no verb "{args[0]}": {hint}', ctx)
         return super().resolve_command(ctx, args)
 
@@ -75,7 +78,17 @@ def command() -> None:
     """Train transformer language models over MPI ranks.
 
     Start a verb alone, or on N ranks with `mpirun -n N hpctrain VERB ...` or srun.
-    """
+
+    \b
+    Exit codes:
+      0    done
+      1    a comparison found a difference, or nobody read the output on
+      2    a mistake in the deck or the command
+      3    input or output failed
+      70   a hang or an internal fault
+      75   stopped in good order, by a signal, a file or the clock: `resume` goes on
+      130  ended at once by Ctrl-C: the second one of a run, the first one of any other verb
+    """  # noqa: D301  (click looks for the backspace itself)
 
 
 def main() -> NoReturn:
@@ -83,24 +96,29 @@ def main() -> NoReturn:
     try:
         code = command.main(prog_name="hpctrain", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Abort:
-        sys.exit(130)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
         if started_size(os.environ) > 1:
             leave_together(HpctrainError(error.format_message()))
-        error.show()
+        told = io.StringIO()
+        error.show(file=told)
+        click.echo(escaped(told.getvalue(), keep="\n\t"), nl=False, err=True)
         sys.exit(error.exit_code)
     except HpctrainError as error:
-        if started_size(os.environ) > 1:
-            leave_together(error)
-        for problem in error.problems:
-            click.echo(f"hpctrain: error: {problem}", err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; what is left in the buffer must not raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        leave(error)
+    except OSError as error:
+        leave(as_error(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def leave(error: HpctrainError) -> NoReturn:
+    """Leave with an error that came up before MPI was started."""
+    if started_size(os.environ) > 1:
+        leave_together(error)
+    print_problems(error.problems)
+    flush_output()
+    sys.exit(error.exit_code)
 
 
 def leave_together(error: HpctrainError) -> NoReturn:

@@ -10,7 +10,9 @@ import click
 
 @click.command(name="plan")
 @click.argument("deck", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Ranks of the run.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 1 << 20), required=True, metavar="N", help="Ranks of the run."
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
 )
@@ -18,15 +20,19 @@ import click
     "--ranks-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help='Ranks of a node, for layout.zero_group = "node".',
+    help="Ranks of a node.  [default: machine.ranks_per_node, else machine.gpus_per_node, else all]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     deck: Path, ranks: int, overrides: tuple[str, ...], ranks_per_node: int | None, as_json: bool
 ) -> None:
-    """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save."""
+    """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
+
+    And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
+    machine.gpu_memory), or where that is not given the memory of this machine.
+    """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.words import plan_text
 
     plan = plan_deck(deck, ranks, overrides, ranks_per_node, advised=not as_json)
-    click.echo(json.dumps(plan.memory.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+    click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

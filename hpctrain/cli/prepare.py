@@ -27,6 +27,7 @@ SECONDS_BETWEEN_LINES = 30.0
 @click.option(
     "--text-key", default="text", metavar="KEY", show_default=True, help="Where .jsonl has the text."
 )
+@click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def command(
     out: Path,
@@ -35,6 +36,7 @@ def command(
     tokenizer: str,
     train_bpe: int | None,
     text_key: str,
+    binary: bool,
     force: bool,
 ) -> None:
     """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
@@ -42,7 +44,11 @@ def command(
     A file is one document, a .jsonl file one document a line; both may be gzip (.gz). Files are taken in
     the order given, those of a folder (with its subfolders, without hidden ones) sorted by name. Without
     --glob a folder gives its .txt .text .md .rst .tex .html .py .c .h .cpp and .jsonl files, also .gz.
-    Bytes that are not UTF-8 are replaced. The output is the same for any number of ranks.
+
+    What is left out is said, with the reason. A file that is binary (has a zero byte) or not UTF-8 is
+    refused if it is named, and left out of a folder. With --binary such files are taken byte for byte,
+    but with another tokenizer than bytes what is not UTF-8 becomes U+FFFD.
+    The output is the same for any number of ranks.
     """
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
@@ -59,12 +65,15 @@ def command(
                 train_bpe=train_bpe,
                 text_key=text_key,
                 replace=force,
+                binary=binary,
+                say=display.say,
                 report=display.report,
             )
         if world.rank == 0:
+            files = "1 file" if made.files == 1 else f"{made.files} files"
             click.echo(
                 f"{made.path}: {made.tokens} tokens of {made.documents} documents, "
-                f"vocabulary {made.vocabulary}, from {made.size} bytes in {made.files} files, "
+                f"vocabulary {made.vocabulary}, from {made.size} bytes in {files}, "
                 f"{made.seconds:.1f} s"
             )
         return 0
@@ -83,10 +92,11 @@ class Display:
 
     def __enter__(self) -> Display:
         """Take the terminal."""
-        from rich.console import Console
         from rich.progress import Progress
 
-        console = Console(stderr=True)
+        from hpctrain.report.terminal import stderr_console
+
+        console = stderr_console()
         if self.visible and console.is_terminal:
             self._bar = Progress(console=console, transient=True)
             self._bar.start()
@@ -95,6 +105,13 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """A line on stderr, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            click.echo(line, err=True)
 
     def report(self, stage: str, done: int, total: int) -> None:
         """Show rank 0's share; the other ranks' shares are about as large."""

@@ -14,7 +14,11 @@ from hpctrain.train.signals import heed_from_now
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
 )
-@click.option("--fresh", is_flag=True, help="Replace an earlier run in the same run folder.")
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Replace an earlier run in the same run folder: what it wrote is deleted, all else stays.",
+)
 @click.option(
     "--resume", "again", is_flag=True, help="Go on from the newest good checkpoint in the run folder, if any."
 )
@@ -24,7 +28,8 @@ from hpctrain.train.signals import heed_from_now
 def command(deck: Path, overrides: tuple[str, ...], fresh: bool, again: bool, verify_layout: bool) -> None:
     """Train the model of DECK, alone or under mpirun or srun.
 
-    With --resume, which batch scripts use, the same command begins a run and goes on with it.
+    With --resume, which batch scripts use, the same command begins a run and goes on with it. Ctrl-C saves a
+    checkpoint and stops with exit code 75; a second one ends the run at once, with 130.
     """
     heed_from_now()
     from hpctrain.comm.verb import run_verb

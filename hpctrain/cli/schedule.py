@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import os
-import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import read_text
+from hpctrain.words import nearest
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.action import Schedule
@@ -83,6 +81,7 @@ def command(
     """
     from hpctrain.pipeline.simulate import Times, simulate
     from hpctrain.report import grid
+    from hpctrain.report.terminal import coloured, columns
 
     if as_text and as_json:
         raise click.UsageError("--text and --json exclude one another")
@@ -97,10 +96,7 @@ def command(
     elif as_json:
         click.echo(json.dumps(summary(named, simulation)))
     else:
-        # stdout itself is asked, and not the window alone: what goes to a file is to be plain.
-        terminal = sys.stdout.isatty()
-        color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        width = shutil.get_terminal_size((80 if terminal else COLUMNS_OF_A_FILE, 24)).columns
+        color, width = coloured(), columns() or COLUMNS_OF_A_FILE
         click.echo(grid.text(named, simulation, color, width), color=color)
         if png is not None:
             click.echo(png)
@@ -145,8 +141,8 @@ def find_schedule(
             raise HpctrainError(f"schedule {source} needs {' and '.join(missing)}")
         return generate(source, stages, microbatches, chunks, times, memory_limit)
     if not Path(source).exists():
-        near = difflib.get_close_matches(source, NAMES, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else f"the names are {', '.join(NAMES)}"
+        near = nearest(source, NAMES)
+        hint = f'did you mean "{near}"?' if near else f"the names are {', '.join(NAMES)}"
         raise HpctrainError(f'no schedule "{source}", and no such file: {hint}')
     return read_schedule(Path(source), (stages, microbatches, chunks), memory_limit, png)
 
@@ -160,10 +156,11 @@ def read_schedule(
     """The schedule in a file, checked against `counts` of stages, micro-batches and chunks where given."""
     from hpctrain.pipeline.action import Schedule
     from hpctrain.pipeline.check import check, refusal
+    from hpctrain.pipeline.wanted import SCHEDULE_BYTES
     from hpctrain.report import grid
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, SCHEDULE_BYTES)
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -15,7 +15,8 @@ def command(run_dirs: tuple[Path, ...], as_json: bool) -> int:
     """Tell of one or more runs what they do, how far they are and when their last step ended.
 
     Besides what runs say of themselves, "stalled" means that no step has ended for long, and "lost" that the
-    job is gone without a word. Run folders are read, nothing else: any node that sees them will do.
+    job is gone without a word. Of runs that ended early, the command is told that goes on with them. Run
+    folders are read, nothing else: any node that sees them will do.
     """
     from hpctrain.comm.launcher import started_rank
     from hpctrain.train.statuses import show_statuses

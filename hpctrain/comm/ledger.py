@@ -28,8 +28,9 @@ class Entry:
 
 
 class Ledger:
-    """Entries of one rank. `phase` is set by the step: forward, backward, step, checkpoint or other.
+    """Entries of one rank, by what it does meanwhile.
 
+    `phase` is forward, backward, synchronize, step, evaluation, checkpoint or other, as the run sets it.
     `phase_seconds` is the host's time in each phase that has ended. A `timeline`, where there is one, gets
     every call of a group and every phase with its start and end. `calls` are the newest calls of this rank,
     which `reset` leaves.

@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from hpctrain.errors import EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_UNREAD, HpctrainError, InputOutputError
 
 MOST_PROBLEMS = 50
+
+# How messages of HDF5 begin, and what parts of them mean.
+_HDF5 = re.compile(r"(\[Errno \d+\] )?(Unable to|Can't|Can not|Couldn't|unable to|can't)\b")
+_MEANINGS = (
+    ("file signature not found", "it is not an HDF5 file"),
+    ("truncated file", "it is truncated"),
+    ("bad object header version", "its structure is damaged"),
+    ("checksum", "its structure is damaged"),
+)
 
 
 def describe(error: OSError) -> str:
     """One sentence for an operating system's error."""
     where = error.filename if error.filename is not None else "input/output"
-    return f"{where}: {error.strerror or error}"
+    return f"{where}: {reason(error)}"
+
+
+def reason(error: BaseException) -> str:
+    """Why a call of the system, of HDF5 or of ours failed; what HDF5 says of itself in our words."""
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().split("\n")[0]
+    number = re.search(r"\berrno = (\d+)", text)  # HDF5 tells the system's error within its own
+    if number is not None:
+        return os.strerror(int(number[1]))
+    if isinstance(error, OSError) and error.strerror and not _HDF5.match(error.strerror):
+        return error.strerror
+    if not _HDF5.match(text):
+        return text or type(error).__name__
+    absent = re.search(r"object '([^']*)' doesn't exist|name: '([^']*)'", text)
+    if absent is not None:
+        return f"it has no {absent[1] or absent[2]}"
+    for sign, meaning in _MEANINGS:
+        if sign in text:
+            return meaning
+    return "HDF5 cannot read or write it"
+
+
+@contextmanager
+def told_as(temporary: Path, path: Path) -> Iterator[None]:
+    """Errors tell the name that a file will have; an OSError becomes an InputOutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputOutputError(describe(error).replace(str(temporary), str(path))) from None
+    except HpctrainError as error:
+        renamed = type(error)([text.replace(str(temporary), str(path)) for text in error.problems])
+        renamed.exit_code = error.exit_code
+        raise renamed from None
+
+
+def as_error(error: OSError) -> HpctrainError:
+    """The InputOutputError that says it; one without a word of a reader of stdout who has seen enough.
+
+    Raises MemoryError instead where the system had no memory: that is no fault of a file.
+    """
+    if error.errno == errno.ENOMEM:
+        raise MemoryError(describe(error)) from error
+    if isinstance(error, BrokenPipeError):
+        silent = HpctrainError([])
+        silent.exit_code = EXIT_UNREAD
+        return silent
+    return InputOutputError(describe(error))
 
 
 def combine(found: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
@@ -30,8 +91,23 @@ def combine(found: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
 def print_problems(problems: Sequence[str]) -> None:
     """One line a problem, on stderr."""
     for problem in problems:
-        print(f"hpctrain: error: {problem}", file=sys.stderr)
-    sys.stderr.flush()
+        print_error(f"hpctrain: error: {problem}")
+
+
+def print_error(text: str) -> None:
+    """Print on stderr; a screen that has gone away changes nothing of how the job ends."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_output() -> None:
+    """Hand on what was printed; what nobody takes any more is dropped, now and when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

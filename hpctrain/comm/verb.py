@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from hpctrain.comm.launcher import started_rank
 from hpctrain.comm.library import MPI
-from hpctrain.comm.outcome import print_problems
+from hpctrain.comm.outcome import as_error, print_problems
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -18,8 +18,9 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     """Start the World, run a verb on it, and leave with one exit code on all ranks.
 
     The verb's return value is the exit code, None being 0. An HpctrainError that all ranks raise is
-    printed once, from rank 0; one that a single rank raises ends the others within seconds. Any other
-    exception prints its traceback and ends the job with exit code 70.
+    printed once, from rank 0; one that a single rank raises ends the others within seconds. An OSError is an
+    error of input or output, as in `agreement`; of a reader of stdout who has seen enough, nothing is said.
+    Any other exception prints its traceback and ends the job with exit code 70.
     """
     try:
         world = World.start(device)
@@ -31,6 +32,9 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
         code = verb(world) or 0
     except HpctrainError as error:
         code, problems, agreed = error.exit_code, error.problems, world.is_agreed(error)
+    except OSError as error:
+        told = as_error(error)
+        code, problems, agreed = told.exit_code, told.problems, False
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         agreed = code == 0

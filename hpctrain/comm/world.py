@@ -18,26 +18,29 @@ import torch
 
 from hpctrain.comm.check import Checks, uncheck_group
 from hpctrain.comm.group import Group, Work
+from hpctrain.comm.host_memory import is_out_of_memory, resident_bytes
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI, finalizes_between_nodes
 from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.outcome import combine, describe, print_problems
+from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
 from hpctrain.comm.place import check_launcher, check_srun, choose_device, refuse_contradictions
 from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
-from hpctrain.errors import EXIT_INTERNAL, HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
+from hpctrain.units import format_bytes
 
 GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
 SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
-EXIT_INTERRUPTED = 130
 
 
 class World:
     """This process's place: rank, size, node, local rank, device; and the group of all ranks.
 
-    `node` numbers the nodes by their lowest rank, `local_rank` the ranks of one node.
+    `node` numbers the nodes by their lowest rank, `local_rank` the ranks of one node. `planned_bytes` is what
+    this rank is to hold by its plan, 0 before there is one.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
@@ -63,6 +66,10 @@ class World:
         self._control = communicator.Dup()
         self._agreements = self.ledger.calls.group("world", tuple(range(self.size)))
         self._agreed: HpctrainError | None = None
+        self._marker: Marker | None = None
+        self.swept: list[str] = []
+        """What was removed on this node, of what dead jobs had left; told to its first rank."""
+        self.planned_bytes = 0
         self.everyone = self._group(("world",), tuple(range(self.size)), communicator, "mpi")
 
     @classmethod
@@ -81,9 +88,19 @@ class World:
         told = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
         refuse_contradictions([each for rank in world._control.allgather(told) for each in rank])
         world.use_device(device)
+        world._clean()
         sys.excepthook = world._on_exception
         threading.excepthook = world._on_thread_exception
         return world
+
+    def _clean(self) -> None:
+        """Remove what dead jobs left in shared memory, and note what this one has. Collective."""
+        node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        assert isinstance(node, MPI.Intracomm)
+        if node.rank == 0:
+            self.swept = [f"{name} on {self.hostname}" for name in sweep()]
+        self._marker = mark(node)
+        node.Free()
 
     def use_device(self, name: str) -> None:
         """Choose the device, as `start` does. Collective; before any Mesh is made."""
@@ -166,7 +183,7 @@ class World:
         except HpctrainError as problem:
             error = problem
         except OSError as problem:
-            error = InputOutputError(describe(problem))
+            error = as_error(problem)
         mine = None if error is None else (error.exit_code, error.problems)
         self._agreements.enter("agreement", 0, None, time.perf_counter())
         found = [each for each in self._control.allgather(mine) if each is not None]
@@ -196,7 +213,7 @@ class World:
             code = failed[0][0]
             if self.rank == 0:
                 print_problems(combine(failed).problems)
-        sys.stdout.flush()
+        flush_output()
         # Launchers may end the others as soon as one rank has left, which must not change their exit codes.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._control.Barrier()
@@ -209,7 +226,7 @@ class World:
 
     def _leave_unfinalized(self, code: int) -> NoReturn:
         """End all ranks, which have nothing left to do, with this exit code and without MPI's Finalize."""
-        sys.stderr.flush()
+        flush_output()
         time.sleep(SECONDS_FOR_OUTPUT)
         if self.rank == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI's word on the end is no news
@@ -219,20 +236,39 @@ class World:
 
     def abort(self, code: int = EXIT_INTERNAL) -> NoReturn:
         """End the job at once, on all ranks, with this exit code."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.communicator.Abort(code)
+        flush_output()
+        if self._marker is not None:
+            self._marker.remove()
+        if MPI.COMM_WORLD.size > 1:  # else there is nobody to end, and MPI would say much about it
+            self.communicator.Abort(code)
         os._exit(code)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Print this rank's traceback (or one line for an interrupt) and abort the job."""
+        """Print this rank's traceback (of an interrupt or the end of memory one line) and abort the job."""
         who = f"hpctrain: rank {self.rank} of {self.size} on {self.hostname}"
         if isinstance(error, KeyboardInterrupt):
-            print(f"{who}: interrupted", file=sys.stderr, flush=True)
+            print_error(f"{who}: interrupted")
             self.abort(EXIT_INTERRUPTED)
+        if is_out_of_memory(error):
+            print_problems([self._out_of_memory(error)])
+            self.abort(EXIT_INTERNAL)
         text = "".join(traceback.format_exception(error))
-        print(f"{who}: uncaught exception, ending the job\n{text}", end="", file=sys.stderr, flush=True)
+        print_error(f"{who}: uncaught exception, ending the job\n{text}".removesuffix("\n"))
         self.abort(EXIT_INTERNAL)
+
+    def _out_of_memory(self, error: BaseException) -> str:
+        """In one sentence, what this rank had and was to have when it got no more."""
+        if self.device.type == "cuda":
+            held, where = torch.cuda.memory_allocated(self.device), f" on {self.device}"
+        else:
+            held, where = resident_bytes(), ""
+        plan = f", of {format_bytes(self.planned_bytes)} by the plan" if self.planned_bytes else ""
+        why = " ".join(str(error).split()) or type(error).__name__
+        return (
+            f"rank {self.rank} of {self.size} on {self.hostname} ran out of memory: it held "
+            f"{format_bytes(held)}{where}{plan}, and got no more ({why[:300]}); fewer ranks on a node, or "
+            "what `hpctrain plan` advises, would leave room"
+        )
 
     def is_agreed(self, error: HpctrainError) -> bool:
         """Whether all ranks raise this error, which came out of `agreement`."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.data.fit import needed_tokens, split_sizes
 from hpctrain.data.order import Integers, SampleOrder
 from hpctrain.data.tokens import TokenFile
 from hpctrain.errors import HpctrainError
@@ -46,16 +47,14 @@ class SequenceSource:
         assert split in SPLITS and 0 <= fraction < 1 and sequence > 0, (split, fraction, sequence)
         self.file = file
         self.length = sequence
-        whole = (file.tokens - 1) // sequence
-        held_out = max(1, int(fraction * whole)) if fraction else 0
-        if whole <= held_out:  # then held_out is 0 or 1, as the fraction is below 1
-            needed = (1 + held_out) * sequence + 1
+        trained, held_out = split_sizes(file.tokens, sequence, fraction)
+        if not trained:
             raise HpctrainError(
                 f"{file.where}: has {file.tokens} tokens, but batch.sequence = {sequence} with "
-                f"data.validation = {fraction:g} needs at least {needed}"
+                f"data.validation = {fraction:g} needs at least {needed_tokens(sequence, fraction)}"
             )
-        self._first = 0 if split == "train" else whole - held_out
-        self.count = whole - held_out if split == "train" else held_out
+        self._first = 0 if split == "train" else trained
+        self.count = trained if split == "train" else held_out
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of sequence `index` of this split, each int64 [sequence]."""

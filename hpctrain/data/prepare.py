@@ -7,20 +7,22 @@ of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.data.sources import BINARY, LeftOut, Source, find_sources, printable, raise_all
 from hpctrain.data.text import (
     PIECE,
     PROBLEMS,
+    Complaint,
     Piece,
-    Source,
     cut_into_pieces,
-    find_sources,
-    raise_all,
+    examine_piece,
     read_piece,
     share_of,
 )
@@ -45,8 +47,16 @@ class Prepared:
     seconds: float
 
 
+# Called on rank 0 with a line of what the user should know.
+Say = Callable[[str], None]
+
+
 def ignore(stage: str, done: int, total: int) -> None:
     """The Report of who wants none."""
+
+
+def keep_quiet(line: str) -> None:
+    """The Say of who wants none."""
 
 
 def prepare(
@@ -59,29 +69,44 @@ def prepare(
     train_bpe: int | None = None,
     text_key: str = "text",
     replace: bool = False,
+    binary: bool = False,
+    say: Say = keep_quiet,
     report: Report = ignore,
     piece_bytes: int = PIECE,
 ) -> Prepared:
     """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.
 
     `tokenizer` is "bytes" or the path of a `tokenizers` JSON; `train_bpe` makes one of that vocabulary
-    from the text instead (on rank 0: its time does not shrink with ranks). An existing `out` is only
-    replaced if asked to, and stays what it is until the new file is complete. Every error is an
-    HpctrainError, the same on all ranks, and leaves no file behind.
+    from the text instead (on rank 0: its time does not shrink with ranks). Files that are binary, or not
+    UTF-8, are refused if named and else left out, unless `binary`: then the tokenizer "bytes" takes their
+    bytes, and others U+FFFD for what is no text. An existing `out` is only replaced if asked
+    to, and stays what it is until the new file is complete. Every error is an HpctrainError, the same on
+    all ranks, and leaves no file behind.
     """
     begun = time.perf_counter()
     sources: list[Source] = []
+    left = LeftOut()
     temporary = out.with_name(f".{out.name}.part-{world.rank}")
     with world.agreement():
         if world.rank == 0:
             _check_output(out, replace)
-            sources = find_sources(paths, globs, without=[out])
-            if not sources:
-                raise HpctrainError(f"{', '.join(paths)}: there is no text in it")
-    found = world.everyone.broadcast_object([[source.path, source.size] for source in sources])
-    sources = [Source(path, size) for path, size in found]
+            sources, left = find_sources(paths, globs, without=[out])
+    found = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
+    sources = [Source(*each) for each in found]
+    faults = _examine(world, cut_into_pieces(sources, piece_bytes), report)
+    with world.agreement():
+        if not binary:
+            sources = _text_alone(sources, faults, left)
+        if world.rank == 0:
+            for line in left.lines():
+                say(line)
+        if not sources:
+            raise HpctrainError(f"{', '.join(paths)}: there is no text in it")
     pieces = cut_into_pieces(sources, piece_bytes)
-    used = _agree_on_tokenizer(world, pieces, tokenizer, train_bpe, text_key, report)
+    used = _agree_on_tokenizer(world, pieces, tokenizer, train_bpe, text_key, say, report)
+    if used.text == BYTES:
+        sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
+        pieces = cut_into_pieces(sources, piece_bytes)
     with Part(temporary, used) as part:
         with world.agreement():
             _tokenize(share_of(pieces, world.rank, world.size), used, text_key, part, report)
@@ -95,6 +120,37 @@ def prepare(
         vocabulary=header.vocabulary,
         seconds=time.perf_counter() - begun,
     )
+
+
+def _examine(world: World, pieces: Sequence[Piece], report: Report) -> dict[str, int]:
+    """Which files are no text, by path, and why; every rank looks at its share. Collective."""
+    mine: dict[str, int] = {}
+    with world.agreement(), _collecting() as complain:
+        for piece in _progress(share_of(pieces, world.rank, world.size), "look at", report):
+            fault = examine_piece(piece, complain)
+            if fault is not None:
+                mine[piece.source.path] = min(fault, mine.get(piece.source.path, fault))
+    found: dict[str, int] = {}
+    for each in world.everyone.all_gather_object(mine):
+        found |= {path: min(fault, found.get(path, fault)) for path, fault in each.items()}
+    return found
+
+
+def _text_alone(sources: Sequence[Source], faults: Mapping[str, int], left: LeftOut) -> list[Source]:
+    """The sources that are text; the others of folders go to `left`, those that were named are an error."""
+    refused = []
+    for source in sources:
+        if source.path not in faults:
+            continue
+        if source.named:
+            what = "binary" if faults[source.path] == BINARY else "not UTF-8"
+            refused.append(
+                HpctrainError(f"{printable(source.path)}: is {what}, no text to train on; --binary takes it")
+            )
+        else:
+            left.files[source.path] = faults[source.path]
+    raise_all(refused)
+    return [source for source in sources if source.path not in faults]
 
 
 def _check_output(out: Path, replace: bool) -> None:
@@ -112,6 +168,7 @@ def _agree_on_tokenizer(
     tokenizer: str,
     train_bpe: int | None,
     text_key: str,
+    say: Say,
     report: Report,
 ) -> Tokenizer:
     """The tokenizer that rank 0 reads or trains."""
@@ -124,7 +181,13 @@ def _agree_on_tokenizer(
                 raise HpctrainError(f"--train-bpe {train_bpe} and --tokenizer {tokenizer}: give one of them")
             else:
                 texts = _documents(pieces, text_key, "train the tokenizer", report)
-                text = Tokenizer.train((part for part, _ in texts), train_bpe).text
+                trained = Tokenizer.train((part for _, part, _ in texts), train_bpe)
+                text = trained.text
+                if trained.vocabulary < train_bpe:
+                    say(
+                        f"--train-bpe {train_bpe}: the tokenizer has {trained.vocabulary} tokens only, since "
+                        "the text has no more pairs to merge"
+                    )
     return Tokenizer.from_text(world.everyone.broadcast_object(text))
 
 
@@ -132,8 +195,8 @@ def _tokenize(
     pieces: Sequence[Piece], tokenizer: Tokenizer, text_key: str, part: Part, report: Report
 ) -> None:
     """All documents of the pieces into `part`."""
-    for text, ends in _documents(pieces, text_key, "tokenize", report):
-        part.add(tokenizer.encode_array(text))
+    for source, text, ends in _documents(pieces, text_key, "tokenize", report):
+        part.add(tokenizer.encode_array(text, "surrogateescape" if source.raw else "replace"))
         if ends:
             part.end_document(tokenizer.end_of_document)
     part.finish()
@@ -141,8 +204,20 @@ def _tokenize(
 
 def _documents(
     pieces: Sequence[Piece], text_key: str, stage: str, report: Report
-) -> Iterator[tuple[str, bool]]:
-    """Parts of documents in order, and whether the document ends there; all problems raised together."""
+) -> Iterator[tuple[Source, str, bool]]:
+    """Parts of documents in order, with their source, and whether the document ends there.
+
+    All problems are raised together.
+    """
+    with _collecting() as complain:
+        for piece in _progress(pieces, stage, report):
+            for text, ends in read_piece(piece, text_key, complain):
+                yield piece.source, text, ends
+
+
+@contextmanager
+def _collecting() -> Iterator[Complaint]:
+    """Takes complaints, and raises all of them at the end, or before it when they are many."""
     problems: list[HpctrainError] = []
 
     def complain(problem: HpctrainError) -> None:
@@ -150,9 +225,14 @@ def _documents(
         if len(problems) >= PROBLEMS:
             raise_all(problems)
 
+    yield complain
+    raise_all(problems)
+
+
+def _progress(pieces: Sequence[Piece], stage: str, report: Report) -> Iterator[Piece]:
+    """The pieces, each reported when it is done."""
     done, total = 0, sum(piece.size for piece in pieces)
     for piece in pieces:
-        yield from read_piece(piece, text_key, complain)
+        yield piece
         done += piece.size
         report(stage, done, total)
-    raise_all(problems)

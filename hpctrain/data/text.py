@@ -1,9 +1,10 @@
-"""Text as documents: which files are meant, how they are cut into pieces, and what the pieces say.
+"""Text as documents: how files are cut into pieces, whether these are text, and what they say.
 
 A plain file is one document, a `.jsonl` file one document a line; either may be compressed (`.gz`).
 Files are cut into pieces at places that depend on the file alone, so that any number of ranks reads
 the same pieces: behind the first newline that follows every PIECE bytes, or, in text without newlines,
-before the next space or character. Bytes that are not UTF-8 become U+FFFD; line ends stay as they are.
+before the next space or character. Bytes that are not UTF-8 become U+FFFD, or, in raw sources, the
+surrogates that stand for them in Python; line ends stay as they are.
 """
 
 from __future__ import annotations
@@ -11,44 +12,22 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
-from pathlib import Path, PurePosixPath
 
+from hpctrain.data.sources import BINARY, NOT_UTF8, Source
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import parse_json
 
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".jsonl")
 PIECE = 4 << 20
 SEARCH = 64 << 10
 PROBLEMS = 10
 
 # Called with every problem found in a file; reading goes on behind it.
 Complaint = Callable[[HpctrainError], None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One input file; `size` is its length on the disk in bytes."""
-
-    path: str
-    size: int
-
-    @property
-    def compressed(self) -> bool:
-        """Whether it is gzip, by its name."""
-        return self.path.endswith(".gz")
-
-    @property
-    def lines(self) -> bool:
-        """Whether every line is a document of its own."""
-        return self.path.removesuffix(".gz").endswith(".jsonl")
-
-    def open(self) -> BufferedIOBase:
-        """The file, decompressed."""
-        return gzip.open(self.path, "rb") if self.compressed else Path(self.path).open("rb")
 
 
 @dataclass(frozen=True)
@@ -67,46 +46,6 @@ class Piece:
     def size(self) -> int:
         """Bytes on the disk."""
         return self.end - self.begin
-
-
-def find_sources(paths: Sequence[str], globs: Sequence[str], without: Sequence[Path] = ()) -> list[Source]:
-    """The files meant by `paths`, in the order given, inside folders sorted by name, each once.
-
-    A file that is named is taken; in folders (searched in depth, hidden ones and hidden files left out)
-    those are taken whose name, or path where the pattern has a slash, matches one of `globs`, by
-    default those with TEXT_ENDINGS, compressed or not. `without` are never taken. Empty files have
-    no document and are left out. HpctrainError names every path that gives nothing.
-    """
-    problems: list[HpctrainError] = []
-    found: dict[str, Source] = {}
-    avoided = {os.path.realpath(path) for path in without}
-    for given in paths:
-        folder = Path(given)
-        try:
-            files = _matches(folder, globs) if folder.is_dir() else [folder]
-            if not files:
-                wanted = ", ".join(globs) if globs else "*" + ", *".join(TEXT_ENDINGS)
-                problems.append(
-                    HpctrainError(f"{given}: no file in this folder matches {wanted}; see --glob")
-                )
-            for file in files:
-                real = os.path.realpath(file)
-                if real not in avoided:
-                    found.setdefault(real, Source(str(file), file.stat().st_size))
-        except FileNotFoundError:
-            problems.append(InputOutputError(f"{given}: no such file or folder"))
-        except OSError as error:
-            problems.append(InputOutputError(f"{error.filename}: cannot be read ({error.strerror})"))
-    raise_all(problems)
-    return [source for source in found.values() if source.size]
-
-
-def raise_all(problems: Sequence[HpctrainError]) -> None:
-    """Raise all problems as one error, of the graver class; nothing where there is none."""
-    if problems:
-        grave = any(isinstance(problem, InputOutputError) for problem in problems)
-        texts = [text for problem in problems for text in problem.problems]
-        raise (InputOutputError if grave else HpctrainError)(texts)
 
 
 def cut_into_pieces(sources: Sequence[Source], size: int = PIECE) -> list[Piece]:
@@ -138,52 +77,56 @@ def read_piece(piece: Piece, text_key: str, complain: Complaint) -> Iterator[tup
     What cannot be read, a line that is no JSON object or has no text under `text_key`, goes to
     `complain` as one sentence with file and line.
     """
+    with _complaining(piece, complain), piece.source.open() as file:
+        if piece.source.lines:
+            yield from _read_lines(file, piece, text_key, complain)
+        else:
+            for block, begin, ends in _blocks(file, piece):
+                yield _decode(block, begin, piece.source.raw), ends
+
+
+def examine_piece(piece: Piece, complain: Complaint) -> int | None:
+    """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is."""
+    found = None
+    with _complaining(piece, complain), piece.source.open() as file:
+        for block, _, _ in _blocks(file, piece):
+            if b"\0" in block:
+                return BINARY
+            try:
+                block.decode("utf-8")
+            except UnicodeDecodeError:
+                found = NOT_UTF8
+    return found
+
+
+@contextmanager
+def _complaining(piece: Piece, complain: Complaint) -> Iterator[None]:
+    """What cannot be read goes to `complain`."""
     path = piece.source.path
     try:
-        with piece.source.open() as file:
-            if piece.source.lines:
-                yield from _read_lines(file, piece, text_key, complain)
-            else:
-                yield from (_read_stream if piece.source.compressed else _read_plain)(file, piece)
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         complain(InputOutputError(f"{path}: is damaged or cut short gzip ({error})"))
     except OSError as error:
         complain(InputOutputError(f"{path}: cannot be read ({error.strerror or error})"))
 
 
-def _matches(folder: Path, globs: Sequence[str]) -> list[Path]:
-    """The files of a folder that match, sorted by their path below it."""
-    if any(not pattern.strip("/") for pattern in globs):
-        raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    files: list[Path] = []
-    for root, folders, names in os.walk(folder, onerror=stop):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(root, name) for name in names if not name.startswith(".")]
-    files = [file for file in files if _wanted(file.relative_to(folder), globs) and file.is_file()]
-    return sorted(files, key=lambda file: file.parts)
+def _blocks(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
+    """The bytes of a piece, where they begin in the file, and whether they are its last ones."""
+    yield from (_read_stream if piece.source.compressed else _read_plain)(file, piece)
 
 
-def _wanted(below: Path, globs: Sequence[str]) -> bool:
-    if not globs:
-        return below.name.removesuffix(".gz").endswith(TEXT_ENDINGS)
-    return any(PurePosixPath(below.as_posix()).match(pattern) for pattern in globs)
-
-
-def _read_plain(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[str, bool]]:
+def _read_plain(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
     """One piece of a plain file, the last one perhaps empty."""
     begin, end = (_seek_cut(file, place, piece) for place in (piece.begin, piece.end))
     file.seek(begin)
     block = file.read(end - begin)
     if len(block) != end - begin:
         raise OSError("it became shorter while it was read")
-    yield _decode(block, begin), piece.end == piece.source.size
+    yield block, begin, piece.end == piece.source.size
 
 
-def _read_stream(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[str, bool]]:
+def _read_stream(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
     """All pieces of a compressed file, cut where the same text, not compressed, is cut."""
     block, begin, end = b"", 0, piece.step
     while True:
@@ -191,10 +134,10 @@ def _read_stream(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[str, bool
         while len(block) < wanted and (more := file.read(wanted - len(block))):
             block += more
         if begin + len(block) <= end:
-            yield _decode(block, begin), True
+            yield block, begin, True
             return
         place = end - begin + _cut(block[end - begin :])
-        yield _decode(block[:place], begin), False
+        yield block[:place], begin, False
         block, begin, end = block[place:], begin + place, end + piece.step
 
 
@@ -215,11 +158,11 @@ def _read_lines(
         if not text:
             continue
         try:
-            document = json.loads(text)
+            document = parse_json(text)
         except json.JSONDecodeError as error:
             wrong = f"is no JSON ({error.msg} at column {error.colno})"
-        except RecursionError:
-            wrong = "is nested too deeply"
+        except ValueError as error:
+            wrong = f"is no JSON that can be read ({error})"
         else:
             content = document.get(text_key) if isinstance(document, dict) else None
             if isinstance(content, str):
@@ -265,6 +208,8 @@ def _cut(block: bytes) -> int:
     return next((i for i, byte in enumerate(block[:4]) if byte & 0xC0 != 0x80), 0)
 
 
-def _decode(block: bytes, begin: int) -> str:
-    """UTF-8 text, without the mark that some systems put at the begin of a file."""
+def _decode(block: bytes, begin: int, raw: bool = False) -> str:
+    """UTF-8 text, without the mark that some systems put at the begin of a file; with `raw`, all bytes."""
+    if raw:
+        return block.decode("utf-8", errors="surrogateescape")
     return (block if begin else block.removeprefix(codecs.BOM_UTF8)).decode("utf-8", errors="replace")

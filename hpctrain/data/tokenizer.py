@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import JSON_BYTES, parse_json, read_text
+from hpctrain.words import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -41,7 +42,7 @@ class Tokenizer:
         if text == BYTES:
             self.vocabulary, self.end_of_document = BYTE_VALUES + 1, BYTE_VALUES
             return
-        self._library = _load(text, where)
+        self._library = load_library(text, where)
         ids = self._library.get_vocab(with_added_tokens=True)
         ends = [name for name in ENDS if name in ids]
         if not ends:
@@ -68,10 +69,10 @@ class Tokenizer:
         if argument == BYTES:
             return cls(BYTES)
         path = Path(argument)
-        if path.is_dir():
-            path /= TOKENIZER_FILE
         try:
-            text = path.read_text(encoding="utf-8")
+            if path.is_dir():
+                path /= TOKENIZER_FILE
+            text = read_text(path, JSON_BYTES)
         except FileNotFoundError:
             raise InputOutputError(
                 f"tokenizer = {argument}: no such file{'' if path == Path(argument) else f', {path}'}; "
@@ -89,6 +90,7 @@ class Tokenizer:
 
         Byte-level pair merging as in GPT-2 (Radford et al. 2019), so that every text can be encoded.
         """
+        require("tokenizers", "training a tokenizer")
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -112,9 +114,14 @@ class Tokenizer:
         """The ids of `text`, without an end of document. Lone surrogates become question marks."""
         return [int(i) for i in self.encode_array(text)]
 
-    def encode_array(self, text: str) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
-        """The ids of `text` as an array [n], of uint8 for bytes, of uint32 for other tokenizers."""
-        raw = text.encode("utf-8", errors="replace")
+    def encode_array(
+        self, text: str, errors: str = "replace"
+    ) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint8]:
+        """The ids of `text` as an array [n], of uint8 for bytes, of uint32 for other tokenizers.
+
+        `errors` says what becomes of lone surrogates, as in str.encode; a tokenizer from JSON takes text.
+        """
+        raw = text.encode("utf-8", errors if self._library is None else "replace")
         if self._library is None:
             return np.frombuffer(raw, dtype=np.uint8)
         # The fast form keeps no offsets into the text: a quarter of the memory.
@@ -133,18 +140,42 @@ class Tokenizer:
         return self._library.decode(known, skip_special_tokens=True)
 
 
-def _load(text: str, where: str) -> Library:
-    """The library's tokenizer; the library says what is wrong in a bare Exception."""
+def load_library(text: str, where: str) -> Library:
+    """The library's tokenizer of a JSON; HpctrainError, beginning with `where`, when it is none."""
+    require("tokenizers", f"{where}: reading it")
     from tokenizers import Tokenizer as Library
 
     wrong = f"{where}: is no `tokenizers` JSON"
     try:
-        content: Any = json.loads(text)
+        content: Any = parse_json(text)
     except ValueError:
         raise HpctrainError(f"{wrong} (it is not JSON); give `bytes` or a tokenizer.json") from None
     if not isinstance(content, dict) or "model" not in content:
         raise HpctrainError(f"{wrong} (it has no `model`); give `bytes` or a tokenizer.json")
     try:
         return Library.from_str(text)
-    except Exception as error:  # noqa: BLE001 - the library has no narrower class
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise HpctrainError(f"{wrong} that this version can read: {error}") from None
+
+
+def bytes_json() -> str:
+    """What "bytes" is as a `tokenizers` JSON: a byte-level BPE without merges, of every byte's own number."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    library = Library(models.BPE({_letter(byte): byte for byte in range(BYTE_VALUES)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    text: str = library.to_str()
+    return text
+
+
+def _letter(byte: int) -> str:
+    """What stands for a byte in a byte-level vocabulary (GPT-2): its own character where that can be seen."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return (
+        chr(byte)
+        if byte in seen
+        else chr(0x100 + [b for b in range(BYTE_VALUES) if b not in seen].index(byte))
+    )

@@ -6,35 +6,42 @@
     /tokenizer        uint8 [bytes], UTF-8: "bytes" or the JSON of a `tokenizers` tokenizer
     /checksums        uint32 [pieces], the CRC-32 of every `piece` tokens
 
-All numbers are little-endian and all datasets contiguous, so that /tokens can be mapped into memory:
-the ranks of a node share one copy, the page cache's, and nothing is read before it is used.
+All numbers are little-endian and all datasets contiguous. They are read where they lie, when they are used:
+the ranks of a node share one copy, the page cache's. Unlike memory that is mapped, a read of a file that
+was cut, or of a disk that fails, is an error that can be told.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
+import os
+import weakref
 import zlib
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from hpctrain.comm.outcome import reason
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.errors import InputOutputError
+from hpctrain.files import open_regular
+from hpctrain.words import command
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "hpctrain tokens"
 VERSION = 1
-PIECE_TOKENS = 1 << 20
+PIECE_TOKENS = 1 << 16  # of 16 bits: what the kernel reads ahead anyway, and 0.1 ms to sum up
 ENDS = np.dtype("<i8")
 CHECKSUM = np.dtype("<u4")
 TEXT = np.dtype("u1")
+BLOCK = 1 << 20
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
@@ -78,10 +85,45 @@ class Header:
         }
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A contiguous dataset in a file that is open; `where` begins what is said of it."""
+
+    where: str
+    file: int
+    offset: int
+    dtype: np.dtype[Any]
+    size: int
+
+    def read(self, start: int, count: int) -> npt.NDArray[Any]:
+        """Elements [count]; InputOutputError where they cannot be read."""
+        assert 0 <= start <= start + count <= self.size, (start, count, self.size)
+        values = np.empty(count, self.dtype)
+        rest = memoryview(values.view(TEXT).data)
+        place = self.offset + start * self.dtype.itemsize
+        while rest:
+            try:
+                done = os.preadv(self.file, [rest], place)
+            except OSError as error:
+                raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
+            if not done:
+                raise InputOutputError(f"{self.where}: has become shorter since it was opened")
+            rest, place = rest[done:], place + done
+        return values
+
+    def checksum(self) -> int:
+        """CRC-32 of all elements."""
+        crc = 0
+        for start in range(0, self.size, BLOCK):
+            crc = zlib.crc32(self.read(start, min(BLOCK, self.size - start)).data, crc)
+        return crc
+
+
 class TokenFile:
     """A token file, opened for reading; every problem is an InputOutputError that begins with `key`.
 
-    Opening checks the header and that the file is as long as it says; `verify` reads all of it.
+    Opening checks the header and that the file is as long as it says; `read` verifies a piece when it first
+    reads of it, `verify` all of them.
     `vocabulary`, `end_of_document`, `tokens` (how many) and `documents` come from the header.
     """
 
@@ -89,16 +131,20 @@ class TokenFile:
         self.path = Path(path)
         self.where = f"{key} = {path}"
         self._require_file()
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
         try:
             # Read-only, and never changed once it has its name: no lock that a file system may lack.
             file = h5py.File(self.path, "r", locking=False)
         except OSError as error:
-            raise InputOutputError(f"{self.where}: is truncated or damaged ({error})") from None
+            raise InputOutputError(f"{self.where}: is truncated or damaged ({reason(error)})") from None
         with file:
             try:
                 self._open(file)
             except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise InputOutputError(f"{self.where}: is damaged ({error})") from None
+                raise InputOutputError(f"{self.where}: is damaged ({reason(error)})") from None
+        self._stamp = self._last_change()
+        self._verified = bytearray(-(-self.header.pieces // 8))
 
     @property
     def vocabulary(self) -> int:
@@ -135,51 +181,107 @@ class TokenFile:
         """What made the tokens, and makes text of them."""
         return Tokenizer.from_text(self.tokenizer_text)
 
-    def read(self, start: int, count: int) -> Tensor:
-        """Tokens start .. start + count - 1, int64 [count]."""
-        tokens = torch.from_numpy(self.view(start, count).astype(np.int64))
-        # The pages stay in the page cache, but not in this process: else its memory grew with what it reads.
-        pages: object = self._tokens.base
-        assert isinstance(pages, mmap.mmap)
-        pages.madvise(mmap.MADV_DONTNEED)
-        return tokens
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that files of other tokens do not share; made from the checksums alone."""
+        return zlib.crc32(
+            f"{self.tokens} {self.header.document_ends_checksum}".encode(), self._checksums.checksum()
+        )
 
-    def view(self, start: int, count: int) -> npt.NDArray[Any]:
-        """The same tokens where they lie, in the file's own type; read-only."""
+    def read(self, start: int, count: int) -> Tensor:
+        """Tokens start .. start + count - 1, int64 [count].
+
+        Of pieces that this object has not read before, or of a file that was written to since, the
+        checksums are compared; InputOutputError names the piece where they differ.
+        """
+        import torch  # what looks at a header alone need not wait for it
+
         assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
-        return self._tokens[start : start + count]
+        if (stamp := self._last_change()) != self._stamp:
+            self._stamp, self._verified = stamp, bytearray(len(self._verified))
+        size, end = self.header.piece, start + count
+        found = np.empty(count, np.int64)
+        for piece in range(start // size, -(-end // size)):
+            first, last = max(start, piece * size), min(end, (piece + 1) * size)
+            found[first - start : last - start] = self._read_of_piece(piece, first, last)
+        return torch.from_numpy(found)
 
     def document_end(self, document: int) -> int:
         """The token behind the last one of a document (its end of document)."""
-        return int(self._ends[document])
+        return int(self._verified_ends.read(document, 1)[0])
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare everything with its checksum, of the tokens this rank's share of `ranks`."""
-        problems = []
-        if rank == 0 and zlib.crc32(self._ends.data) != self.header.document_ends_checksum:
-            problems.append(f"{self.where}: the document boundaries are damaged (wrong checksum)")
+        problems: list[str] = []
+        if rank == 0:
+            try:
+                self._compare_ends()
+            except InputOutputError as error:
+                problems += error.problems
         pieces = self.header.pieces
         for piece in range(pieces * rank // ranks, pieces * (rank + 1) // ranks):
-            start = piece * self.header.piece
-            tokens = self._tokens[start : start + self.header.piece]
-            if zlib.crc32(tokens.data) != self._checksums[piece]:
-                problems.append(
-                    f"{self.where}: tokens {start} to {start + len(tokens) - 1} are damaged (wrong checksum)"
-                )
+            try:
+                self._read_piece(piece)
+            except InputOutputError as error:
+                problems += error.problems
         if problems:
             raise InputOutputError(problems)
+
+    @cached_property
+    def _verified_ends(self) -> Stored:
+        self._compare_ends()
+        return self._ends
+
+    def _compare_ends(self) -> None:
+        """InputOutputError where the document boundaries have another checksum."""
+        if self._ends.checksum() != self.header.document_ends_checksum:
+            raise InputOutputError(f"{self.where}: the document boundaries are damaged (wrong checksum)")
+
+    def _read_of_piece(self, piece: int, first: int, last: int) -> npt.NDArray[Any]:
+        """Tokens first .. last - 1 of a piece, which is verified unless it was before."""
+        byte, bit = piece // 8, 1 << piece % 8
+        if self._verified[byte] & bit:
+            return self._tokens.read(first, last - first)
+        begin = piece * self.header.piece
+        whole = self._read_piece(piece)
+        self._verified[byte] |= bit
+        return whole[first - begin : last - begin]
+
+    def _read_piece(self, piece: int) -> npt.NDArray[Any]:
+        """All tokens of a piece; InputOutputError where they have another checksum."""
+        start = piece * self.header.piece
+        tokens = self._tokens.read(start, min(self.header.piece, self.tokens - start))
+        if zlib.crc32(tokens.data) != self._checksums.read(piece, 1)[0]:
+            raise InputOutputError(
+                f"{self.where}: piece {piece + 1} of {self.header.pieces}, tokens {start} to "
+                f"{start + len(tokens) - 1}, is not what was written (wrong checksum); copy or prepare the "
+                "file again"
+            )
+        return tokens
+
+    def _last_change(self) -> tuple[int, int]:
+        """Length of the file and when it was last written to."""
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def _require_file(self) -> None:
         """Refuse what is no HDF5 file at all."""
         try:
-            if self.path.is_dir():
-                raise InputOutputError(
-                    f"{self.where}: is a folder; it must be a file from `hpctrain prepare`"
-                )
-            with self.path.open("rb"):
-                pass
+            open_regular(self.path).close()
         except FileNotFoundError:
-            raise InputOutputError(f"{self.where}: no such file; `hpctrain prepare` makes one") from None
+            sought = self.path.absolute()
+            told = (
+                ""
+                if self.path.is_absolute()
+                else f" (looked for {sought}, relative to where this was started)"
+            )
+            raise InputOutputError(
+                f"{self.where}: no such file{told}; {command('prepare', sought, 'TEXT')} makes one"
+            ) from None
+        except IsADirectoryError:
+            raise InputOutputError(
+                f"{self.where}: is a folder; it must be a file from `hpctrain prepare`"
+            ) from None
         except OSError as error:
             raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
         if not h5py.is_hdf5(self.path):
@@ -205,24 +307,24 @@ class TokenFile:
         self.header = Header(**stored)
         if self.header.checksum != int(attributes["header_checksum"]):
             raise ValueError("its header has a wrong checksum")
-        self._tokens = self._map(file, "tokens", self.dtype, self.tokens)
-        self._ends = self._map(file, "document_ends", ENDS, self.documents)
-        self._checksums = self._map(file, "checksums", CHECKSUM, self.header.pieces)
-        text = self._map(file, "tokenizer", TEXT, file["tokenizer"].size)
+        self._tokens = self._find(file, "tokens", self.dtype, self.tokens)
+        self._ends = self._find(file, "document_ends", ENDS, self.documents)
+        self._checksums = self._find(file, "checksums", CHECKSUM, self.header.pieces)
+        text = self._find(file, "tokenizer", TEXT, file["tokenizer"].size).read(0, file["tokenizer"].size)
         if zlib.crc32(text.data) != self.header.tokenizer_checksum:
             raise ValueError("its tokenizer has a wrong checksum")
         self.tokenizer_text = text.tobytes().decode("utf-8")
 
-    def _map(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> npt.NDArray[Any]:
-        """A contiguous dataset as an array that reads the file when it is touched."""
+    def _find(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> Stored:
+        """A contiguous dataset that lies in the file with all its elements."""
         dataset = file[name]
         offset = dataset.id.get_offset()
         if dataset.shape != (size,) or dataset.dtype != dtype or offset is None:
             raise ValueError(f"/{name} is {dataset.dtype} {dataset.shape}, not {dtype} ({size},)")
-        end, length = offset + size * dtype.itemsize, self.path.stat().st_size
+        end, length = offset + size * dtype.itemsize, os.fstat(self._file).st_size
         if end > length:
             raise InputOutputError(f"{self.where}: is truncated: {length} bytes of at least {end} are there")
-        return np.memmap(self.path, dtype, "r", offset, (size,))
+        return Stored(self.where, self._file, offset, dtype, size)
 
 
 def _text(value: Any) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 import hpctrain
+from hpctrain.comm.outcome import reason, told_as
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile, token_type
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -102,7 +103,7 @@ class Part:
         try:
             yield
         except OSError as error:
-            raise InputOutputError(f"{self.path.parent}: cannot be written to ({error.strerror})") from None
+            raise InputOutputError(f"{self.path.parent}: cannot be written to ({reason(error)})") from None
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,17 @@ def write_tokens(
     """
     temporary = out.with_name(f".{out.name}.partial")
     try:
-        header = _write(world, temporary, part, tokenizer, source, report)
-        with world.agreement():
-            if world.local_rank == 0:
-                synchronize(temporary)
-        with world.agreement():
-            TokenFile(temporary, "written file").verify(world.rank, world.size)
-        with world.agreement():
-            if world.rank == 0:
-                temporary.replace(out)
-                synchronize(out.parent)
+        with told_as(temporary, out):
+            header = _write(world, temporary, part, tokenizer, source, report)
+            with world.agreement():
+                if world.local_rank == 0:
+                    synchronize(temporary)
+            with world.agreement():
+                TokenFile(temporary, "written file").verify(world.rank, world.size)
+            with world.agreement():
+                if world.rank == 0:
+                    temporary.replace(out)
+                    synchronize(out.parent)
     finally:
         if world.rank == 0:
             with suppress(OSError):
@@ -263,7 +265,7 @@ def _write_file(
         failures.append(error)
     with world.agreement():
         if failures:
-            raise InputOutputError(f"{path.parent}: the token file cannot be written ({failures[0]})")
+            raise InputOutputError(f"{path.parent}: the token file cannot be written ({reason(failures[0])})")
 
 
 def _create(file: h5py.File, piece: Range) -> h5py.h5d.DatasetID:

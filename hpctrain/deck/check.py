@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpctrain.characters import control_problem
 from hpctrain.deck.defaults import TWO_CHUNKS
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 
 ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
 """Schedules of one part a stage."""
+SCHEDULES = ONE_CHUNK | TWO_CHUNKS
+"""Those that have a name; all others are in files."""
+
+MOST_MICRO_BATCHES = 65_536
+"""Of a rank in one step: a schedule lists the actions of each."""
+MOST_PASSES = 1 << 20
+"""Of micro-batches through the parts of a model, in one schedule."""
+
+_TITLE_BYTES = 200
+"""Names of files may have 255, and some are the title and more."""
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
@@ -21,25 +32,33 @@ NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("
 class Problem:
     """What is wrong with `key`, as the rest of a sentence that begins with the key and its value.
 
-    `others` are the other keys whose values the check looked at.
+    `others` are the other keys whose values the check looked at. What is `for_writers` is told whoever writes
+    it, but a deck that has trained so is good.
     """
 
     key: str
     sentence: str
     others: tuple[str, ...] = ()
+    for_writers: bool = False
 
 
-def check_deck(deck: Deck) -> list[Problem]:
-    """Everything that can be wrong with a deck whatever the number of ranks."""
+def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
+    """Everything that can be wrong with a deck whatever the number of ranks.
+
+    Where `ranks` is known, what depends on it is left to `world_problems`.
+    """
     return [
+        *_texts(deck),
+        *_title(deck),
         *_model(deck),
         *_tensor(deck),
         *_context(deck),
         *_pipeline(deck),
         *_zero(deck),
         *_memory(deck),
-        *_batch(deck),
+        *_batch(deck, ranks),
         *_schedule(deck),
+        *_evaluation(deck),
         *_times(deck),
         *_devices(deck),
         *_offload(deck),
@@ -116,8 +135,22 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
             data,
             {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from},
         ),
+        *_micro_batches(deck, data),
         *_zero_groups(deck, data * layout.context),
     ]
+
+
+def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
+    """A step of as many as a schedule can list."""
+    batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
+    unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
+    if batch.global_size > most * unit:
+        yield Problem(
+            "batch.global_size",
+            f"makes {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
+            f"{batch.micro_size} x {data} = {unit}; must make at most {most} ({most * unit} would do)",
+            ("batch.micro_size", "layout.data", "layout.pipeline", "layout.chunks"),
+        )
 
 
 def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
@@ -151,6 +184,29 @@ def _global_batch(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator
                 f"({_multiples(size, unit)} would)",
                 ("batch.micro_size", "layout.data"),
             )
+
+
+def _title(deck: Deck) -> Iterator[Problem]:
+    """What keeps a title from naming a folder, a file or a job."""
+    title, why = deck.run.title, ""
+    if "/" in title or title == "." or ".." in title:
+        why = 'names a folder, so it must not be "." or contain "/" or ".."'
+    elif len(title.encode("utf-8", "replace")) > _TITLE_BYTES:
+        why = f"names a folder, so it must have {_TITLE_BYTES} bytes at most"
+    if why:
+        yield Problem("run.title", why, for_writers=True)
+
+
+def _texts(deck: Deck) -> Iterator[Problem]:
+    """Every text of the deck reaches a log, a terminal or a script."""
+    for section in sections():
+        for name in fields(section):
+            key = f"{section}.{name}"
+            value = deck.value(key)
+            texts = value if isinstance(value, tuple) else (value,)
+            problem = control_problem("".join(text for text in texts if isinstance(text, str)))
+            if problem and (key != "run.dir" or value != f"runs/{deck.run.title}"):
+                yield Problem(key, problem)
 
 
 def _model(deck: Deck) -> Iterator[Problem]:
@@ -347,7 +403,7 @@ def _memory(deck: Deck) -> Iterator[Problem]:
     if split is None:
         longest = -(-deck.model.layers // parts)
     else:
-        longest = max(split) if split != "balanced" else deck.model.layers - parts + 1
+        longest = max(split, default=1) if split != "balanced" else deck.model.layers - parts + 1
     if isinstance(recompute, int) and not 1 <= recompute <= max(1, longest):
         yield Problem(
             "memory.recompute",
@@ -357,10 +413,11 @@ def _memory(deck: Deck) -> Iterator[Problem]:
         )
 
 
-def _batch(deck: Deck) -> Iterator[Problem]:
+def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
     batch = deck.batch
     sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
-    yield from _global_batch(batch.micro_size, deck.layout.data or 1, sizes)
+    if ranks is None:
+        yield from _global_batch(batch.micro_size, deck.layout.data or 1, sizes)
     if batch.ramp_from > batch.global_size:
         yield Problem(
             "batch.ramp_from",
@@ -381,6 +438,18 @@ def _schedule(deck: Deck) -> Iterator[Problem]:
             "learning_rate.warmup",
             f"must be at most learning_rate.decay_steps = {rate.decay_steps}",
             ("learning_rate.decay_steps", "learning_rate.decay", "run.steps"),
+        )
+
+
+def _evaluation(deck: Deck) -> Iterator[Problem]:
+    every = deck.run.evaluate_every
+    if every and not deck.data.validation:
+        yield Problem(
+            "run.evaluate_every",
+            "evaluates on held-out sequences, but data.validation = 0 holds none out (0.01 would; or leave "
+            "the key out)",
+            ("data.validation",),
+            for_writers=True,
         )
 
 

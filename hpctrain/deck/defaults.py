@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
@@ -20,59 +21,92 @@ def find_preset(tables: Tables) -> Preset | None:
     return next((preset for known, preset in PRESETS.items() if known == name), None)
 
 
-def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> tuple[set[str], set[str]]:
+@dataclass(frozen=True)
+class Filled:
+    """The full names ("model.layers") of the keys that `fill` wrote, by where their values came from."""
+
+    preset: set[str]
+    source: set[str]
+    others: set[str]
+    """Those that follow other keys of the deck."""
+
+
+def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled:
     """Write every default that depends on other keys into the tables, in place.
 
     `deck_name` is the deck's file name, `source` the keys of the model that model.from names. A key stays
-    away where the keys it depends on are not given or of a wrong type. Returns the full names
-    ("model.layers") of the keys that came from the preset, and of those that came from the source.
+    away where the keys it depends on are not given or of a wrong type.
     """
-    run, model, batch, rate = (tables[name] for name in ("run", "model", "batch", "learning_rate"))
-    from_preset: set[str] = set()
+    batch = tables["batch"]
+    filled = Filled(set(), set(), set())
     preset = find_preset(tables)
     if preset is not None:
+        model = tables["model"]
         # A key that follows another one follows the deck's value of it, not the preset's.
         follows = {"key_value_heads": "heads", "mlp": "hidden", "tied": "family"}
         values = {
             name: value for name, value in preset.model_keys().items() if follows.get(name) not in model
         }
-        from_preset = {f"model.{name}" for name in values if name not in model}
-        tables["model"] = model = {**values, **model}
+        filled.preset.update(f"model.{name}" for name in values if name not in model)
+        tables["model"] = {**values, **model}
         if "sequence" not in batch:
             batch["sequence"] = preset.sequence
-            from_preset.add("batch.sequence")
+            filled.preset.add("batch.sequence")
 
-    from_source = set()
     for full, value in source.items():
         section, _, name = full.partition(".")
         if name not in tables[section]:
             tables[section][name] = value
-            from_source.add(full)
+            filled.source.add(full)
 
-    run.setdefault("title", PurePath(deck_name).stem or "deck")
+    tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
+    _follow_others(tables, filled.others)
+    return filled
+
+
+def is_default(tables: Tables, key: str) -> bool:
+    """Whether a key has the value that it would get, if it were not there, from the other keys."""
+    section, _, name = key.partition(".")
+    without = {
+        own: {each: value for each, value in table.items() if (own, each) != (section, name)}
+        for own, table in tables.items()
+    }
+    followed = fill(without, "", {}).others
+    return key in followed and without[section][name] == tables[section][name]
+
+
+def _follow_others(tables: Tables, filled: set[str]) -> None:
+    def default(section: str, name: str, value: object) -> None:
+        if name not in tables[section]:
+            tables[section][name] = value
+            filled.add(f"{section}.{name}")
+
+    run, model = tables["run"], tables["model"]
     if isinstance(run["title"], str) and run["title"]:
-        run.setdefault("dir", f"runs/{run['title']}")
+        default("run", "dir", f"runs/{run['title']}")
     steps = run.get("steps")
+    rate = tables["learning_rate"]
     if _whole(steps):
-        rate.setdefault("warmup", min(100, steps // 10))
+        end = rate.get("decay_steps") if rate.get("decay") != "constant" else None
+        default("learning_rate", "warmup", min(100, min(steps, end if _whole(end) else steps) // 10))
         warmup = rate["warmup"]
-        rate.setdefault("decay_steps", max(steps, warmup) if _whole(warmup) else steps)
+        default("learning_rate", "decay_steps", max(steps, warmup) if _whole(warmup) else steps)
 
-    layout = tables["layout"]
-    layout.setdefault("chunks", 2 if layout.get("schedule") in TWO_CHUNKS else 1)
+    schedule = tables["layout"].get("schedule")
+    two = isinstance(schedule, str) and schedule in TWO_CHUNKS
+    default("layout", "chunks", 2 if two else 1)
 
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _whole(heads):
-        model.setdefault("key_value_heads", heads)
+        default("model", "key_value_heads", heads)
     if family == "gpt2":
-        model.setdefault("tied", True)
+        default("model", "tied", True)
         if _whole(hidden):
-            model.setdefault("mlp", 4 * hidden)
+            default("model", "mlp", 4 * hidden)
     elif family == "llama":
-        model.setdefault("tied", False)
+        default("model", "tied", False)
         if _whole(hidden):
-            model.setdefault("mlp", -(-8 * hidden // (3 * 256)) * 256)
-    return from_preset, from_source
+            default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256)
 
 
 def _whole(value: object) -> TypeGuard[int]:

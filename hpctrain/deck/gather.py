@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.deck.locate import first_repeated, key_lines
-from hpctrain.deck.schema import fields, sections
-from hpctrain.deck.sources import Place, toml_value
+from hpctrain.deck.schema import fields, present_name, sections
+from hpctrain.deck.sources import Place, clipped, toml_value
+from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.deck.words import plain_type, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import is_unfit, read_text
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+MOST_FILES = 100
+"""That a deck is made of, one that is included twice counted twice."""
+MOST_TOLD = 50
+"""Problems of one deck."""
 
 
 class Written:
@@ -38,6 +37,7 @@ class Written:
         self.files: list[str] = []
         self.arguments: list[str] = []
         self.only_files_missing = True
+        self.full = False
 
     def add(self, place: Place, text: str, *, file_missing: bool = False) -> None:
         """Add a problem; `file_missing` if it is one of input and output."""
@@ -56,20 +56,23 @@ class Written:
 
         if not self.problems:
             return
-        texts = [text for _, text in sorted(self.problems, key=order)]
-        raise (InputOutputError if self.only_files_missing else HpctrainError)(list(dict.fromkeys(texts)))
+        texts = list(dict.fromkeys(text for _, text in sorted(self.problems, key=order)))
+        more = [f"{self.name}: and {len(texts) - MOST_TOLD} more problems"] if len(texts) > MOST_TOLD else []
+        raise (InputOutputError if self.only_files_missing else HpctrainError)(texts[:MOST_TOLD] + more)
 
     def read_file(self, path: Path, name: str, chain: tuple[Path, ...], asked: Place | None = None) -> None:
         """Take the keys of a file; `chain` are the files that include it, `asked` where that was written."""
         try:
-            # newline="" would keep lone carriage returns, which TOML refuses; a byte order mark is skipped.
-            text = path.read_text(encoding="utf-8-sig")
+            # A byte order mark is skipped.
+            text = read_text(path, DECK_BYTES, "utf-8-sig")
         except UnicodeDecodeError as error:
             self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start})")
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             include = "" if asked is None else f"{asked.prefix}: include: "
-            self.add(asked or Place(name), f"{include}{name}: cannot be read: {reason}", file_missing=True)
+            shown = clipped(name if name.isprintable() else toml_value(name))
+            told = f"{include}{shown}: cannot be read: {reason}"
+            self.add(asked or Place(name), told, file_missing=not is_unfit(error))
         else:
             self.read_text(text, path, name, chain)
 
@@ -77,19 +80,17 @@ class Written:
         """Take the keys of a text, on top of those of the files that it includes."""
         self.files.append(name)
         try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            self._syntax(text, name, str(error))
+            values, lines = parse_toml(text)
+        except TomlError as error:
+            place = Place(name, error.line)
+            self.add(place, f"{place.prefix}: {error.told}")
             return
-        lines = key_lines(text)
         include = values.pop("include", [])
         asked = Place(name, lines.get(("include",)), value=include)
         bases = [include] if isinstance(include, str) else include
         if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-            self.add(
-                asked,
-                f"{asked.prefix}: include = {toml_value(include)}: must be a file's name, or a list of names",
-            )
+            shown = clipped(toml_value(include))
+            self.add(asked, f"{asked.prefix}: include = {shown}: must be a file's name, or a list of names")
             bases = []
         if bases and not self.includes:
             self.add(asked, f"{asked.prefix}: include: a deck that is stored in a file cannot include others")
@@ -101,15 +102,16 @@ class Written:
 
     def _include(self, base: str, path: Path, name: str, chain: tuple[Path, ...], asked: Place) -> None:
         base_path = path.parent / base
-        real = [file.resolve() for file in (*chain, path)]
-        if base_path.resolve() in real:
-            ring = [*(file.name for file in (*chain, path)), base_path.name]
-            self.add(
-                asked, f'{asked.prefix}: include = "{base}": goes round in a circle ({" -> ".join(ring)})'
-            )
-            return
-        base_name = os.path.normpath(Path(name).parent / base)
-        self.read_file(base_path, base_name, (*chain, path), asked)
+        if _is_one_of(base_path, (*chain, path)):
+            ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
+            told = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
+            self.add(asked, told)
+        elif len(self.files) < MOST_FILES:
+            base_name = os.path.normpath(Path(name).parent / base)
+            self.read_file(base_path, base_name, (*chain, path), asked)
+        elif not self.full:
+            self.full = True
+            self.add(asked, f"{asked.prefix}: include: with this the deck has more than {MOST_FILES} files")
 
     def _take(self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]) -> None:
         self.places[section] = Place(name, lines.get((section,)), value=table)
@@ -117,9 +119,11 @@ class Written:
             self.values[section] = table
             return
         below = self.values.get(section)
-        self.values[section] = {**below, **table} if isinstance(below, dict) else table
+        present = {present_name(section, key): value for key, value in table.items()}
+        self.values[section] = {**below, **present} if isinstance(below, dict) else present
         for key, value in table.items():
-            self.places[f"{section}.{key}"] = Place(name, lines.get((section, key)), value=value)
+            place = Place(name, lines.get((section, key)), value=value)
+            self.places[f"{section}.{present_name(section, key)}"] = place
 
     def override(self, argument: str) -> None:
         """Take a `--set` argument: section.key=value; without a value the key is as if never written."""
@@ -143,48 +147,27 @@ class Written:
         table = self.values.setdefault(section, {})
         if not isinstance(table, dict):
             table = self.values[section] = {}
+        key = present_name(section, key)
         full = f"{section}.{key}"
         known = section in sections() and key in fields(section)
         if known and not text.strip():
             table.pop(key, None)
             self.places.pop(full, None)
             return
-        value = _override_value(text.strip())
+        try:
+            value = parse_argument(text.strip())
+        except TomlError as error:
+            self.add(place, f"{place.prefix}: {error.told}")
+            return
         if known and plain_type(fields(section)[key]) is str and not isinstance(value, str):
             value = text.strip()
         table[key] = value
         self.places[full] = replace(place, value=value)
 
-    def _syntax(self, text: str, name: str, message: str) -> None:
-        """A text that is not TOML: the parser's message, with the line as it stands in the file."""
-        repeated = first_repeated(text)
-        if repeated is not None:
-            path, first, line = repeated
-            place = Place(name, line)
-            self.add(place, f"{place.prefix}: {'.'.join(path)} is given twice, first on line {first}")
-            return
-        match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
-        told = message[: match.start()] if match else message
-        rows = text.rstrip("\n").split("\n")
-        line = int(match[1]) if match and match[1] else len(rows)
-        place = Place(name, line)
-        shown = rows[min(line, len(rows)) - 1].strip()
-        twice = re.fullmatch(r"Cannot declare \((.*)\) twice", told)
-        if twice:
-            named = ".".join(re.findall(r"'([^']*)'", twice[1]))
-            self.add(place, f"{place.prefix}: {named} is given twice: {shown}")
-            return
-        if told == "Invalid value":
-            hint = " (text needs quotes)"
-        else:
-            hint = " (a quote is not closed)" if told == r"Illegal character '\n'" else ""
-        self.add(place, f"{place.prefix}: not TOML: {told[:1].lower()}{told[1:]}{hint}: {shown}")
 
-
-def _override_value(text: str) -> object:
-    """The value of a `--set` argument: as TOML, or else the bare text itself."""
+def _is_one_of(path: Path, others: Sequence[Path]) -> bool:
+    """Whether a path means one of the other files."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if set(parsed) == {"value"} else text
+        return os.path.realpath(path) in map(os.path.realpath, others)
+    except ValueError:  # no file can have such a name
+        return False

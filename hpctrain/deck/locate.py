@@ -1,7 +1,9 @@
 """From key path to line number in TOML text.
 
 TOML parsers give values without their lines. This scanner only follows the structure (tables, keys,
-strings, brackets) of text that is already known to parse, and tells where each key stands.
+strings, brackets), and tells where each key stands. It sees a text before a parser does, so it also
+refuses what is beyond any deck and would cost a parser its stack, or time that grows with the square of
+the text.
 """
 
 from __future__ import annotations
@@ -10,13 +12,32 @@ import re
 
 Path = tuple[str, ...]
 
+DEEPEST = 32
+"""Names of a path at most, each list that is within another one counted too."""
+MOST_KEYS = 1000
+MOST_VALUES = 20_000
+LONGEST_TEXT = 4096
+"""Characters of a text or a name, as of a file's path."""
+_MOST_DIGITS = 70
+_LAST_CHARACTER = 0x10FFFF
+_SURROGATES = range(0xD800, 0xE000)
+
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _SCALAR = re.compile(r"[^,\]}#\r\n]*")
 _QUOTES = ('"""', "'''", '"', "'")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_INTEGER = re.compile(r"([+-]?)(0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0[bB][01_]+|[0-9_]+)")
 _LETTERS = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r"}
+
+
+class BoundError(ValueError):
+    """What is beyond any deck: where, as the key's path and its line, and `told`, the rest of a sentence."""
+
+    def __init__(self, path: Path, line: int, told: str) -> None:
+        self.path, self.line, self.told = path, line, told
+        super().__init__(f"line {line}: {'.'.join(path)}: {told}")
 
 
 def key_lines(text: str) -> dict[Path, int]:
@@ -24,7 +45,7 @@ def key_lines(text: str) -> dict[Path, int]:
 
     Tables that are only implied (`a.b = 1` implies `a`) have the line of their first mention. In a list of
     tables or inline tables a path has the number of the item: ("servers", "0", "name").
-    Raises `ValueError` where the text is not TOML.
+    Raises `ValueError` where the text is not TOML, and `BoundError` as `key_mentions`.
     """
     lines: dict[Path, int] = {}
     for path, line in key_mentions(text):
@@ -47,7 +68,11 @@ def first_repeated(text: str) -> tuple[Path, int, int] | None:
 
 
 def key_mentions(text: str) -> list[tuple[Path, int]]:
-    """Every key and table header with its line, in the order of the text."""
+    """Every key and table header with its line, in the order of the text.
+
+    Raises `ValueError` where the text is not TOML, `BoundError` where it is beyond the bounds above or has
+    a whole number of more than 64 bits.
+    """
     scanner = _Scanner(text)
     scanner.document()
     return scanner.mentions
@@ -59,6 +84,10 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.line = 1
+        self.counted = 0
+        self.values = 0
+        self.path: Path = ()
         self.mentions: list[tuple[Path, int]] = []
         self.items: dict[Path, int] = {}
 
@@ -80,7 +109,7 @@ class _Scanner:
             self.items[path] = number
             path = (*path, str(number))
         self._expect("]]" if many else "]")
-        self.mentions.append((path, line))
+        self._mention(path, line)
         return path
 
     def _resolve(self, path: Path) -> Path:
@@ -96,9 +125,17 @@ class _Scanner:
         line = self._line()
         path = (*table, *self._key())
         self._expect("=")
-        self.mentions.append((path, line))
+        self._mention(path, line)
         self._skip(_SPACE)
         self._value(path)
+
+    def _mention(self, path: Path, line: int) -> None:
+        self.path = path
+        self.mentions.append((path, line))
+        if len(self.mentions) > MOST_KEYS:
+            raise self._beyond(f"more than {MOST_KEYS} keys in one deck")
+        if len(path) > DEEPEST:
+            raise self._beyond(f"more than {DEEPEST} names deep")
 
     def _key(self) -> Path:
         parts: list[str] = []
@@ -110,12 +147,20 @@ class _Scanner:
                 self.at = bare.end()
             else:
                 parts.append(self._string())
+            if len(parts) > DEEPEST:
+                self.path = tuple(parts)
+                raise self._beyond(f"more than {DEEPEST} names deep")
             self._skip(_SPACE)
             if not self.text.startswith(".", self.at):
                 return tuple(parts)
             self.at += 1
 
     def _value(self, path: Path) -> None:
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise self._beyond(f"more than {MOST_VALUES} values in one deck")
+        if len(path) > DEEPEST:
+            raise self._beyond(f"lists and tables more than {DEEPEST} deep")
         match self.text[self.at : self.at + 1]:
             case '"' | "'":
                 self._string()
@@ -126,7 +171,10 @@ class _Scanner:
                 self.at += 1
                 self._inline_table(path)
             case _:
+                first = self.at
                 self._skip(_SCALAR)
+                if not fits(self.text[first : self.at].strip()):
+                    raise self._beyond("must be below 2^63, as every whole number")
 
     def _items(self, path: Path) -> None:
         number = 0
@@ -167,7 +215,11 @@ class _Scanner:
                 end += 1
         self.at = end + len(quote)
         inner = self.text[start:end]
-        return _ESCAPE.sub(_unescape, inner) if quote[0] == '"' else inner
+        if quote[0] == '"':
+            inner = _ESCAPE.sub(_unescape, inner)
+        if len(inner) > LONGEST_TEXT:
+            raise self._beyond(f"text of {len(inner)} characters, more than {LONGEST_TEXT}")
+        return inner
 
     def _expect(self, mark: str) -> None:
         self._skip(_SPACE)
@@ -183,9 +235,34 @@ class _Scanner:
         return self.at < len(self.text)
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        self.line += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.line
+
+    def _beyond(self, told: str) -> BoundError:
+        return BoundError(self.path, self._line(), told)
+
+
+def fits(scalar: str) -> bool:
+    """Whether a value, if it is a whole number as TOML writes it, has 64 bits at most."""
+    match = _INTEGER.fullmatch(scalar)
+    digits = match[2].replace("_", "") if match else ""
+    if match is None or not digits:
+        return True
+    marked = digits[:2].lower()
+    base = {"0x": 16, "0o": 8, "0b": 2}.get(marked, 10)
+    digits = digits[2 if base != 10 else 0 :].lstrip("0")
+    if len(digits) > _MOST_DIGITS:
+        return False
+    number = int(digits or "0", base)
+    return number < 1 << 63 or (match[1] == "-" and number == 1 << 63)
 
 
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if code[0] in "uU" else _LETTERS.get(code, code)
+    if code[0] not in "uU" or len(code) == 1:
+        return _LETTERS.get(code, code)
+    number = int(code[1:], 16)
+    if number > _LAST_CHARACTER or number in _SURROGATES:
+        raise ValueError(f"no character has the number {code[1:]}")
+    return chr(number)

@@ -6,7 +6,7 @@ the `--set` argument, that it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +15,21 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from hpctrain.deck.check import check_deck, data_ranks, source_problems, world_problems
-from hpctrain.deck.defaults import Tables, fill, find_preset
+from hpctrain.deck.check import Problem, check_deck, data_ranks, source_problems, world_problems
+from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.schema import Deck, extra, fields, sections
-from hpctrain.deck.sources import Place, Sources, toml_value
+from hpctrain.deck.sources import Place, Sources, clipped, toml_value
+from hpctrain.deck.toml import encodes
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import is_unfit
 
 SourceReader = Callable[[str], Mapping[str, object]]
 """What model.from names -> the full names and values of the keys that its model settles."""
+
+Further = Callable[[Deck, int | None], Iterable[Problem]]
+"""A deck that is right in itself and the number of ranks, if known -> what is wrong with what it names."""
 
 _SHAPE = ("family", "layers", "hidden", "heads")
 
@@ -34,16 +39,20 @@ def read_deck(
     overrides: Sequence[str] = (),
     ranks: int | None = None,
     read_source: SourceReader | None = None,
+    further: Further | None = None,
 ) -> Deck:
     """Read and validate a deck, with `--set` arguments such as "batch.micro_size=4" on top of it.
 
     With `ranks`, the deck is checked against that number of ranks too. `read_source` looks into what
-    model.from names; without it that key is taken as it is. Raises `HpctrainError` with every problem, or
-    `InputOutputError` where all that is wrong is that files cannot be read.
+    model.from names; without it that key is taken as it is. `further` checks what else a deck names that has
+    no other problem. Raises `HpctrainError` with every problem, or `InputOutputError` where all that is wrong
+    is that files cannot be read.
     """
     written = Written(str(path))
+    if not encodes(str(path)):
+        raise HpctrainError(f"{path}: the name of a deck must be UTF-8 text")
     written.read_file(Path(path), str(path), ())
-    return _deck(written, overrides, ranks, read_source)
+    return _deck(written, overrides, ranks, read_source, further)
 
 
 def parse_deck(
@@ -53,13 +62,18 @@ def parse_deck(
     ranks: int | None = None,
     read_source: SourceReader | None = None,
     includes: bool = True,
+    defaults_written: bool = False,
 ) -> Deck:
     """As `read_deck`, from text; `name` stands for the file's name in messages and for included files.
 
-    Text out of a checkpoint is not to open files: then `includes` is false.
+    Text out of a checkpoint is not to open files: then `includes` is false. With `defaults_written`, the text
+    has all defaults as if they were given: then keys with values that they would get from other keys count
+    as not given.
     """
     written = Written(name, includes)
     written.read_text(text, Path(name), name, ())
+    if defaults_written:
+        _leave_out_defaults(written)
     return _deck(written, overrides, ranks, read_source)
 
 
@@ -67,28 +81,58 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     """The resolved deck as TOML: every section and key. Parses back to an equal deck.
 
     Keys without a value are comments that say what stands in for it; with `ranks` (which must fit the
-    deck), layout.data is told as it will be on that many.
+    deck), layout.data is told as it will be on that many. Keys whose values follow others are comments, too,
+    so that they still follow when the text is read with other values of those.
     """
     lines: list[str] = []
+    values: Tables = {
+        section: {
+            name: value for name in fields(section) if (value := deck.value(f"{section}.{name}")) is not None
+        }
+        for section in sections()
+    }
+    following = {key for key in deck.sources.defaulted if is_default(values, key)}
     for section in sections():
         lines += ["", f"[{section}]"]
         for name, field in fields(section).items():
-            value = deck.value(f"{section}.{name}")
+            value = values[section].get(name)
             instead = extra(field, "derived")
             if ranks is not None and (section, name) == ("layout", "data"):
                 instead += f": {data_ranks(deck, ranks)} on {ranks} ranks"
-            lines.append(f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}")
+            line = f"# {name}: {instead}" if value is None else f"{name} = {toml_value(value)}"
+            lines.append(f"# {line}  # {instead}" if f"{section}.{name}" in following else line)
     return "\n".join(lines[1:]) + "\n"
 
 
+def _leave_out_defaults(written: Written) -> None:
+    """Forget the keys that were written with the values they would get from other keys."""
+    tables: Tables = {
+        section: dict(table) if isinstance(table := written.values.get(section), dict) else {}
+        for section in sections()
+    }
+    for section, table in tables.items():
+        for name in table:
+            if is_default(tables, f"{section}.{name}"):
+                del written.values[section][name]
+                del written.places[f"{section}.{name}"]
+
+
 def _deck(
-    written: Written, overrides: Sequence[str], ranks: int | None, read_source: SourceReader | None
+    written: Written,
+    overrides: Sequence[str],
+    ranks: int | None,
+    read_source: SourceReader | None,
+    further: Further | None = None,
 ) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
     whole = not written.problems
     for argument in overrides:
         written.override(argument)
     deck = _Validation(written, whole, read_source).deck(ranks)
+    if deck is not None and further is not None and not written.problems:
+        for problem in further(deck, ranks):
+            told = deck.problem(problem.key, problem.sentence)
+            written.add(deck.sources.place(problem.key), told)
     written.raise_problems()
     assert deck is not None
     return deck
@@ -120,25 +164,35 @@ class _Validation:
             bad |= set(wrong)
             deck = self._stand_in(tables, bad)
         if deck is not None and self.whole:
-            found = [*check_deck(deck), *source_problems(deck, self.source)]
+            found = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
             found += [] if ranks is None else world_problems(deck, ranks)
             for problem in found:
-                if not bad & {problem.key, *problem.others}:
+                keys = {problem.key, *problem.others}
+                if not bad & keys and not (problem.for_writers and self._stored(keys)):
                     told = deck.problem(problem.key, problem.sentence)
                     self.written.add(deck.sources.place(problem.key), told)
         return deck
+
+    def _stored(self, keys: set[str]) -> bool:
+        """Whether all of these keys are as a run has stored them."""
+        places = [self.places.get(key) for key in keys]
+        return not self.written.includes and all(each is None or each.override is None for each in places)
 
     def _look_into_source(self, path: object) -> None:
         """Learn the keys of the model that model.from names; a wrong type is told of elsewhere."""
         if self.read_source is None or not isinstance(path, str) or not path:
             return
+        place, missing = self.places["model.from"], False
+        problems: tuple[str, ...] = ()
         try:
             self.source = self.read_source(path)
         except HpctrainError as error:
-            place = self.places["model.from"]
-            missing = isinstance(error, InputOutputError)
-            for problem in error.problems:
-                self.written.add(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
+            problems, missing = error.problems, isinstance(error, InputOutputError)
+        except OSError as error:
+            problems = (f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}",)
+            missing = not is_unfit(error)
+        for problem in problems:
+            self.written.add(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
             self.whole = False
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
@@ -153,15 +207,17 @@ class _Validation:
                     told = f"must be a section: [{section}] on a line of its own, with its keys below"
                 else:
                     told = unknown_key("", section)
-                self.written.add(place, f"{place.prefix}: {section} = {toml_value(table)}: {told}")
+                shown = f"{clipped(section)} = {clipped(toml_value(table))}"
+                self.written.add(place, f"{place.prefix}: {shown}: {told}")
             elif section not in tables:
                 first = next(
                     (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
                     place,
                 )
-                shown = place if section in self.places else first
-                named = "" if shown.override else f" [{section}]:"
-                self.written.add(shown, f"{shown.prefix}:{named} {unknown_section(section, list(table))}")
+                named_at = place if section in self.places else first
+                named = "" if named_at.override else f" [{clipped(section)}]:"
+                told = unknown_section(section, list(table))
+                self.written.add(named_at, f"{named_at.prefix}:{named} {told}")
             else:
                 for key, value in table.items():
                     if key in fields(section):
@@ -174,15 +230,14 @@ class _Validation:
         """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
         whole = deepcopy(tables)
         places = dict(self.places)
-        origins = zip(("preset", "from"), fill(whole, self.written.name, self.source), strict=True)
-        for origin, keys in origins:
-            note = "from the preset" if origin == "preset" else "from model.from"
+        filled = fill(whole, self.written.name, self.source)
+        origins = [("preset", "from the preset", filled.preset), ("from", "from model.from", filled.source)]
+        for origin, note, keys in origins:
             for key in keys:
                 places[key] = replace(places[f"model.{origin}"], value=None, note=note)
+        sources = Sources(self.written.name, MappingProxyType(places), frozenset(filled.others))
         try:
-            return Deck.model_validate(
-                whole, context=Sources(self.written.name, MappingProxyType(places))
-            ), {}
+            return Deck.model_validate(whole, context=sources), {}
         except ValidationError as error:
             return None, {".".join(map(str, fault["loc"][:2])): fault["type"] for fault in error.errors()}
 

@@ -24,31 +24,45 @@ A deck is a TOML file of the sections and keys below; keys without a default ("r
 given. Sizes may be written as "25 MB" or "24 MiB", times as "90 s", "50 min" or "1 h 30 min". At
 the top of a deck, include = "base.toml" (or a list) takes the keys of other files, relative to this
 one; its own keys win. On the command line, --set section.key=value wins over all files, and --set
-section.key= puts a key back to its default.
+section.key= puts a key back to its default. A default that names other keys follows them, also when
+a run goes on.
 """
+_PRESET_KEYS = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
 
 
-def reference_text(section: str | None = None) -> str:
+def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     """Every section and key with type, default, unit and help, or those of one section.
 
-    At most 100 columns wide. Raises `HpctrainError` if there is no such section.
+    At most 100 columns wide; where there are fewer, the tables become lists. Raises `HpctrainError` if there
+    is no such section.
     """
-    if section is None:
-        parts = [_HEAD.strip().splitlines(), *(list(_section(name)) for name in sections()), list(_presets())]
-    elif section in sections():
-        parts = [list(_section(section)), *([list(_presets())] if section == "model" else [])]
-    else:
+    if section is not None and section not in sections():
         raise HpctrainError(f"--reference {section}: {unknown_section(section, [])}")
+    table = width >= _WIDTH
+    width = min(width, _WIDTH)
+    parts: list[list[str]] = [] if section else [_wrapped(" ".join(_HEAD.split()), width, 0)]
+    for name in [section] if section else sections():
+        parts.append([*_wrapped(f"[{name}]  {sections()[name].__doc__}", width, 2), ""])
+        parts[-1] += _section_table(name) if table else _section_list(name, width)
+    if section in {None, "model"}:
+        parts.append(_presets(width, table))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _section(name: str) -> Iterator[str]:
-    yield from _wrapped(f"[{name}]  {sections()[name].__doc__}", indent=2)
-    yield ""
+def _section_table(name: str) -> Iterator[str]:
     yield from _row(("key", "type", "default", "unit"))
     for key, field in fields(name).items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
         yield from ("      " + line for line in textwrap.wrap(field.description or "", _WIDTH - 6))
+
+
+def _section_list(name: str, width: int) -> Iterator[str]:
+    for key, field in fields(name).items():
+        yield f"  {key}"
+        unit, default = extra(field, "unit"), _default(field)
+        facts = [_type(key, field), default if default == "required" else f"default: {default}"]
+        for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or ""):
+            yield from textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _type(name: str, field: FieldInfo) -> str:
@@ -68,21 +82,22 @@ def _default(field: FieldInfo) -> str:
     return toml_value(field.default) + size
 
 
-def _presets() -> Iterator[str]:
-    yield from _wrapped(
-        "Presets  The keys of [model], and batch.sequence, that model.preset fills.", indent=2
-    )
-    yield ""
-    columns = ("family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "norm_epsilon")
-    rows = [
-        [name, *(str(getattr(preset, key)) for key in (*columns, "sequence"))]
-        for name, preset in PRESETS.items()
-    ]
-    yield from _table([["preset", *columns, "sequence"], *rows])
-    yield ""
+def _presets(width: int, table: bool) -> list[str]:
+    told = "Presets  The keys of [model], and batch.sequence, that model.preset fills."
+    lines = [*_wrapped(told, width, 2), ""]
+    columns = (*_PRESET_KEYS, "sequence")
+    rows = [[name, *(str(getattr(preset, key)) for key in columns)] for name, preset in PRESETS.items()]
+    if table:
+        lines += _table([["preset", *columns], *rows])
+    else:
+        for name, *values in rows:
+            facts = ", ".join(f"{key} {value}" for key, value in zip(columns, values, strict=True))
+            lines += _wrapped(f"  {name}: {facts}", width, 6)
+    lines.append("")
     for source in dict.fromkeys(preset.source for preset in PRESETS.values()):
         names = [name for name, preset in PRESETS.items() if preset.source == source]
-        yield from _wrapped(f"{', '.join(names)}: {source}.", indent=4)
+        lines += _wrapped(f"{', '.join(names)}: {source}.", width, 4)
+    return lines
 
 
 def _row(cells: Sequence[str]) -> Iterator[str]:
@@ -103,5 +118,5 @@ def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield " ".join(["  " + first.ljust(widths[0]), *cells])
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent)
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent)

@@ -15,8 +15,14 @@ from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
 from hpctrain.units import parse_bytes, parse_seconds
 
+_FORMER = {("machine", "memory_per_node"): "memory"}
+"""Former names of keys, with their sections."""
+
 _LARGEST = 10_000_000
 """Of a model's sizes: beyond any model, and small enough to search for divisors."""
+_LONGEST = 1_000_000_000
+_MOST_LAYERS = 10_000
+_MOST_THREADS = 4096
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
 """A size; written as a number of bytes or as "25 MB", printed as a number."""
@@ -45,7 +51,9 @@ class Run(Section):
     """The run as a whole."""
 
     title: str = key(
-        "Name of the run, for its folder and plots.", derived="the deck's file name", min_length=1
+        "Name of the run, for its folder, jobs and plots; without slashes and double dots.",
+        derived="the deck's file name",
+        min_length=1,
     )
     dir: str = key("Folder of the run; made if it is not there.", derived="runs/<title>", min_length=1)
     steps: int = key("Optimizer steps of the whole run.", unit="steps", ge=1)
@@ -71,7 +79,7 @@ class Run(Section):
         derived="1 min, at most a tenth of the limit",
         ge=0,
     )
-    threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1)
+    threads: int = key("Threads of each rank for computing on the CPU.", 1, ge=1, le=_MOST_THREADS)
     device: Literal["auto", "cpu", "cuda"] = key(
         "Where to compute; auto: on GPUs where every rank has one.", "auto"
     )
@@ -101,7 +109,7 @@ class Model(Section):
         "gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU, no biases.",
         derived="the preset's, else required",
     )
-    layers: int = key("Transformer layers.", derived="the preset's, else required", ge=1, le=_LARGEST)
+    layers: int = key("Transformer layers.", derived="the preset's, else required", ge=1, le=_MOST_LAYERS)
     hidden: int = key(
         "Width of the residual stream.", derived="the preset's, else required", ge=1, le=_LARGEST
     )
@@ -126,6 +134,7 @@ class Model(Section):
         unit="tokens",
         derived="the token file's",
         ge=2,
+        le=_LARGEST,
     )
     tied: bool = key("Whether output and input embedding are one.", derived="true (gpt2), false (llama)")
     frozen: tuple[str, ...] = key(
@@ -145,6 +154,9 @@ class Data(Section):
     tokens: str = key(
         "Token file made by `hpctrain prepare`; relative to the folder where the run is started.",
         min_length=1,
+    )
+    other_tokenizer: bool = key(
+        "Take tokens of another tokenizer than that of the weights that a run starts or goes on from.", False
     )
     validation: float = key("Share of the sequences held out for evaluation.", 0.01, ge=0, lt=1)
 
@@ -237,7 +249,13 @@ class Batch(Section):
 
     global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
     micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
-    sequence: int = key("Length of a sequence.", unit="tokens", derived="the preset's, else required", ge=1)
+    sequence: int = key(
+        "Length of a sequence.",
+        unit="tokens",
+        derived="the preset's, else required",
+        ge=1,
+        le=_LONGEST,
+    )
     ramp_from: int = key(
         "Batch of the first step, growing by as many at a time to global_size; 0: no ramp.",
         0,
@@ -262,17 +280,22 @@ class LearningRate(Section):
     """The rate of every step: linear warm-up to the peak, then decay to the floor."""
 
     peak: float = key("Highest learning rate.", 3e-4, gt=0)
-    warmup: int = key("Steps of linear warm-up.", unit="steps", derived="100, at most run.steps/10", ge=0)
+    warmup: int = key(
+        "Steps of linear warm-up.",
+        unit="steps",
+        derived="100, at most a tenth of run.steps and decay_steps",
+        ge=0,
+    )
     decay: Literal["cosine", "linear", "constant"] = key("Form of the decay after the warm-up.", "cosine")
     decay_steps: int = key(
-        "Step at which the decay reaches the floor and stays there.",
+        "Steps after which the rate is at the floor and stays there.",
         unit="steps",
         derived="run.steps, at least warmup",
         ge=1,
     )
     floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
     reference_batch: int = key(
-        "Batch that the peak is meant for: it is multiplied by global_size/reference_batch; 0: it is not.",
+        "Batch that the peak is meant for: it is multiplied by the step's batch over this one; 0: it is not.",
         0,
         unit="sequences",
         ge=0,
@@ -347,7 +370,7 @@ class Stability(Section):
         ge=0,
     )
     z_loss: float = key(
-        "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0
+        "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0, le=1
     )
     verify_layout: bool = key(
         "Whether to compare one tiny step of this layout with one rank's, before training.", False
@@ -373,11 +396,18 @@ class Machine(Section):
     gpus_per_node: int | None = key(
         "GPUs that `hpctrain job` asks for on a node.", None, unit="GPUs", derived="none", ge=0
     )
-    memory_per_node: Bytes | None = key(
-        "Memory that `hpctrain job` asks for on a node.",
+    memory: Bytes | None = key(
+        "Memory of a node, into which a run has to fit; `hpctrain job` asks for so much.",
         None,
         unit="bytes",
-        derived="what `hpctrain plan` predicts, and a quarter more",
+        derived="what a run finds; for a job, what `hpctrain plan` predicts, and a quarter more",
+        ge=1,
+    )
+    gpu_memory: Bytes | None = key(
+        "Memory of a GPU, into which the ranks that use it have to fit.",
+        None,
+        unit="bytes",
+        derived="what a run finds",
         ge=1,
     )
 
@@ -442,6 +472,11 @@ def fields(section: str) -> dict[str, FieldInfo]:
 
 def _name(attribute: str, field: FieldInfo) -> str:
     return field.alias or attribute
+
+
+def present_name(section: str, name: str) -> str:
+    """The name of a key that older decks and checkpoints call by another; of any other, its own."""
+    return _FORMER.get((section, name), name)
 
 
 def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:

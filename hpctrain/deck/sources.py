@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from hpctrain.characters import escaped
+
+LONGEST_SHOWN = 200
+"""Characters of what a user wrote that a sentence repeats."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -25,7 +30,7 @@ class Place:
     def prefix(self) -> str:
         """`deck.toml:14`, or `deck.toml` where no line is known, or `--set a.b=value`."""
         if self.override is not None:
-            return f"--set {self.override}"
+            return f"--set {clipped(self.override)}"
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
@@ -33,11 +38,13 @@ class Place:
 class Sources:
     """The places of a deck's keys ("batch.micro_size"), and the name of the deck itself.
 
-    All Sources are equal: decks with the same values are the same deck, wherever they were written.
+    `defaulted` are the keys that were not given and got values that follow other keys of the deck. All
+    Sources are equal: decks with the same values are the same deck, wherever they were written.
     """
 
     name: str = "deck"
     places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}))
+    defaulted: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sources)
@@ -45,9 +52,9 @@ class Sources:
     def __hash__(self) -> int:
         return hash(Sources)
 
-    def __reduce__(self) -> tuple[type[Sources], tuple[str]]:
-        """Copies and pickles keep the name only: places matter where the deck was read."""
-        return Sources, (self.name,)
+    def __reduce__(self) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str]]]:
+        """Copies and pickles keep no places: they matter where the deck was read."""
+        return Sources, (self.name, {}, self.defaulted)
 
     def place(self, key: str) -> Place:
         """The place of a key; of one that was not given, the deck as a whole."""
@@ -60,7 +67,12 @@ class Sources:
             return f"{place.prefix}: {problem}"
         written = value if place.note or place.value is None else place.value
         note = f" ({place.note})" if place.note else ""
-        return f"{place.prefix}: {key} = {toml_value(written)}{note}: {problem}"
+        return f"{place.prefix}: {clipped(key)} = {clipped(toml_value(written))}{note}: {problem}"
+
+
+def clipped(text: str) -> str:
+    """The text, or its beginning where it is too long for a sentence."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def toml_value(value: object) -> str:
@@ -69,8 +81,8 @@ def toml_value(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+            # JSON's escapes are TOML's; JSON leaves DEL, which TOML wants escaped too, and the like.
+            return escaped(json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return "[" + ", ".join(toml_value(item) for item in value) + "]"
         case dict():

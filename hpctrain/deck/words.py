@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -10,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.schema import extra, fields, sections
 from hpctrain.deck.sources import toml_value
+from hpctrain.words import nearest
 
 
 def wanted(field: FieldInfo) -> str:
@@ -51,8 +51,8 @@ def given(value: object, field: FieldInfo) -> str:
     """What was given in place of `wanted`, as the end of a sentence; "" where the value shows it."""
     kind, choices = plain_type(field), _choices(field)
     if choices and (get_origin(kind) is Literal or isinstance(value, str)):
-        near = get_close_matches(str(value).lower(), choices, n=1)
-        return f" (did you mean {toml_value(near[0])}?)" if near else ""
+        near = nearest(str(value).lower(), choices)
+        return f" (did you mean {toml_value(near)}?)" if near else ""
     match value:
         case bool():
             return f", not {toml_value(value)}"
@@ -77,13 +77,13 @@ def given(value: object, field: FieldInfo) -> str:
 def unknown_key(section: str, name: str) -> str:
     """What to say of a key that no section (or not this one) has; `section` "" is the top of the deck."""
     homes = [other for other in sections() if name in fields(other)]
-    own = get_close_matches(name, fields(section), n=1) if section in sections() else []
+    own = nearest(name, fields(section)) if section in sections() else None
     if homes:
         meant = [f"{home}.{name}" for home in homes]
     elif own:
-        meant = [f"{section}.{own[0]}"]
+        meant = [f"{section}.{own}"]
     else:
-        meant = _near_anywhere(section, name)
+        meant = _near_anywhere(name)
     if meant:
         return f"unknown key (did you mean {either(meant)}?)"
     if section in sections():
@@ -93,9 +93,9 @@ def unknown_key(section: str, name: str) -> str:
 
 def unknown_section(section: str, names: list[str]) -> str:
     """What to say of a section that a deck does not have; `names` are the keys that it was given."""
-    near = get_close_matches(section, sections(), n=1)
+    near = nearest(section, sections())
     if near:
-        return f"unknown section (did you mean [{near[0]}]?)"
+        return f"unknown section (did you mean [{near}]?)"
     homes = [f"{home}.{name}" for name in names for home in sections() if name in fields(home)]
     if homes:
         return f"unknown section (did you mean {', '.join(homes)}?)"
@@ -107,13 +107,10 @@ def either(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
-def _near_anywhere(section: str, name: str) -> list[str]:
+def _near_anywhere(name: str) -> list[str]:
     full = {f"{home}.{known}": known for home in sections() for known in fields(home)}
-    matches = get_close_matches(f"{section}.{name}" if section else name, full, n=1, cutoff=0.8)
-    if matches:
-        return matches
-    known = get_close_matches(name, full.values(), n=1, cutoff=0.75)
-    return [path for path, own in full.items() if own in known]
+    near = nearest(name, full.values())
+    return [path for path, own in full.items() if own == near]
 
 
 def _without_quotes(value: str) -> str:

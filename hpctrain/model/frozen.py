@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from hpctrain.deck.sources import toml_value
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.shard import Parameter
 
@@ -40,6 +41,17 @@ def freeze_parameters(models: Sequence[Transformer], patterns: Sequence[str]) ->
             if trained and frozen:
                 torn.append((frozen[0], trained[0]))
     return Frozen(used, left, torn)
+
+
+def frozen_problems(patterns: Sequence[str], found: Sequence[Frozen]) -> list[str]:
+    """What is wrong with the patterns, of which each part of the model found something: ends of sentences."""
+    used = {pattern for part in found for pattern in part.used}
+    torn = (pair for part in found for pair in part.torn)
+    told = [f"freezes {one}, but not {other}, with which it is one" for one, other in torn]
+    told += [f"no parameter is called {toml_value(pattern)}" for pattern in patterns if pattern not in used]
+    if not told and patterns and not any(part.left for part in found):
+        told.append("leaves nothing to train")
+    return list(dict.fromkeys(told))
 
 
 def embedding_trained(model: Transformer) -> bool:

@@ -48,10 +48,13 @@ def _fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation
         )
 
 
-def initialize(targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int) -> None:
+def initialize(
+    targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int, roughness: float = 0.0
+) -> None:
     """Fill flat fp32 tensors, each the elements of a parameter's local piece from an offset on.
 
-    Padding is zero.
+    Padding is zero. With `roughness`, the standard deviation of what is added to biases and norm weights, no
+    two tensors are alike: what mistakes one for another shows.
     """
     deviations = {
         "normal": shape.initial_std,
@@ -60,5 +63,9 @@ def initialize(targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelSha
     for parameter, target, offset in targets:
         if parameter.initial in deviations:
             _fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])
-        else:
-            target.fill_(1.0 if parameter.initial == "ones" else 0.0)
+            continue
+        target.zero_()
+        if roughness:
+            _fill_normal(target, offset, parameter.shard, seed, roughness)
+        if parameter.initial == "ones":
+            target.add_(1.0)

@@ -38,6 +38,10 @@ class Optimizer(Protocol):
         """The state, by bucket."""
 
     @property
+    def working_bytes(self) -> int:
+        """Host memory that state which lies elsewhere passes through."""
+
+    @property
     def updates(self) -> int:
         """Updates done so far; what the bias correction counts."""
 
@@ -90,6 +94,11 @@ class AdamW:
     def moments(self) -> Sequence[Moments[Tensor]]:
         """The state, by bucket."""
         return self._moments
+
+    @property
+    def working_bytes(self) -> int:
+        """None: the state is where it is updated."""
+        return 0
 
     @property
     def updates(self) -> int:

@@ -6,7 +6,7 @@ read and the last one is written, so that a step takes as long as the slowest of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -60,13 +60,17 @@ class OffloadedAdamW:
         self._agreement = agreement
         self._moments = [_moments(bucket, store) for bucket in buckets]
         self._pieces = list(_pieces(buckets, self._moments, buffer_bytes))
-        longest = max(piece.elements for piece in self._pieces)
-        self._slots = [_Slot(longest) for _ in range(SLOTS)]
+        self._slots = [_Slot(longest) for longest in _slot_elements(buckets, buffer_bytes)]
 
     @property
     def moments(self) -> Sequence[Moments[Flat]]:
         """The state, by bucket."""
         return self._moments
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory of the pieces on their way."""
+        return sum(slot.bytes for slot in self._slots)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
@@ -140,6 +144,11 @@ class _Slot:
         self._memory: dict[str, Tensor] = {}
         self._transfers: list[Transfer] = []
         self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes beside memory that the state has anyway."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
 
     def read(self, piece: Piece) -> None:
         """Start to have the piece's state here; `settle` completes it."""
@@ -218,22 +227,34 @@ def piece_elements(buckets: Sequence[Bucket], buffer_bytes: int) -> int:
 
 def working_bytes(buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool) -> int:
     """Memory of the pieces on their way, of state that lies in files."""
-    most = piece_elements(buckets, buffer_bytes)
-    parts = [int(part.stop - part.start) for bucket in buckets for part in decay_ranges(bucket)]
     half = any(bucket.dtype != torch.float32 for bucket in buckets)
     size = 4 * (3 if half or values_in_files else 2)
     if half and values_in_files:
         size += max(bucket.dtype.itemsize for bucket in buckets)
-    return SLOTS * min(most, max(parts)) * size
+    return sum(_slot_elements(buckets, buffer_bytes)) * size
+
+
+def _slot_elements(buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
+    """Elements of the longest piece that every slot takes in turn; 0 where there are fewer pieces."""
+    lengths = [
+        part.stop - part.start for bucket in buckets for part, _ in _parts(bucket, buckets, buffer_bytes)
+    ]
+    return [max(lengths[slot::SLOTS], default=0) for slot in range(SLOTS)]
+
+
+def _parts(bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int) -> Iterator[tuple[slice, bool]]:
+    """What of a bucket's own is updated at a time, and whether it is decayed."""
+    most = piece_elements(buckets, buffer_bytes)
+    for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True):
+        for first in range(part.start, part.stop, most):
+            yield slice(first, min(first + most, part.stop)), decayed
 
 
 def _pieces(buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], buffer_bytes: int) -> list[Piece]:
-    most = piece_elements(buckets, buffer_bytes)
     return [
-        Piece(bucket, moment, slice(first, min(first + most, part.stop)), decayed)
+        Piece(bucket, moment, part, decayed)
         for bucket, moment in zip(buckets, moments, strict=True)
-        for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
-        for first in range(part.start, part.stop, most)
+        for part, decayed in _parts(bucket, buckets, buffer_bytes)
     ]
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.parallel.backward import End
 from hpctrain.parallel.vocabulary import LossTerms
 from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
@@ -83,7 +83,7 @@ class _Pass:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.stage = executor.group.rank
         self.last = schedule.parts - 1
-        self.ends: dict[Key, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        self.ends: dict[Key, tuple[Tensor | None, End]] = {}
         self.held: dict[Key, list[Computation]] = {}
         self.local: dict[Message, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
@@ -91,14 +91,14 @@ class _Pass:
         self.total: Tensor | None = None
 
     def run(self) -> Tensor | None:
-        ledger = self.executor.ledger
+        ledger, training = self.executor.ledger, torch.is_grad_enabled()
         for action in self.schedule.stages[self.stage]:
-            ledger.phase = "forward" if action.kind == "F" else "backward"
+            ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             self._do(action)
             self.sends = [send for send in self.sends if not send[0].test()]
         for work, _ in self.sends:
             work.wait()
-        ledger.phase = "synchronize"
+        ledger.phase = "synchronize" if training else "evaluation"
         return self.total
 
     def _do(self, action: Action) -> None:
@@ -130,12 +130,12 @@ class _Pass:
             added = loss.detach().double()
             self.total = added if self.total is None else self.total + added
             if loss.requires_grad:
-                self.ends[key] = (hidden, loss)
+                self.ends[key] = (hidden, End(loss))
             return None
         output = model(batch.inputs, hidden)
         if output.requires_grad:
             # The graph is kept by its end alone, so that the output's memory goes with its sending.
-            self.ends[key] = (hidden, get_gradient_edge(output))
+            self.ends[key] = (hidden, End(output))
         passed_on: Tensor = output.detach()
         return passed_on
 
@@ -147,7 +147,7 @@ class _Pass:
         hidden, end = self.ends.pop(key)
         queue = self.executor.queue
         queue.deferring = action.kind == "I"
-        torch.autograd.backward(end, gradient)
+        end.backward(gradient)
         queue.deferring = False
         if action.kind == "I":
             self.held[key] = queue.take()

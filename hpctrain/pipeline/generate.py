@@ -6,7 +6,6 @@ gradients add up in the same order, and to the same bits, whatever the schedule.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 
 from hpctrain.errors import HpctrainError
@@ -15,6 +14,7 @@ from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import Times, peak_activations
 from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
+from hpctrain.words import nearest
 
 MOST_STAGES, MOST_MICRO_BATCHES, MOST_CHUNKS = 10_000, 1_000_000, 1_000  # what the text form can say
 MOST_WORK = 10_000_000
@@ -131,8 +131,8 @@ def generate(
 
 def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) -> list[str]:
     if name not in NAMES:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}"
+        near = nearest(name.lower(), NAMES)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(NAMES)}"
         return [f"no schedule {name!r}: {hint}"]
     problems = [
         f"{name}: {what} = {number}: must be from 1 to {most}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.files import read_text
 from hpctrain.pipeline.action import Action, Schedule, accumulation
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import NAMES, V_SHAPED, generate
 from hpctrain.pipeline.simulate import Times
+from hpctrain.words import nearest
+
+SCHEDULE_BYTES = 64 << 20
+"""Of a schedule's file at most."""
 
 
 def outline(deck: Deck) -> Schedule:
@@ -33,6 +37,8 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     layout, batch = deck.layout, deck.batch
     whole = batch.micro_size * data_ranks
     if layout.pipeline == 1:
+        if layout.schedule not in NAMES:
+            schedule_text(deck)  # a slip is one on a single stage too
         return accumulation
     if layout.schedule not in NAMES:
         schedule = _from_file(deck, batch.global_size // whole)
@@ -57,20 +63,26 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     return by_name
 
 
-def _from_file(deck: Deck, micro_batches: int) -> Schedule:
-    """Read and check a schedule file; its numbers must be those of the deck."""
-    path, layout = Path(deck.layout.schedule), deck.layout
+def schedule_text(deck: Deck) -> str:
+    """The text of the schedule's file; HpctrainError where there is none to be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        near = difflib.get_close_matches(deck.layout.schedule, NAMES, n=1)
-        hint = f' (did you mean "{near[0]}"?)' if near else ""
+        return read_text(deck.layout.schedule, SCHEDULE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
+        near = nearest(deck.layout.schedule, NAMES)
+        hint = f' (did you mean "{near}"?)' if near else ""
         raise HpctrainError(
             deck.problem(
                 "layout.schedule",
-                f"must be one of {', '.join(NAMES)}, or a readable file of a schedule{hint}",
+                f"must be one of {', '.join(NAMES)}, or a file of a schedule ({reason}){hint}",
             )
         ) from None
+
+
+def _from_file(deck: Deck, micro_batches: int) -> Schedule:
+    """Read and check a schedule file; its numbers must be those of the deck."""
+    path, layout = Path(deck.layout.schedule), deck.layout
+    text = schedule_text(deck)
     schedule = Schedule.parse(text, str(path))
     numbers = {
         "stages": (schedule.stage_count, "layout.pipeline", layout.pipeline),

@@ -1,40 +1,45 @@
-"""From a deck's file to its plan, and to the plans of what could be changed in it."""
+"""From a deck's file to its plan, whether it fits, and the plans of what could be changed in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from hpctrain.checkpoint.source import settled_keys
+from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
-from hpctrain.deck.schema import Deck, fields
-from hpctrain.errors import HpctrainError
+from hpctrain.deck.schema import Deck
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
-
-LEAST_SAVING = 0.02
-"""Of a rank's total; changes that save less are not told."""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """A change of the deck and what the rank that holds most would then hold less, in bytes."""
-
-    change: str
-    saved: int
-    total: int
+from hpctrain.plan.named import named_problems
+from hpctrain.plan.room import Room, limits_of
+from hpctrain.plan.savings import Saving, find_savings
 
 
 @dataclass(frozen=True)
 class DeckPlan:
-    """The plan of a deck on some ranks, and what would save most, the most first."""
+    """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
+    and what would save most, the most first.
+    """
 
     deck: Deck
     ranks: int
     memory: MemoryPlan
+    room: Room | None
     savings: tuple[Saving, ...]
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        room = self.room
+        if room is None:
+            return self.memory.row()
+        node = {"ranks": room.ranks, "needed_bytes": room.needed, "memory_bytes": room.limit.bytes}
+        return self.memory.row() | {"node": node | {"fits": room.fits}}
 
 
 def plan_deck(
@@ -46,43 +51,45 @@ def plan_deck(
 ) -> DeckPlan:
     """Plan the deck in a file, and with `advised` what changes of it would save.
 
-    The token file is opened only where the deck leaves its vocabulary to it.
+    The token file is opened only where the deck leaves its vocabulary to it. A node has `ranks_per_node`
+    ranks, else those of the deck's [machine], else all.
 
     Raises HpctrainError as a run on so many ranks would.
     """
-    deck = read_deck(path, overrides, ranks, settled_keys)
+    deck = read_deck(path, overrides, ranks, settled_keys, named_problems)
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes() if deck.run.device != "cuda" else 0
-    memory = plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
+    shared = shared_bytes()
+
+    def planned(deck: Deck) -> MemoryPlan:
+        return plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
+
+    memory = planned(deck)
     savings: list[Saving] = []
-    for change in _changes(deck, memory) if advised else ():
-        try:
-            changed = read_deck(path, [*overrides, change], ranks, settled_keys)
-            total = plan_memory(changed, ranks, vocabulary, libraries, ranks_per_node).largest.memory.total
-        except HpctrainError:
-            continue  # what this deck cannot have is no advice
-        saved = memory.largest.memory.total - total
-        if saved > LEAST_SAVING * memory.largest.memory.total:
-            savings.append(Saving(change, saved, total))
-    savings.sort(key=lambda saving: -saving.saved)
-    return DeckPlan(deck, ranks, memory, tuple(savings))
+    if advised:
+        savings = find_savings(
+            deck,
+            memory,
+            lambda change: read_deck(path, [*overrides, change], ranks, settled_keys),
+            planned,
+        )
+    machine = deck.machine
+    together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
+    return DeckPlan(deck, ranks, memory, _room(deck, memory, together, shared), tuple(savings))
 
 
-def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
-    """Changes, each by itself, that take memory away from a rank."""
-    if memory.zero_group > 1 or deck.layout.zero == 0:
-        for stage in range(deck.layout.zero + 1, 4):
-            yield f"layout.zero={stage}"
-    if deck.precision.compute == "fp32":
-        yield "precision.compute=bf16"
-    if deck.memory.recompute == "none":
-        yield "memory.recompute=selective"
-        yield "memory.recompute=full"
-    if "optimizer" in fields("memory") and deck.value("memory.optimizer") == "device":
-        yield "memory.optimizer=disk"
-    if deck.layout.zero > 1 and deck.memory.accumulate == "whole" and memory.micro_batches > 1:
-        yield "memory.accumulate=sliced"
-    if deck.batch.micro_size > 1 and deck.batch.micro_size % 2 == 0:
-        yield f"batch.micro_size={deck.batch.micro_size // 2}"
-    if deck.layout.tensor > 1 and not deck.layout.sequence_parallel:
-        yield "layout.sequence_parallel=true"
+def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:
+    """What `together` ranks of a node need, or on GPUs those of one, against what the deck or, where it does
+    not say, this machine has.
+    """
+    machine = deck.machine
+    if deck.run.device == "cuda":
+        together = -(-together // (machine.gpus_per_node or together))
+        shared = 0
+    limits = limits_of(machine, torch.device("cuda" if deck.run.device == "cuda" else "cpu"), os.environ)
+    if not limits:
+        return None
+    limit = min(limits, key=lambda limit: limit.bytes)
+    told = machine.gpu_memory if deck.run.device == "cuda" else machine.memory
+    host = "this machine" if told is None else "a node"
+    return Room(host, together, memory.node_bytes(together, shared), limit)

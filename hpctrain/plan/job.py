@@ -15,7 +15,10 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.deck import plan_deck
-from hpctrain.units import format_bytes, parse_seconds
+from hpctrain.plan.job_words import word_problems
+from hpctrain.plan.named import named_problems
+from hpctrain.units import format_bytes, parse_bytes, parse_seconds
+from hpctrain.words import command
 
 Scheduler = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
 Launcher = Literal["srun", "mpirun"]
@@ -27,6 +30,9 @@ ON_A_RANGE = ("slurm", "lsf")
 MEMORY_MARGIN = 1.25
 """Asked for, over what is predicted: the file cache of what ranks read counts as theirs."""
 
+SHARED_MEMORY = 1 << 30
+"""Bytes of /dev/shm in a pod, and as much for every four ranks."""
+
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))?")
 
 
@@ -35,7 +41,8 @@ class Wish:
     """What the user says of a job, beside the deck; None: by the deck's [machine], or a default.
 
     `nodes` are the fewest and the most; `variants` are further `--set` arguments, one tuple for each task
-    of an array of jobs.
+    of an array of jobs; `directives` are further options for the scheduler, `modules` what the script loads.
+    On Kubernetes, `volume` is a claim and where it is mounted, `shared_memory` the size of /dev/shm in bytes.
     """
 
     scheduler: Scheduler
@@ -47,6 +54,11 @@ class Wish:
     account: str | None = None
     partition: str | None = None
     variants: tuple[tuple[str, ...], ...] = ()
+    directives: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    image: str | None = None
+    volume: tuple[str, str] | None = None
+    shared_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,11 @@ class Job:
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.deck.run.title).strip("-.") or "hpctrain"
 
     @property
+    def shared_memory(self) -> int:
+        """Bytes of a pod's /dev/shm at most: through it MPI and NCCL pass what stays within a node."""
+        return self.wish.shared_memory or max(SHARED_MEMORY, self.ranks_per_node * SHARED_MEMORY // 4)
+
+    @property
     def seconds(self) -> int:
         """Time of the job, an hour where none is given."""
         return self.wish.seconds or 3600
@@ -85,8 +102,8 @@ class Job:
 
 def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
-    _check(wish)
-    deck = read_deck(path, overrides, read_source=settled_keys)
+    _check(wish, path, overrides)
+    deck = read_deck(path, overrides, read_source=settled_keys, further=named_problems)
     machine = deck.machine
     gpus = wish.gpus_per_node if wish.gpus_per_node is not None else machine.gpus_per_node or 0
     ranks = wish.ranks_per_node or machine.ranks_per_node or gpus
@@ -98,7 +115,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     least, most = wish.nodes
     check_world(deck, most * ranks)
     for variant in wish.variants:
-        read_deck(path, [*overrides, *variant], most * ranks, settled_keys)
+        read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
     fitting = tuple(n for n in range(least, most + 1) if not world_problems(deck, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
     return Job(
@@ -134,6 +151,20 @@ def parse_time(text: str) -> int:
     return total
 
 
+def parse_shared_memory(text: str) -> int:
+    """Bytes of a size such as "8 GiB"; HpctrainError for anything else, and for less than 1 MiB."""
+    size = parse_bytes(text)
+    if size < 1 << 20:
+        raise HpctrainError(f"--shared-memory {text}: must be 1 MiB or more")
+    return size
+
+
+def parse_volume(text: str) -> tuple[str, str]:
+    """The claim of a volume, and where it is mounted: "NAME:/path", or "NAME" for /work."""
+    claim, _, mount = text.partition(":")
+    return claim, mount or "/work"
+
+
 def parse_nodes(text: str) -> tuple[int, int]:
     """The fewest and the most nodes of "4" or of "1-4"; HpctrainError for anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
@@ -143,8 +174,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _check(wish: Wish) -> None:
-    problems = []
+def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
+    problems = word_problems(wish, path, overrides)
     least, most = wish.nodes
     if least < most and wish.scheduler not in ON_A_RANGE:
         problems.append(
@@ -187,7 +218,7 @@ def _memory(
 
     Nothing is predicted where the vocabulary would come from a token file that is not there yet.
     """
-    given = deck.machine.memory_per_node
+    given = deck.machine.memory
     if deck.model.vocabulary is None and not Path(deck.data.tokens).exists():
         return given, []
     plan = plan_deck(path, ranks, overrides, ranks_per_node, advised=False)
@@ -195,7 +226,7 @@ def _memory(
     if given is not None and predicted > given:
         return given, [
             f"the {ranks_per_node} ranks of a node are predicted to hold {format_bytes(predicted)}, more "
-            f"than machine.memory_per_node = {format_bytes(given)}; `hpctrain plan {path} --ranks {ranks}` "
-            "tells what would save most"
+            f"than machine.memory = {format_bytes(given)}; "
+            f"{command('plan', path, '--ranks', ranks)} tells what would save most"
         ]
     return given or ceil(predicted * MEMORY_MARGIN), []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib.resources import files
 
+from hpctrain.characters import control_problem
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.job import Job, Scheduler
 
@@ -24,6 +27,8 @@ SUBMIT: dict[Scheduler, tuple[str, ...]] = {
     "kubernetes": ("kubectl", "create", "-f"),
 }
 """The command that submits a script, the script's path following it."""
+DIRECTIVE: dict[Scheduler, str] = {"slurm": "#SBATCH", "pbs": "#PBS", "lsf": "#BSUB", "flux": "# flux:"}
+"""What a line begins with in which a script asks the scheduler for something."""
 
 WARNING_SECONDS = 120
 """Before the end of a job's time, a quarter of it at most: the scheduler sends USR1, for a checkpoint."""
@@ -32,8 +37,14 @@ START_SECONDS = 60
 """Of a job's time, for what comes before the run, where the run is told its time and not the job's end."""
 
 NOT_RUN = "Not run yet: no such system was there where this was written. Its syntax alone was checked."
+NO_MODULES = "# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5"
+IMAGE, VOLUME = "hpctrain", ("hpctrain", "/work")
 IN_CONTAINER = "/opt/hpctrain/.venv/bin/hpctrain"
 GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+_YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
+_POD_NAME = 40
+"""Characters of a job's name at most: those of pods may have 63, and say more."""
 
 # Lines that only ask for something, and go where it is not given.
 _ASKING = re.compile(
@@ -47,12 +58,15 @@ def script(job: Job, program: str, file: str, command: str, placeholders: bool =
 
     `program` starts hpctrain, from the folder of submission; `file` is the script's own path there;
     `command` is what wrote it. With `placeholders`, an account and a partition that are not given stand as
-    words to be edited; else their lines are left out.
+    words to be edited; else their lines are left out. HpctrainError where a text has control characters.
     """
+    for name, told in (("the script's path", file), ("the path of hpctrain", program), ("this", command)):
+        if problem := control_problem(told):
+            raise HpctrainError(f"{name}, {told}: {problem}")
     scheduler = job.wish.scheduler
-    fields = _common(job, file, command, placeholders) | {"program": program}
+    fields = _common(job, file, command, placeholders) | {"program": shlex.quote(program)}
     special = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux, "kubernetes": _kubernetes}
-    fields |= special[scheduler](job, shlex.quote(file))
+    fields |= special[scheduler](job, path_word(file))
     kind = "kubernetes" if scheduler == "kubernetes" else job.launcher
     if scheduler != "flux":
         fields["launch"] = _render(f"launch-{kind}.sh", fields)
@@ -71,10 +85,11 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
     edit = "Edit account and partition below, then submit it" if edited else "Submit it"
     settings = [part for override in job.overrides for part in ("--set", override)]
     seconds = job.seconds
+    modules = _render("modules.sh", {"modules": shlex.join(wish.modules)}) if wish.modules else NO_MODULES
     return {
         "summary": _summary(job),
         "usage": f"{edit} from the folder that the deck's paths start from:",
-        "submit": f"{' '.join(SUBMIT[wish.scheduler])} {shlex.quote(file)}",
+        "submit": submission(wish.scheduler, file),
         "not_run": "" if wish.scheduler == "slurm" and not job.gpus_per_node else NOT_RUN,
         "command": command,
         "account": wish.account or ("ACCOUNT" if placeholders else ""),
@@ -89,7 +104,9 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
         "seconds": str(seconds),
         "run_seconds": str(max(seconds - START_SECONDS, seconds // 2)),
         "warning": str(min(WARNING_SECONDS, seconds // 4)),
-        "deck": shlex.quote(str(job.path)),
+        "deck": path_word(str(job.path)),
+        "modules": modules,
+        "directives": "\n".join(f"{DIRECTIVE.get(wish.scheduler)} {text}" for text in wish.directives),
         "settings": shlex.join(settings),
         "layout_note": _layout_note(job),
         "fitting": " ".join(map(str, job.fitting)),
@@ -123,7 +140,11 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     }
     if tasks:
         changes = "\n".join(f"    {shlex.quote(' '.join(variant))}" for variant in job.wish.variants)
-        own = {"variants": changes, "title": _word(job.deck.run.title), "run_dir": _word(job.deck.run.dir)}
+        own = {
+            "variants": changes,
+            "title": _of_task("run.title", job.deck.run.title),
+            "run_dir": _of_task("run.dir", job.deck.run.dir),
+        }
         fields["sweep"] = _render("sweep.sh", own)
     return fields
 
@@ -166,17 +187,53 @@ def _kubernetes(job: Job, _file: str) -> dict[str, str]:
     settings = [part for override in job.overrides for part in ("--set", override)]
     if job.wish.seconds is not None:
         settings += ["--set", f"run.time_limit={max(job.seconds - START_SECONDS, job.seconds // 2)}"]
+    wish = job.wish
+    claim, mount = wish.volume or VOLUME
+    named = {"account": wish.account, "partition": wish.partition}
     return {
+        **{name: _yaml_text(text) for name, text in named.items() if text},
+        "image": _yaml_text(wish.image or IMAGE),
+        "claim": _yaml_text(claim),
+        "mount": _yaml_text(mount),
+        "shared_memory": f"{-(-job.shared_memory // 2**20)}Mi",
+        "deck": path_word(str(job.path)).replace("$", "$$"),
         "gpus": str(job.gpus_per_node or ""),
         "memory": f"{_megabytes(job)}Mi" if job.memory else "",
         "deadline": str(job.wish.seconds or ""),
-        "name": re.sub(r"[_.]", "-", job.name.lower()),
+        "name": _yaml_text(re.sub(r"[_.]", "-", job.name.lower())[:_POD_NAME].strip("-") or "hpctrain"),
         "program": IN_CONTAINER,
-        "settings": shlex.join(settings),
+        # Kubernetes itself replaces $(NAME) in arguments, and $$ by $.
+        "settings": shlex.join(settings).replace("$", "$$"),
         "exported": "".join(f" -x {name}={value}" for name, value in GPU_VARIABLES.items())
         if job.gpus_per_node
         else "",
     }
+
+
+def submission(scheduler: Scheduler, file: str) -> str:
+    """The command line that submits a script."""
+    return f"{' '.join(SUBMIT[scheduler])} {path_word(file)}"
+
+
+def path_word(path: str) -> str:
+    """A path as one word for a shell, and no option of the command that it is given to."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def _yaml_text(text: str) -> str:
+    """A text that YAML takes for a text; it stands as it is where that is clear."""
+    plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9._/-]*", text)
+    return text if plain and text.lower() not in _YAML_WORDS else json.dumps(text, ensure_ascii=False)
+
+
+def _of_task(key: str, text: str) -> str:
+    """A `--set` argument for the shell: the text, a hyphen and the number of the array's task."""
+    task = '"$SLURM_ARRAY_TASK_ID"'
+    if re.fullmatch(r"[\w./ -]+", text) and text.isascii():
+        return f'"{key}={text}-$SLURM_ARRAY_TASK_ID"'
+    if text.startswith(('"', "'")):  # bare, it could be TOML that ends before the number
+        return shlex.quote(f"{key}={toml_value(text)[:-1]}-") + task + "'\"'"
+    return shlex.quote(f"{key}={text}-") + task
 
 
 def _resubmit(command: str, separator: str = "\n") -> str:
@@ -187,13 +244,6 @@ def _megabytes(job: Job) -> int:
     """Memory of a node in steps of 2^20, rounded up."""
     assert job.memory is not None
     return -(-job.memory // 2**20)
-
-
-def _word(text: str) -> str:
-    """Text as the inside of double quotes; HpctrainError where a shell would change it."""
-    if re.search(r'["$`\\]', text):
-        raise HpctrainError(f"{text!r} in the deck's run.title or run.dir: leave out \", $, ` and \\")
-    return text
 
 
 def _summary(job: Job) -> str:

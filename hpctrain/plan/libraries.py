@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.optim.adamw import fused_update
 
 
@@ -23,17 +21,15 @@ def library_bytes() -> int:
         import_module(module)
     weight = nn.Parameter(torch.zeros(64, 64))
     heads = functional.linear(torch.ones(1, 4, 64, 64), weight)
-    functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+    mixed = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    mixed = functional.rms_norm(mixed, (64,), weight[0])
+    mixed = functional.layer_norm(mixed, (64,), weight[0], weight[1])
+    mixed = functional.silu(mixed) * functional.gelu(mixed, approximate="tanh")
+    rows = mixed.flatten(0, 2) + functional.embedding(torch.arange(256) % 64, weight)
+    chosen = functional.linear(rows, weight).log_softmax(-1)[torch.arange(256), torch.arange(256) % 64]
+    (-chosen.mean()).backward()
     assert weight.grad is not None
     moments = torch.zeros_like(weight), torch.zeros_like(weight)
     updates = [torch.zeros(())]
     fused_update([weight], [weight.grad], [moments[0]], [moments[1]], updates, 0.0, 0.0, (0.9, 0.95), 1e-8)
     return resident_bytes()
-
-
-def resident_bytes() -> int:
-    """What this process has resident now; 0 where the system does not tell."""
-    if not sys.platform.startswith("linux"):
-        return 0
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -62,6 +62,13 @@ def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -
     return Group(axes, tuple(range(size)), place, nowhere, nowhere, META, ledger, set())
 
 
+def bare_model(deck: Deck) -> Transformer:
+    """The whole model of a deck as one rank has it, without memory."""
+    tensor, context = (planned_group((axis,), 0, 1, Ledger()) for axis in ("tensor", "context"))
+    with META:
+        return Transformer(ModelShape.of(deck, deck.model.vocabulary or 2), LayerGroups(tensor, context))
+
+
 @dataclass
 class PlannedStage:
     """What one rank of a pipeline stage holds, the first along the other axes.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.report.table import table
+from hpctrain.report.table import fitted, table
+from hpctrain.report.terminal import columns, fit
 from hpctrain.sharding.accounts import Account
 from hpctrain.units import format_bytes, format_count
 
@@ -30,7 +31,9 @@ def plan_text(plan: DeckPlan) -> str:
         "",
         *memory_table(memory),
         "",
-        _most(memory),
+        f"{_holder(memory)} holds at most {format_bytes(memory.largest.memory.total)}; "
+        f"{largest_kinds(memory)}.",
+        _fits(plan),
     ]
     if plan.savings:
         lines += ["What would save most, each by itself:"]
@@ -42,7 +45,7 @@ def plan_text(plan: DeckPlan) -> str:
         )
     if deck.layout.split == "balanced":
         lines += ["", 'layout.split = "balanced" is measured when the run starts; here layers go evenly.']
-    return "\n".join(lines) + "\n"
+    return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 
 def memory_table(memory: MemoryPlan) -> list[str]:
@@ -60,7 +63,7 @@ def memory_table(memory: MemoryPlan) -> list[str]:
             name = "the run"
         sizes = [format_bytes(account.kinds()[kind]) for kind in KINDS]
         rows.append((name, str(blocks), *sizes, format_bytes(account.total)))
-    return table(rows)
+    return fitted(rows, (0,), columns())
 
 
 def comparison_table(predicted: Account, measured: Account) -> list[str]:
@@ -73,7 +76,7 @@ def comparison_table(predicted: Account, measured: Account) -> list[str]:
     return table(rows)
 
 
-def _most(memory: MemoryPlan) -> str:
+def largest_kinds(memory: MemoryPlan) -> str:
     """Where most bytes go, on the ranks that hold most."""
     largest = memory.largest
     kinds = sorted(largest.memory.kinds().items(), key=lambda item: -item[1])[:2]
@@ -81,5 +84,17 @@ def _most(memory: MemoryPlan) -> str:
         f"{format_bytes(size)} of {KINDS[kind]} ({100 * size / largest.memory.total:.0f}%)"
         for kind, size in kinds
     )
-    where = f"A rank of stage {largest.stage}" if len(memory.stages) > 1 else "A rank"
-    return f"{where} holds at most {format_bytes(largest.memory.total)}; most of it is {shares}."
+    return f"most of it is {shares}"
+
+
+def _holder(memory: MemoryPlan) -> str:
+    """The ranks that hold most."""
+    return f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
+
+
+def _fits(plan: DeckPlan) -> str:
+    """Whether a node has what its ranks need."""
+    room = plan.room
+    if room is None:
+        return "Whether that fits is not known here: give machine.memory, or for GPUs machine.gpu_memory."
+    return f"{'Fits' if room.fits else 'Does not fit'}: {room}."

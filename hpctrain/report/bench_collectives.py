@@ -13,7 +13,6 @@ from time import perf_counter
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.peers import OPERATIONS, Call, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.report.terminal import stdout_console
+from hpctrain.report.terminal import stderr_console, stdout_console
 from hpctrain.units import format_bytes, parse_bytes
 
 # What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
@@ -93,7 +92,8 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
 @contextmanager
 def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on rank 0's terminal; in a batch log nothing."""
-    console = Console(stderr=True, quiet=world.rank != 0)
+    console = stderr_console()
+    console.quiet = world.rank != 0
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=steps, completed=-1)

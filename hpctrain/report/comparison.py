@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.simulate import Simulation, simulate
 from hpctrain.report.cells import Cell, arrange, title
+from hpctrain.report.fonts import drawable
 from hpctrain.report.picture import add_legend, draw_rows
 from hpctrain.report.recorded import RecordedStep
 
@@ -34,7 +35,9 @@ def draw_comparison(name: str, step: RecordedStep) -> Figure:
     width = min(max(0.22 * longest + _MARGIN, _INCHES_WIDE[0]), _INCHES_WIDE[1])
     height = 1.6 + 2 * (0.8 + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26))
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(f"Schedule: {name}: {title(schedule)}", fontsize=13, x=0.01, ha="left")
+    figure.suptitle(
+        f"Schedule: {drawable(name)}: {drawable(title(schedule))}", fontsize=13, x=0.01, ha="left"
+    )
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (heading, result) in zip(axes, panels, strict=True):
         draw_rows(panel, schedule, rows[heading], (width - _MARGIN) / total)

@@ -15,7 +15,8 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Stored, Structure
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.report.table import table
+from hpctrain.report.table import fitted, table
+from hpctrain.report.terminal import columns, fit
 from hpctrain.units import format_bytes, format_count
 
 SEGMENTS_SHOWN = 8
@@ -69,9 +70,12 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
 
 
 def contents_text(found: Contents) -> list[str]:
-    """The same for people, in lines of at most about a hundred columns."""
-    lines = [f"{found['file']}: checkpoint, format {found['format']}, {format_bytes(found['bytes'])}", ""]
-    lines += [f"{name:<11} {text}" for name, text in _facts(found) if text]
+    """The same for people, in lines of at most about a hundred columns, or what the terminal has."""
+    width = columns()
+    head = f"{found['file']}: checkpoint, format {found['format']}, {format_bytes(found['bytes'])}"
+    lines = [*fit(head, width), ""]
+    for name, text in _facts(found):
+        lines += fit(f"{name:<11} {text}", width) if text else []
     lines += ["", *_folder_table(found["folders"])]
     chain = [segment for row in found["history"] if (segment := Segment.of(row)) is not None]
     if chain:
@@ -85,7 +89,7 @@ def contents_text(found: Contents) -> list[str]:
             (each["name"], shape_text(each["shape"]), each["type"], format_bytes(each["bytes"]))
             for each in found["tensors"]
         ]
-        lines += ["", *table(rows, left=(0, 2))]
+        lines += ["", *fitted(rows, (0, 2), width)]
     return lines
 
 
@@ -124,7 +128,7 @@ def history_table(chain: Sequence[Segment]) -> list[str]:
         )
     more = len(chain) - SEGMENTS_SHOWN
     note = [f"and {more} earlier, which --json tells"] if more > 0 else []
-    return table(rows, left=(0, 2, 3, 4, 5, 6)) + note
+    return fitted(rows, (0, 2, 3, 4, 5, 6), columns()) + note
 
 
 def _deck(structure: Structure) -> tuple[Deck | None, str]:
@@ -194,7 +198,7 @@ def _folder_table(folders: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         for row in folders
     ]
-    return table(rows, left=(0, 2))
+    return fitted(rows, (0, 2), columns())
 
 
 def _loss_table(recorded: Sequence[Loss]) -> list[str]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 from textwrap import shorten
 from typing import Any
 
 from hpctrain.checkpoint.compare import comparable, compare
+from hpctrain.checkpoint.stored_deck import FOLLOWING, stored_deck
 from hpctrain.checkpoint.structure import Structure
 from hpctrain.comm.group import Group
 from hpctrain.deck.sources import toml_value
+from hpctrain.deck.toml import TomlError, parse_toml
+from hpctrain.errors import HpctrainError
 from hpctrain.report.contents import shape_text
 from hpctrain.report.table import table
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 TENSORS_SHOWN = 10
 _TEXT = 32
-_LONG = ("deck", "tokenizer", "history", "losses")
+_APART = ("deck", FOLLOWING, "tokenizer", "history", "losses", "versions")
+"""Of a state, what is told in another form or differs in any two runs."""
 
 Differences = dict[str, Any]
 
@@ -59,7 +57,7 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
             }
             for each in compared
         ],
-        "deck": _changes(*(_keys(each.state.get("deck")) for each in (one, other))),
+        "deck": _changes(*(_keys(each) for each in (one, other))),
         "state": _changes(*(_state(each.state) for each in (one, other))),
     }
     found["equal"] = not (
@@ -157,14 +155,19 @@ def _more(count: int) -> list[str]:
     return [f"and {count} more, which --tensors lists"] if count > 0 else []
 
 
-def _keys(deck: object) -> dict[str, object]:
-    """Keys and values of a deck's text, by "section.key"; of what is no TOML, its text."""
-    if not isinstance(deck, str):
+def _keys(structure: Structure) -> dict[str, object]:
+    """Keys and values of a deck, by "section.key"; of one that is not valid, what it has; or its text."""
+    text = structure.state.get("deck")
+    if not isinstance(text, str):
         return {}
+    tables: dict[str, Any]
     try:
-        tables = tomllib.loads(deck)
-    except tomllib.TOMLDecodeError:
-        return {"deck": deck}
+        tables = stored_deck(structure.state, structure.path).model_dump(by_alias=True, exclude_none=True)
+    except HpctrainError:
+        try:
+            tables, _ = parse_toml(text)
+        except TomlError:
+            return {"deck": text}
     return {
         f"{section}.{key}": value
         for section, keys in tables.items()
@@ -174,7 +177,7 @@ def _keys(deck: object) -> dict[str, object]:
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:
     """What the state tells besides the deck, the long texts and what differs in any two runs."""
-    found = {name: value for name, value in state.items() if name not in (*_LONG, "versions")}
+    found = {name: value for name, value in state.items() if name not in _APART}
     found |= {f"versions.{name}": version for name, version in state.get("versions", {}).items()}
     return found | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else found
 

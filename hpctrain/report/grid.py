@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, title
 from hpctrain.report.picture import draw, png
+from hpctrain.report.terminal import fit
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.simulate import Simulation
@@ -32,7 +33,11 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     left = len(str(schedule.stage_count - 1)) + 1
     right = 12
     ruler = _Ruler.fit(rows, max(width - left - right, 20), [_label(schedule, row, color) for row in rows])
-    lines = [_heading(schedule, simulation), "", _spread("stage", " idle  peak", left + ruler.width + right)]
+    lines = [
+        *fit(_heading(schedule, simulation), width),
+        "",
+        _spread("stage", " idle  peak", left + ruler.width + right),
+    ]
     for stage in range(schedule.stage_count):
         shown = _MOST_ROWS // 2
         if schedule.stage_count > _MOST_ROWS and shown <= stage < schedule.stage_count - shown:
@@ -50,8 +55,8 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     if schedule.stage_count > _MOST_ROWS:
         notes.append(f"{schedule.stage_count - 2 * (_MOST_ROWS // 2)} stages")
     if notes:
-        lines.append(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.")
-    return "\n".join([*lines, "", _legend_line(schedule, color, ruler.last_digit)])
+        lines += fit(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.", width)
+    return "\n".join([*lines, "", *_legend(schedule, color, ruler.last_digit, width)])
 
 
 def _heading(schedule: Schedule, simulation: Simulation) -> str:
@@ -152,19 +157,31 @@ class _Ruler:
         return _GAP.join(parts)
 
 
-def _legend_line(schedule: Schedule, color: bool, last_digit: bool) -> str:
+def _legend(schedule: Schedule, color: bool, last_digit: bool, width: int) -> list[str]:
     kinds, chunks = kinds_of(schedule), range(schedule.chunks)
     if not color:
         entries = [f"{kind} {KINDS[kind]}" for kind in kinds]
         if schedule.chunks == 2:
             entries.append("small letters: chunk 1")
-        return ", ".join([*entries, "with the number of the micro-batch"])
-    entries = [
-        "".join(_paint("  ", colour_of(kind, chunk, schedule.chunks)) for chunk in chunks) + f" {KINDS[kind]}"
+        return fit(", ".join([*entries, "with the number of the micro-batch"]), width)
+    # Texts with the columns that they take, which escape codes do not.
+    shown = [
+        (
+            "".join(_paint("  ", colour_of(kind, chunk, schedule.chunks)) for chunk in chunks)
+            + f" {KINDS[kind]}",
+            2 * len(chunks) + 1 + len(KINDS[kind]),
+        )
         for kind in kinds
     ]
-    entries += ["darkest: chunk 0"] if len(chunks) > 1 else []
-    return "   ".join([*entries, "numbers: micro-batches" + (", the last digit" if last_digit else "")])
+    texts = ["darkest: chunk 0"] if len(chunks) > 1 else []
+    texts.append("numbers: micro-batches" + (", the last digit" if last_digit else ""))
+    lines, used = [""], 0
+    for text, size in [*shown, *((text, len(text)) for text in texts)]:
+        if used and used + 3 + size > width:
+            lines, used = [*lines, ""], 0
+        lines[-1] += ("   " if used else "") + text
+        used += (3 if used else 0) + size
+    return lines
 
 
 def _paint(letters: str, colour: tuple[float, float, float]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.keep import checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import checkpoint_step, checkpoints
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
 from hpctrain.checkpoint.structure import Structure, examine

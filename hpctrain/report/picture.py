@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, rgb, title
+from hpctrain.report.fonts import drawable, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,8 @@ def png(
     `simulation` may be None for a schedule that cannot run. Raises InputOutputError.
     """
     try:
-        draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
+        with drawing():
+            draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
     except OSError as error:
         raise InputOutputError(f"{path}: the picture cannot be written: {error.strerror or error}") from error
 
@@ -47,7 +49,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
     digits = len(str(schedule.micro_batches - 1))
     comfortable = (0.10 + 0.08 * digits) / max(spans[len(spans) // 10], spans[-1] / 4) if spans else 1.0
     width = min(max(comfortable * total + 2.2, _INCHES_WIDE[0]), _INCHES_WIDE[1])
-    reasons = list(map(str, problems))
+    reasons = [drawable(str(problem)) for problem in problems]
     lines = [line for reason in reasons[:4] for line in textwrap.wrap(reason, int(12 * width))]
     lines += [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
     height = 1.9 + 0.2 * len(lines) + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26)
@@ -55,7 +57,7 @@ def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[P
     axes = figure.add_subplot()
     draw_rows(axes, schedule, rows, (width - 2.2) / total)
     _frame_problems(axes, rows, problems)
-    heading = title(schedule)
+    heading = drawable(title(schedule))
     if problems:
         heading += f": {len(problems)} problem{'' if len(problems) == 1 else 's'}"
     if simulation is not None and not problems:

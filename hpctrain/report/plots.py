@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hpctrain.errors import InputOutputError
 from hpctrain.report.comparison import draw_comparison
+from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.recorded import TRACE_FILE, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 from hpctrain.units import format_count
@@ -38,6 +39,11 @@ class Run:
     name: str
     rows: list[Row]
 
+    @property
+    def label(self) -> str:
+        """The name as pictures show it."""
+        return drawable(self.name)
+
     def series(self, key: str) -> tuple[Array, Array]:
         """Steps and values of the rows that hold a number under `key`, both [points]."""
         points = [(row["step"], row[key]) for row in self.rows if isinstance(row.get(key), (int, float))]
@@ -60,20 +66,22 @@ def plot_runs(
 ) -> list[Path]:
     """Draw runs over one another as PNG files and give their paths.
 
-    Where a run has a trace, its schedule is drawn, too, as it ran and as simulated. The files go to
-    `out_dir`, by default `plots/` of the run directory, or of the current one for several runs.
-    InputOutputError, with all problems at once, for directories without metrics, for a broken trace, and
-    where nothing can be written.
+    Where a run of several pipeline stages has a trace, its schedule is drawn, too, as it ran and as
+    simulated. The files go to `out_dir`, by default `plots/` of the run directory, or of the current one
+    for several runs. InputOutputError, with all problems at once, for directories without metrics, for a
+    broken trace, and where nothing can be written.
     """
-    runs = load_runs([Path(run_dir) for run_dir in run_dirs])
-    figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, [Path(run_dir) for run_dir in run_dirs])
-    folder = Path(out_dir) if out_dir is not None else Path(run_dirs[0] if len(runs) == 1 else ".") / "plots"
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    runs = load_runs(folders)
+    folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, figure in figures.items():
-            written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
+        with drawing():
+            figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, folders)
+            folder.mkdir(parents=True, exist_ok=True)
+            written = []
+            for name, figure in figures.items():
+                written.append(folder / f"{name}.png")
+                figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
     except OSError as error:
         raise InputOutputError(f"{folder}: pictures cannot be written: {error.strerror or error}") from error
     return written
@@ -115,14 +123,14 @@ def draw(runs: Sequence[Run], *, log_loss: bool = False) -> dict[str, Figure]:
 
 
 def draw_schedules(runs: Sequence[Run], run_dirs: Sequence[Path]) -> dict[str, Figure]:
-    """A figure for each run with a trace: `schedule`, of several runs with their names.
+    """A figure for each run with a trace of a pipeline: `schedule`, of several runs with their names.
 
     It shows the middle one of the steps recorded, as the first may still warm up.
     """
     figures: dict[str, Figure] = {}
     for run, run_dir in zip(runs, run_dirs, strict=True):
         steps = read_trace(run_dir / TRACE_FILE) if (run_dir / TRACE_FILE).exists() else []
-        if steps:
+        if steps and steps[0].schedule.stage_count > 1:
             name = "schedule" if len(runs) == 1 else f"schedule_{run.name.replace('/', '_')}"
             figures[name] = draw_comparison(run.name, steps[len(steps) // 2])
     return figures
@@ -132,10 +140,10 @@ def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:
     figure, (axes,) = _figure("Loss", ["loss (nats per token)"], runs)
     for index, run in enumerate(runs):
         validation = run.series("validation_loss")
-        label = f"{run.name}, training" if len(runs) > 1 else "training"
+        label = f"{run.label}, training" if len(runs) > 1 else "training"
         _curve(axes, run.series("loss"), index, label, "mean")
         if len(validation[0]):
-            label = f"{run.name}, validation" if len(runs) > 1 else "validation"
+            label = f"{run.label}, validation" if len(runs) > 1 else "validation"
             colour = f"C{index}" if len(runs) > 1 else "C1"
             axes.plot(
                 *validation,
@@ -156,7 +164,7 @@ def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:
 def _learning_rate(runs: Sequence[Run]) -> Figure:
     figure, (axes,) = _figure("Learning rate", ["learning rate"], runs)
     for index, run in enumerate(runs):
-        axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.name)
+        axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.label)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     axes.set_ylim(bottom=0)
     if len(runs) > 1:
@@ -171,9 +179,9 @@ def _throughput(runs: Sequence[Run]) -> Figure:
     labels = ["tokens per second", "MFU (% of peak FLOP/s)"] if measured else ["tokens per second"]
     figure, panels = _figure("Throughput", labels, runs)
     for index, run in enumerate(runs):
-        _curve(panels[0], run.series("tokens_per_s"), index, run.name)
+        _curve(panels[0], run.series("tokens_per_s"), index, run.label)
         if measured:
-            _curve(panels[1], run.series("mfu"), index, run.name)
+            _curve(panels[1], run.series("mfu"), index, run.label)
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     if measured:
         panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
@@ -189,7 +197,7 @@ def _grad_norm(runs: Sequence[Run]) -> Figure:
     spread = 1.0
     for index, run in enumerate(runs):
         steps, norms = run.series("grad_norm")
-        _curve(axes, (steps, norms), index, run.name if len(runs) > 1 else "gradient norm")
+        _curve(axes, (steps, norms), index, run.label if len(runs) > 1 else "gradient norm")
         if len(norms) and (norms > 0).all():
             spread = max(spread, norms.max() / np.median(norms))
     if spread > 20:  # one spike would press all else flat
@@ -206,7 +214,7 @@ def _figure(title: str, labels: Sequence[str], runs: Sequence[Run]) -> tuple[Fig
 
     figure = Figure(figsize=(_INCHES[0], _INCHES[1] + 1.5 * (len(labels) - 1)), layout="constrained")
     panels = list(figure.subplots(len(labels), 1, sharex=True, squeeze=False)[:, 0])
-    heading = f"{title}: {runs[0].name}" if len(runs) == 1 else title
+    heading = f"{title}: {runs[0].label}" if len(runs) == 1 else title
     panels[0].set_title(heading, fontsize=14, loc="left", pad=10)
     for axes, label in zip(panels, labels, strict=True):
         axes.set_ylabel(label, fontsize=12)
@@ -255,7 +263,7 @@ def _mark_skipped(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         steps = run.skipped()
         if len(steps):
-            name = f"{run.name}, skipped steps" if len(runs) > 1 else "skipped steps"
+            name = f"{run.label}, skipped steps" if len(runs) > 1 else "skipped steps"
             colour = f"C{index}" if len(runs) > 1 else _SKIPPED_COLOUR
             height = np.full(len(steps), 0.02 + 0.03 * index)
             axes.plot(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +10,13 @@ from typing import Any
 
 from hpctrain.comm.timeline import SCHEDULE
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import parse_json, read_text
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, summarize
 
 TRACE_FILE = "trace.json"
+TRACE_BYTES = 1 << 30
+"""Several times what a run writes at most."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def read_trace(path: Path) -> list[RecordedStep]:
     Raises InputOutputError for a file that cannot be read, or is no trace of a run.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path, TRACE_BYTES))
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:

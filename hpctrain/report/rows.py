@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import InputOutputError
+from hpctrain.files import open_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
+LINE_BYTES = 1 << 20
+"""Of a row at most; what is longer counts as several lines, which are no rows."""
 
 Row = dict[str, Any]
 
@@ -38,8 +40,8 @@ def read_metrics(path: Path | str) -> list[Row]:
 def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """Every line of a metrics file as (its bytes, its row), the row None where the line is not a row."""
     try:
-        with path.open("rb") as lines:
-            for line in lines:
+        with open_regular(path) as lines:
+            while line := lines.readline(LINE_BYTES):
                 yield line, _parse(line)
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -50,7 +52,7 @@ def _parse(line: bytes) -> Row | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:

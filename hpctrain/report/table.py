@@ -17,3 +17,24 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
         ).rstrip()
         for row in rows
     ]
+
+
+def fitted(rows: Sequence[Sequence[str]], left: Sequence[int], width: int | None) -> list[str]:
+    """The table of a head and rows; where it is wider than `width`, each row as lines of head and cell.
+
+    The first cell of a row then stands above its lines.
+    """
+    lines = table(rows, left)
+    if width is None or all(len(line) <= width for line in lines):
+        return lines
+    head, *others = rows
+    names = max(map(len, head[1:]), default=0)
+    stacked: list[str] = []
+    for first, *cells in others:
+        stacked.append(first)
+        stacked += [
+            f"  {name.ljust(names)}  {cell}".rstrip()
+            for name, cell in zip(head[1:], cells, strict=True)
+            if cell
+        ]
+    return stacked

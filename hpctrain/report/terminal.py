@@ -1,4 +1,4 @@
-"""Whether a person watches what this rank prints, and how wide the window is.
+"""Whether a person watches what this rank prints, how wide the window is, and what may be drawn in it.
 
 A rank's own stdout does not tell. Open MPI gives every rank a pseudo-terminal even where the output of mpirun
 goes to a file, MPICH gives it a pipe even on a terminal. So the launcher is looked for among the ancestors of
@@ -7,19 +7,27 @@ this process, and its stdout is asked instead.
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import stat
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # A launcher runs where its user is; an agent was started by one, maybe from another node.
 LAUNCHERS = frozenset({"mpirun", "mpiexec", "orterun", "prterun", "prun", "srun"})
 AGENTS = frozenset({"orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
 DEFAULT_COLUMNS = 80
 FILE_COLUMNS = 160
+# Stands for a blank where no line is broken; no text that is told holds it.
+_KEPT_BLANK = "\0"
+_BLIND = frozenset({"", "dumb", "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,9 @@ class Terminal:
     """Whether stderr ends up there, too."""
 
     def columns(self) -> int:
-        """Its width now, in characters; 80 where it does not know."""
+        """Its width now, in characters, unless COLUMNS says otherwise; 80 where it does not know."""
+        if wish := _wished_columns():
+            return wish
         try:
             descriptor = os.open(self.device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
         except OSError:
@@ -45,11 +55,88 @@ class Terminal:
             os.close(descriptor)
 
 
-def stdout_console() -> Console:
-    """For what a verb that runs under a launcher prints: in a file without colours, as wide as tables are."""
+def columns() -> int | None:
+    """What text on stdout keeps to: COLUMNS, or the terminal's; None for a file, which has no width."""
     terminal = find_terminal()
-    width = FILE_COLUMNS if terminal is None else terminal.columns()
-    return Console(width=width, force_terminal=terminal is not None, highlight=False, soft_wrap=True)
+    return (_wished_columns() or None) if terminal is None else terminal.columns()
+
+
+def coloured() -> bool:
+    """Whether stdout is to have colours and bold letters: on a terminal that can, unless NO_COLOR is set."""
+    return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND and _colours_wanted()
+
+
+def stdout_console(file_columns: int = FILE_COLUMNS) -> Console:
+    """For the tables of a verb: in a file without colours, and as wide as `file_columns`."""
+    from rich.console import Console
+
+    return Console(
+        width=columns() or file_columns,
+        force_terminal=coloured(),
+        color_system="auto" if coloured() else None,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def stderr_console() -> Console:
+    """For what goes to stderr while a verb works."""
+    from rich.console import Console
+
+    return Console(stderr=True, color_system="auto" if _colours_wanted() else None)
+
+
+class _Nowhere(io.TextIOWrapper):
+    """A screen with the letters of another one, on which nothing appears."""
+
+    def __init__(self, other: TextIO | None) -> None:
+        super().__init__(io.BytesIO(), encoding=getattr(other, "encoding", None) or "utf-8")
+
+    def write(self, text: str) -> int:
+        """Forget it."""
+        return len(text)
+
+
+def bar_console(output: TextIO | None) -> Console:
+    """To draw a live bar for a terminal that was found; our stdout, which knows nothing of it, is not asked.
+
+    What it draws is captured: rich itself flushes after each capture, and ends the process where the screen
+    has gone away.
+    """
+    from rich.console import Console
+
+    return Console(
+        file=_Nowhere(output),
+        force_terminal=True,
+        color_system="auto" if _colours_wanted() else None,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+    )
+
+
+def fit(line: str, width: int | None) -> list[str]:
+    """A line that is broken between words where it is longer than `width`; what follows is indented.
+
+    A command in backticks stays whole, so that it can be copied.
+    """
+    if width is None or len(line) <= width:
+        return [line]
+    whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", _KEPT_BLANK), line)
+    broken = textwrap.wrap(
+        whole, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [each.replace(_KEPT_BLANK, " ") for each in broken]
+
+
+def _colours_wanted() -> bool:
+    # NO_COLOR asks for plain text; rich would leave bold letters.
+    return not os.environ.get("NO_COLOR")
+
+
+def _wished_columns() -> int:
+    wish = os.environ.get("COLUMNS", "")
+    return int(wish) if wish.isdecimal() and len(wish) < 6 else 0
 
 
 def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Terminal | None:

@@ -76,7 +76,9 @@ class Kept:
     """One tensor that is kept, for as long as this is there."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # an output of the node itself would keep itself alive
+        # A Parameter is kept as itself: its memory changes hands while it is not gathered. Anything else is
+        # kept by an alias, as an output of the node that keeps it would keep itself alive.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.owner = owner
         self.counted = owner.enter(self.tensor.untyped_storage())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.model.shape import Recomputed
+from hpctrain.parallel.backward import End
 from hpctrain.parallel.keeping import Keeping, Layer
 from hpctrain.sharding.activations import ActivationStore, Segment
 
@@ -92,6 +93,6 @@ class _Again(torch.autograd.Function):
             for tensor, needed in zip(saved, ctx.needs_input_grad[1:], strict=True)
         ]
         with torch.enable_grad():
-            result = ctx.compute(*tensors)
-        torch.autograd.backward(result, gradient)
+            end = End(ctx.compute(*tensors))
+        end.backward(gradient)
         return (None, *(tensor.grad for tensor in tensors))

@@ -1,13 +1,14 @@
 """Files that stand in for memory: flat tensors that wait on a disk, read and written by threads of their own.
 
 Every rank has a folder of its own in the offload folder, named after its host and process. It goes when
-the rank leaves; what a crash leaves behind goes when the next run starts there.
+the rank leaves; what a crash leaves behind goes when the next run starts there. The offload folder goes
+with the last of them, where it was made for them. Nothing else that lies in these folders is deleted.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import socket
 import tempfile
 import weakref
@@ -22,10 +23,16 @@ from torch import Tensor
 
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import delete_folder, files_named
 from hpctrain.units import format_bytes
 
 THREADS = 4
 _PREFIX = "offload"
+_FOLDER = re.compile(rf"{_PREFIX}-.+-\d+-\d+-rank\d+-\w+")
+_FILE = files_named(r"[a-z]+(-\d+)?")
+
+_MADE = ".hpctrain-offload"
+"""Name of an empty file in an offload folder that was made for offloading."""
 _LARGEST_CALL = 1 << 30
 
 
@@ -203,7 +210,7 @@ class Scratch:
     def __init__(self, folder: Path, rank: int) -> None:
         """Make a folder for this rank's files. HpctrainError where that cannot be."""
         with _told(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._descriptors: list[int] = []
@@ -217,6 +224,7 @@ class Scratch:
         InputOutputError where the disk does not have it.
         """
         path = self.folder / name
+        assert re.fullmatch(r"[a-z]+(-\d+)?", name), name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._descriptors.append(descriptor)
@@ -264,7 +272,38 @@ def remove_leftovers(folder: Path) -> None:
         if left.name.startswith(host) and pid.isdigit():
             started = rest.partition("-")[0]
             if _start_time(int(pid)) != started:
-                shutil.rmtree(left, ignore_errors=True)
+                delete_scratch(left)
+
+
+def delete_scratch(folder: Path) -> bool:
+    """Delete the files of one process and their folder; whether it was such a folder and is gone."""
+    if not _FOLDER.fullmatch(folder.name):
+        return False
+    with suppress(OSError):
+        return not delete_folder(folder, _FILE)
+    return False
+
+
+def is_scratch(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry of an offload folder was made here, by its name."""
+    return entry.name == _MADE or bool(_FOLDER.fullmatch(entry.name))
+
+
+def delete_offload_folder(folder: Path) -> None:
+    """Delete an offload folder, if it was made for offloading and nothing is in it any more."""
+    with suppress(OSError):
+        if os.listdir(folder) == [_MADE]:  # noqa: PTH208  (names are all that is wanted)
+            delete_folder(folder, files_named(re.escape(_MADE)))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+    else:
+        (folder / _MADE).touch()
 
 
 @contextmanager
@@ -311,9 +350,8 @@ def _remove(
     threads.shutdown()
     for descriptor in descriptors:
         os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        parent.rmdir()  # if it is empty
+    delete_scratch(folder)
+    delete_offload_folder(parent)
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -15,3 +15,9 @@ def batch_at(batch: Batch, step: int) -> int:
         return batch.global_size
     grown = batch.ramp_from + (batch.global_size - batch.ramp_from) * step // batch.ramp_steps
     return grown // batch.ramp_from * batch.ramp_from
+
+
+def samples_of(batch: Batch, steps: int) -> int:
+    """Sequences of the first `steps` steps together."""
+    ramp = min(steps, batch.ramp_steps) if batch.ramp_from else 0
+    return sum(batch_at(batch, step) for step in range(ramp)) + (steps - ramp) * batch.global_size

@@ -31,19 +31,21 @@ from hpctrain.checkpoint.entries import resumed_entries, training_entries
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
+from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
-from hpctrain.deck.read import deck_text, read_deck
+from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stdout_console
 from hpctrain.train.bench_files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.train.bench_torch_checkpoint import TorchCheckpoint
-from hpctrain.train.build import build_engine, make_mesh
-from hpctrain.train.step import Step, TrainState
+from hpctrain.train.build import make_mesh
+from hpctrain.train.room import build_within_memory
+from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
 
 DEFAULT_VOCABULARY = 320
@@ -136,12 +138,12 @@ class _Bench:
     def __init__(self, world: World, deck: Deck, wish: Wish) -> None:
         self.world, self.deck, self.wish = world, deck, wish
         vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-        engine = self.engine = build_engine(deck, world, make_mesh(deck, world), vocabulary)
+        engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
+        self.engine = engine
         batches = Batches(SyntheticSource(deck.batch.sequence, vocabulary, deck.run.seed), deck.run.seed)
-        self.step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
-        self.state = TrainState()
+        self.trainer = Trainer(deck, engine, batches)
         self._train(1)  # moments that are not zero
-        self.stored = {**asdict(self.state), "deck": deck_text(deck)}
+        self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
         moments = engine.optimizer.moments
         self.entries = training_entries(engine.buckets, moments, engine.mesh, writing=True)
         self.loaded = resumed_entries(engine.buckets, moments, engine.mesh, self._everyones(self.entries))
@@ -253,14 +255,14 @@ class _Bench:
 
         with timed():
             pending = self._begin(folder)
-        self.step.before_update = protect
+        self.trainer.step.before_update = protect
         complete = False
         while not complete:
             self._train(1)
             count += 1
             with timed():
                 complete = pending.poll()
-        self.step.before_update = lambda: None
+        self.trainer.step.before_update = lambda: None
         self.held_up.append(self._slowest(held_up))
         self.steps.append(count)
 
@@ -272,7 +274,7 @@ class _Bench:
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
-            self.step(self.state, self.deck.batch.global_size)
+            self.trainer.train_step(self.deck.batch.global_size)
 
     def _measure(self, name: str, run: Callable[[], object], beyond: PeakMemory | None = None) -> None:
         """Time it; the extra memory is that beyond what the rank holds, or beyond another peak."""

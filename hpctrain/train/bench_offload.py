@@ -16,8 +16,9 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.scratch import THREADS, ScratchFile, Transfer
-from hpctrain.train.build import Engine, build_engine, make_mesh
+from hpctrain.train.build import Engine, make_mesh
 from hpctrain.train.offload import open_scratch
+from hpctrain.train.room import build_within_memory
 from hpctrain.units import format_bytes, format_seconds
 
 CHUNK_BYTES = 16 << 20
@@ -92,7 +93,8 @@ def _engine(deck: Deck, world: World, place: str) -> Engine:
     """An engine whose gradients are random and whose optimizer state lives in `place`."""
     wanted = {"optimizer": place, "parameters": "device"}
     deck = deck.model_copy(update={"memory": deck.memory.model_copy(update=wanted)})
-    engine = build_engine(deck, world, make_mesh(deck, world), deck.model.vocabulary or DEFAULT_VOCABULARY)
+    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
     for bucket in engine.buckets:
         bucket.own_gradients.normal_(std=1e-3)
     return engine

@@ -39,7 +39,8 @@ from hpctrain.train.bench_torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.train.build import build_engine, make_mesh
 from hpctrain.train.machine import measure_gemm_flops
 from hpctrain.train.metrics import peak_rss_bytes
-from hpctrain.train.step import Step, TrainState
+from hpctrain.train.room import build_within_memory
+from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes, format_count
 
@@ -129,9 +130,11 @@ def bench_train(
             variants.append(_training(name, other, world, make_mesh(other, world)))
         else:
             variants.append(_training(_layout_name(mesh), deck, world, mesh))
+    dtype = DTYPES[deck.precision.compute]
+    peak = _mean(world, measure_gemm_flops(dtype, world.device))
     measured = _measure(world, variants, wish)
     memory = _peak_bytes(world) if len(variants) == 1 else None
-    peak = _mean(world, measure_gemm_flops(DTYPES[deck.precision.compute], world.device))
+    peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
     flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
     figures = [
         Figures(
@@ -209,21 +212,21 @@ def _layout_name(mesh: Mesh) -> str:
 def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
     """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
     assert deck.model.vocabulary is not None
-    engine = build_engine(deck, world, mesh)
+    engine, _ = build_within_memory(deck, world, mesh)
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed)
     batches = Batches(source, deck.run.seed)
-    step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
-    state, batch = TrainState(), deck.batch.global_size // share
+    trainer = Trainer(deck, engine, batches)
+    batch = deck.batch.global_size // share
 
     def one() -> None:
-        step(state, batch)
+        trainer.train_step(batch)
 
     def phases() -> dict[str, float]:
         seconds = dict(world.ledger.phase_seconds)
         world.ledger.reset()
         return seconds
 
-    probe = StageProbe(engine, step) if mesh.size("pipeline") > 1 else None
+    probe = StageProbe(engine, trainer.step) if mesh.size("pipeline") > 1 else None
     tokens = batch * deck.batch.sequence / world.size
     return Variant(name, one, tokens, phases, engine.placement.split, probe)
 

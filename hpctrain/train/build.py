@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.fit import token_problems
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -29,12 +30,26 @@ from hpctrain.plan.model import axis_sizes
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.recompute import Recompute
 from hpctrain.sharding.scratch import Scratch, to_fill
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 from hpctrain.train.freeze import freeze
 from hpctrain.train.keeping import make_keeping, open_shelf
 from hpctrain.train.offload import Offload, make_optimizer, open_offload
 from hpctrain.train.place import Placement, place_layers
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who computes what, before anything large is there: what backward keeps, the layers' groups, the model's
+    shape, where its layers go, and the pipeline schedule of the deck's batch.
+    """
+
+    keeping: Recompute
+    groups: LayerGroups
+    shape: ModelShape
+    placement: Placement
+    plan: Schedule
 
 
 @dataclass
@@ -97,15 +112,9 @@ def open_corpus(deck: Deck, world: World) -> Corpus:
     """Open the token file on every rank and settle its split; errors are agreed over all ranks."""
     with world.agreement():
         file = TokenFile(deck.data.tokens)
-        if deck.model.vocabulary is not None and file.vocabulary > deck.model.vocabulary:
-            would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
-            raise HpctrainError(
-                deck.problem(
-                    "model.vocabulary",
-                    f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}: "
-                    f"give at least that, {would}",
-                )
-            )
+        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
+        if problems:
+            raise HpctrainError(problems)
         sequence, held_out = deck.batch.sequence, deck.data.validation
         train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
         validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
@@ -120,8 +129,8 @@ def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
     return deck.model_copy(update={"model": model})
 
 
-def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Engine:
-    """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed."""
+def arrange(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled, or given. Collective; may measure layers."""
     settled = vocabulary if vocabulary is not None else deck.model.vocabulary
     assert settled is not None
     with world.agreement():
@@ -134,10 +143,28 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         keeping=keeping,
     )
     shape = ModelShape.of(deck, settled)
-    dtype = DTYPES[deck.precision.compute]
-    placement = place_layers(deck, shape, groups, mesh, dtype)
+    placement = place_layers(deck, shape, groups, mesh, DTYPES[deck.precision.compute])
     plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
-    models = build_parts(shape, groups, plan, placement.split, mesh.coordinate("pipeline"))
+    return Arrangement(keeping, groups, shape, placement, plan)
+
+
+def build_engine(
+    deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None, roughness: float = 0.0
+) -> Engine:
+    """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed.
+
+    `roughness` is what `initialize` adds to biases and norm weights.
+    """
+    return assemble(deck, world, mesh, arrange(deck, world, mesh, vocabulary), roughness)
+
+
+def assemble(
+    deck: Deck, world: World, mesh: Mesh, arrangement: Arrangement, roughness: float = 0.0
+) -> Engine:
+    """As `build_engine`, of what was arranged for this deck."""
+    groups, shape, plan = arrangement.groups, arrangement.shape, arrangement.plan
+    dtype = DTYPES[deck.precision.compute]
+    models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
     freeze(deck, world, models)
     sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
     sharding = make_sharding(deck, mesh)
@@ -162,7 +189,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
     residency = make_residency(buckets, units, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
-    _initialize(world, models, optimizer, deck.run.seed)
+    _initialize(world, models, optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
         check_replicas(buckets, groups.tensor, world.everyone)
     each = deck.memory.accumulate == "sliced"
@@ -174,7 +201,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         shape=shape,
         groups=groups,
         models=models,
-        placement=placement,
+        placement=arrangement.placement,
         plan=plan,
         buckets=buckets,
         synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline"), each),
@@ -182,7 +209,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = 
         optimizer=optimizer,
         offload=offload,
         activation_files=open_shelf(
-            deck, world, keeping, shape, models, plan, mesh.coordinate("pipeline"), dtype
+            deck, world, arrangement.keeping, shape, models, plan, mesh.coordinate("pipeline"), dtype
         ),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
@@ -230,7 +257,9 @@ def zero_group_size(deck: Deck, mesh: Mesh) -> int:
     return size
 
 
-def _initialize(world: World, models: Sequence[Transformer], optimizer: Optimizer, seed: int) -> None:
+def _initialize(
+    world: World, models: Sequence[Transformer], optimizer: Optimizer, seed: int, roughness: float
+) -> None:
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
     targets = (
         (segment.parameter, piece, offset + first)
@@ -240,5 +269,5 @@ def _initialize(world: World, models: Sequence[Transformer], optimizer: Optimize
         for first, piece in to_fill(values)
     )
     with world.agreement():
-        initialize(targets, models[0].shape, seed)
+        initialize(targets, models[0].shape, seed, roughness)
     optimizer.publish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,33 +14,35 @@ from hpctrain import __version__
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, training_entries
-from hpctrain.checkpoint.keep import checkpoint_path, keep, newest_good, point_to
+from hpctrain.checkpoint.keep import keep, newest_good, point_to
 from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
+from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import InputOutputError
 from hpctrain.train.build import Engine
+from hpctrain.train.folder import no_way_on
 from hpctrain.train.step import TrainState
 
 
 class Checkpoints:
     """Writes the state of an engine into the folder of a run, and reads it."""
 
-    def __init__(self, deck: Deck, engine: Engine, tokenizer: str) -> None:
-        """`deck` is resolved; `tokenizer` is the text of the token file's tokenizer."""
-        self.deck, self.engine, self.tokenizer = deck, engine, tokenizer
+    def __init__(self, deck: Deck, engine: Engine, known: Mapping[str, Any]) -> None:
+        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on."""
+        self.deck, self.engine, self.known = deck, engine, known
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
         self.longest = 0.0
         """Seconds from beginning to end of the slowest one so far."""
         layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
-        self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size)
+        self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size, deck.run.steps)
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
         self._held_up = 0.0
@@ -126,9 +128,9 @@ class Checkpoints:
     def _saved(self, path: Path) -> None:
         """A checkpoint is complete: lead to it, and forget those beyond `checkpoint.keep`."""
         everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
+        self.newest = path  # it is, even if what follows fails
         point_to(path, everyone)
         keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
-        self.newest = path
         self.longest = max(self.longest, time.perf_counter() - self._began)
         log = logging.getLogger("hpctrain")
         log.info("checkpoint %s written, which held up training for %.2f s", path, self._held_up)
@@ -156,9 +158,9 @@ class Checkpoints:
             "updates": engine.optimizer.updates,
             "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
-            "deck": deck_text(self.deck),
+            **deck_state(self.deck),
             "split": list(engine.placement.split),
-            "tokenizer": self.tokenizer,
+            **self.known,
             "ranks": engine.world.size,
             "code_version": __version__,
             **self.provenance.stored(state.step),
@@ -179,6 +181,8 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
     if world.rank == 0:
         for warning in warnings:
             logging.getLogger("hpctrain").warning("%s", warning)
-    if path is None:
-        raise InputOutputError(f"{target / 'checkpoints'}: holds no good checkpoint to go on from")
+    with world.agreement():
+        if path is None and world.rank == 0:
+            raise InputOutputError(no_way_on(target))
+    assert path is not None
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,25 +14,29 @@ from pathlib import Path
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.train.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 from hpctrain.train.signals import Signals
-
-CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"
-"""Names of the files in a run's folder that ask as SIGUSR1 and SIGUSR2 do."""
 
 SECONDS_PER_LOOK = 1.0
 
 _FILES, _CLOCK = (CHECKPOINT_FILE, STOP_FILE), "clock"
-_CAUSES = (signal.SIGUSR1, CHECKPOINT_FILE, signal.SIGUSR2, signal.SIGTERM, STOP_FILE, _CLOCK)
-_STOPPING = _CAUSES[2:]
+_SAVING = (signal.SIGUSR1, signal.SIGCONT, CHECKPOINT_FILE)
+_STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_FILE, _CLOCK)
+_CAUSES = (*_SAVING, *_STOPPING)
+_MEASURE = "measure"
 
 
 @dataclass(frozen=True)
 class Order:
-    """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say."""
+    """What all ranks do now: write a checkpoint, and perhaps stop; `why` is for rank 0 to say.
+
+    `measure`: find out again how fast the machine is.
+    """
 
     checkpoint: bool = False
     stop: bool = False
     why: str = ""
+    measure: bool = False
 
 
 class Control:
@@ -43,27 +48,35 @@ class Control:
         self._looked = -float("inf")
         self._unremovable: set[str] = set()
 
-    def agree(self) -> Order:
-        """What was asked since the last call, of any rank. Collective; its files are removed."""
+    def agree(self, measure: bool = False) -> Order:
+        """What was asked since the last call, of any rank. Collective; its files are removed.
+
+        `measure`: whether this rank asks for the machine to be measured.
+        """
         world = self.world
         came, late = self._here()
+        came |= {_MEASURE} if measure else set()
+        causes = (*_CAUSES, _MEASURE)
         # The largest is that of the lowest rank which was asked.
-        asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in _CAUSES])
+        asked = torch.tensor([world.size - world.rank if cause in came else 0 for cause in causes])
         numbers = world.everyone.all_reduce(asked, "max").tolist()
-        ranks = {cause: world.size - number for cause, number in zip(_CAUSES, numbers, strict=True) if number}
+        ranks = {cause: world.size - number for cause, number in zip(causes, numbers, strict=True) if number}
+        measure = ranks.pop(_MEASURE, None) is not None
         if not ranks:
-            return Order()
+            return Order(measure=measure)
         stop = any(cause in ranks for cause in _STOPPING)
         if world.rank == 0:
             self._remove([name for name in _FILES if name in ranks])
         self.signals.came.difference_update(ranks)
-        causes = [cause for cause in ranks if not stop or cause in _STOPPING]
-        return Order(True, stop, " and ".join(self._words(cause, ranks[cause], late) for cause in causes))
+        told = [
+            self._words(cause, rank, late) for cause, rank in ranks.items() if not stop or cause in _STOPPING
+        ]
+        return Order(True, stop, " and ".join(told), measure and not stop)
 
     def saved(self) -> None:
         """A checkpoint was written: what asked for one meanwhile, as a signal does that reaches the ranks one
         after the other, has got it."""
-        self.signals.came.discard(signal.SIGUSR1)
+        self.signals.came.difference_update(_SAVING)
 
     def forget(self) -> None:
         """Remove what asks for nothing any more, since the run is done."""
@@ -85,7 +98,8 @@ class Control:
     def _files(self) -> list[str]:
         # A list of the folder is fresh where a network file system would still deny a single new file.
         with contextlib.suppress(OSError):
-            there = {path.name for path in self.folder.iterdir()}
+            with os.scandir(self.folder) as entries:
+                there = {entry.name for entry in entries if is_request(entry)}
             return [name for name in _FILES if name in there and name not in self._unremovable]
         return []
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.frozen import freeze_parameters
+from hpctrain.model.frozen import freeze_parameters, frozen_problems
 from hpctrain.model.transformer import Transformer
 
 
@@ -20,18 +20,7 @@ def freeze(deck: Deck, world: World, models: Sequence[Transformer]) -> None:
     patterns = deck.model.frozen
     if not patterns:
         return
-    frozen = freeze_parameters(models, patterns)
-    problems = [
-        deck.problem("model.frozen", f"freezes {one}, but not {other}, with which it is one")
-        for one, other in frozen.torn
-    ]
-    found = world.everyone.all_gather_object([sorted(frozen.used), problems, frozen.left])
-    everywhere = {name for names, _, _ in found for name in names}
-    told = dict.fromkeys(problem for _, theirs, _ in found for problem in theirs)
-    for pattern in patterns:
-        if pattern not in everywhere:
-            told[deck.problem("model.frozen", f'no parameter is called "{pattern}"')] = None
-    if not told and not any(trained for _, _, trained in found):
-        told[deck.problem("model.frozen", "leaves nothing to train")] = None
-    if told:
-        raise HpctrainError(list(told))
+    found = world.everyone.all_gather_object(freeze_parameters(models, patterns))
+    problems = frozen_problems(patterns, found)
+    if problems:
+        raise HpctrainError([deck.problem("model.frozen", problem) for problem in problems])

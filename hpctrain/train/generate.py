@@ -20,11 +20,12 @@ from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.group import Group
+from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
@@ -32,6 +33,7 @@ from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.train.checkpoints import find_checkpoint
+from hpctrain.train.room import demand_room
 
 SAMPLES_AT_A_TIME = 8
 """Samples that share a forward pass, which bounds the memory of activations."""
@@ -73,6 +75,9 @@ class Sampling:
             problems.append(f"--seed {self.seed}: must be from 0 to 2^63 - 1")
         if self.samples < 1:
             problems.append(f"--samples {self.samples}: must be at least 1")
+        if self.samples > 1 and (self.temperature == 0 or self.top_k == 1):
+            why = "--temperature 0" if self.temperature == 0 else "--top-k 1"
+            problems.append(f"--samples {self.samples}: {why} gives the same text each time; leave one out")
         if problems:
             raise HpctrainError(problems)
 
@@ -238,7 +243,12 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     torch.set_num_threads(deck.run.threads)
     mesh = Mesh(world, {"tensor": world.size})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
-    model = Transformer(ModelShape.of(deck, deck.model.vocabulary), groups)
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    own = shape.parameters // world.size * DTYPES[deck.precision.compute].itemsize
+    demand_room(
+        world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
+    )
+    model = Transformer(shape, groups)
     buckets = make_buckets(
         model.units(),
         Sharding.whole(mesh.group("data", "context"), mesh.group("pipeline")),
@@ -255,7 +265,7 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     deck = stored_deck(state, path)
     layout = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
     deck = deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
-    problems = check_deck(deck)
+    problems = [problem for problem in check_deck(deck) if not problem.for_writers]
     if problems:
         raise HpctrainError(
             [

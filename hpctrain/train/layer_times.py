@@ -9,13 +9,13 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Part, Transformer
+from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.random import DropoutSource
@@ -144,7 +144,7 @@ class Replay:
     def run(self, actions: Iterable[Action]) -> dict[tuple[Kind, int], list[float]]:
         """Seconds of every action, by kind and chunk, in their order."""
         seconds: dict[tuple[Kind, int], list[float]] = {}
-        ends: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge, Tensor | None]] = {}
+        ends: dict[tuple[int, int], tuple[Tensor | None, End, Tensor | None]] = {}
         held: dict[tuple[int, int], list[Computation]] = {}
         for action in actions:
             key = (action.chunk, action.micro_batch)
@@ -156,7 +156,7 @@ class Replay:
             else:
                 hidden, end, gradient = ends.pop(key)
                 self.queue.deferring = action.kind == "I"
-                torch.autograd.backward(end, gradient)
+                end.backward(gradient)
                 self.queue.deferring = False
                 if action.kind == "I":
                     held[key] = self.queue.take()
@@ -164,12 +164,12 @@ class Replay:
             seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
         return seconds
 
-    def _forward(self, model: Transformer) -> tuple[Tensor | None, Tensor | GradientEdge, Tensor | None]:
+    def _forward(self, model: Transformer) -> tuple[Tensor | None, End, Tensor | None]:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
         hidden = None if model.part.embeds else self.hidden.detach().requires_grad_()
         if model.part.predicts:
-            return hidden, model.loss(self.batch.inputs, self.batch.terms, hidden), None
-        return hidden, get_gradient_edge(model(self.batch.inputs, hidden)), self.gradient
+            return hidden, End(model.loss(self.batch.inputs, self.batch.terms, hidden)), None
+        return hidden, End(model(self.batch.inputs, hidden)), self.gradient
 
 
 def _now(device: torch.device) -> float:

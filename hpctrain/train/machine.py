@@ -1,32 +1,143 @@
-"""What this machine computes per second, measured."""
+"""What this machine computes per second: what counts as 100% MFU."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import os
+import platform
 import time
-from statistics import median
+from pathlib import Path
 
 import torch
 
-_SIZES = {"cpu": 768, "cuda": 8192}
-_REPEATS = 7
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.files import parse_json, read_text
+from hpctrain.model.dtypes import DTYPES
+
+PEAK_FILE = "peak.json"
+"""Name of the file in a run's folder that keeps measured rates by kind of machine."""
+
+_SIZES: dict[str, tuple[int, ...]] = {"cpu": (256, 512), "cuda": (4096, 8192)}
+_LARGE = 1024
+"""What several threads of a CPU need to reach their rate; one reaches it at sizes that take little memory."""
+
+_SECONDS = 0.3
+_ROUNDS = 2
+_LONGEST_FILE = 100_000
+
+
+class Peak:
+    """The FLOP/s of a rank that count as 100% MFU, the same on all ranks.
+
+    Given by the deck; or measured, and kept in the run's folder for jobs that go on with the run on the same
+    kind of nodes.
+    """
+
+    def __init__(self, world: World, deck: Deck, folder: Path) -> None:
+        self._world, self._deck, self._path = world, deck, folder / PEAK_FILE
+        self._given = deck.machine.peak_flops is not None
+        self._again = True
+        self.flops = deck.machine.peak_flops or 0.0
+        self.exceeded = False
+        """Whether a step on this rank ran at more than a peak that can be measured anew."""
+
+    def find(self) -> None:
+        """Take it from the run's folder, or else measure it. Collective."""
+        if self._given:
+            return
+        kinds = self._kinds()
+        with self._world.agreement():
+            known = self._known().get(kinds, 0.0) if self._world.rank == 0 else 0.0
+        self.flops = float(self._world.everyone.broadcast_object(known))
+        if not self.flops:
+            self._measure(kinds, 0.0)
+
+    def share(self, flops: float) -> float:
+        """The MFU (0 to 1) of FLOP/s of a rank. What is beyond a measured peak is the new one."""
+        if flops > self.flops and not self._given:
+            self.exceeded, self.flops = self._again, flops
+        return flops / self.flops
+
+    def measure_again(self) -> None:
+        """Measure it anew, once in a run, after a step on rank 0 that exceeded it. Collective."""
+        self.exceeded, self._again = False, False
+        reached = float(self._world.everyone.broadcast_object(self.flops))
+        self._measure(self._kinds(), reached)
+        logging.getLogger("hpctrain").info(
+            "a step ran at more than the measured peak, which was measured anew: %.1f GFLOP/s a rank "
+            "count as 100%% MFU",
+            self.flops / 1e9,
+        )
+
+    def _measure(self, kinds: str, least: float) -> None:
+        """Take the mean over all ranks, who measure together, but `least` if that is more; and keep it."""
+        everyone = self._world.everyone
+        everyone.barrier()
+        rate = measure_gemm_flops(DTYPES[self._deck.precision.compute], self._world.device)
+        total = everyone.all_reduce(torch.tensor(rate, dtype=torch.float64))
+        self.flops = max(least, float(total.item()) / everyone.size)
+        with self._world.agreement():
+            if self._world.rank == 0:
+                text = json.dumps(self._known() | {kinds: self.flops}, indent=1)
+                self._path.write_text(text + "\n", encoding="utf-8")
+
+    def _known(self) -> dict[str, float]:
+        """FLOP/s by kinds, of the file; none where it is missing or is no such file."""
+        with contextlib.suppress(OSError, ValueError):
+            rows = parse_json(read_text(self._path, _LONGEST_FILE))
+            found = rows.items() if isinstance(rows, dict) else ()
+            return {name: rate for name, rate in found if isinstance(rate, float) and 0 < rate < 1e30}
+        return {}
+
+    def _kinds(self) -> str:
+        """On what the rate depends, in words: device, how many share it, threads, precision."""
+        world, run = self._world, self._deck.run
+        if world.device.type == "cuda":
+            here = torch.cuda.get_device_name(world.device)
+        else:
+            ranks = -(-world.size // world.nodes)
+            here = f"{_processor()}, cores {os.cpu_count()}, ranks {ranks}, threads {run.threads}"
+        everywhere = sorted(set(world.everyone.all_gather_object(here)))
+        return f"{'; '.join(everywhere)}; {self._deck.precision.compute}"
 
 
 def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product on this rank, the median of several; takes about a second.
+    """FLOP/s of a square matrix product on this rank: the best of several sizes, in a third of a second.
 
-    Every rank measures at the same time, so that ranks which share cores or memory count that in.
+    All ranks should measure at the same time, so that those which share cores or memory count that in.
     """
-    size = _SIZES[device.type]
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    b = torch.ones(size, size, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(_REPEATS + 2):
-        _wait(device)
-        start = time.perf_counter()
-        a @ b
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-    return 2.0 * size**3 / median(seconds[2:])
+    sizes = _SIZES[device.type]
+    if device.type == "cpu" and torch.get_num_threads() > 1:
+        sizes = (*sizes, _LARGE)
+    # The operands of one size after the other lie in the same memory, as do the products.
+    factors, products = torch.ones(2, max(sizes) ** 2, dtype=dtype, device=device)
+    best, rounds, began = 0.0, 0, time.perf_counter()
+    while rounds < _ROUNDS or time.perf_counter() - began < _SECONDS:
+        rounds += 1
+        for size in sizes:
+            square, product = (memory[: size * size].view(size, size) for memory in (factors, products))
+            _wait(device)
+            start = time.perf_counter()
+            torch.mm(square, square, out=product)
+            _wait(device)
+            best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _processor() -> str:
+    """The name of the CPU, as Linux tells it."""
+    with (
+        contextlib.suppress(OSError),
+        Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,
+    ):
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _wait(device: torch.device) -> None:

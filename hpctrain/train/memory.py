@@ -23,21 +23,34 @@ from hpctrain.train.metrics import peak_rss_bytes
 PLAN_FILE = "plan.json"
 
 
-class MemoryLedger:
-    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks."""
+class ActivationPeak:
+    """The most bytes that an engine keeps for backward in its first step; counting takes time."""
 
-    def __init__(self, engine: Engine, predicted: MemoryPlan) -> None:
-        self.engine, self.predicted = engine, predicted
-        self.activation_peak = 0
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.bytes: int | None = None
 
     @contextmanager
-    def activations(self) -> Iterator[None]:
-        """Count what autograd keeps within: a step. Counting takes time, so one step is counted."""
+    def first(self) -> Iterator[None]:
+        """Count within, unless something has been counted."""
+        if self.bytes is not None:
+            yield
+            return
         groups = self.engine.groups
         store = groups.keeping.store if isinstance(groups.keeping, Recompute) else None
         with LiveActivations(self._parameters, groups.weight_gradients, store) as live:
             yield
-        self.activation_peak = max(self.activation_peak, live.peak)
+        self.bytes = live.peak
+
+    def _parameters(self) -> list[Tensor]:
+        return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]
+
+
+class MemoryLedger:
+    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks."""
+
+    def __init__(self, engine: Engine, activations: ActivationPeak, predicted: MemoryPlan) -> None:
+        self.engine, self.activations, self.predicted = engine, activations, predicted
 
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
@@ -50,7 +63,9 @@ class MemoryLedger:
         # Storages that master weights share with parameters are entered there.
         optimizer = storage_bytes([*states, *own]) - storage_bytes(own)
         buffers = buckets[0].pool.bytes + self.engine.world.buffer_bytes
-        known = Account(values, gradients, optimizer, self.activation_peak, buffers)
+        if self.engine.world.device.type == "cpu":
+            buffers += self.engine.optimizer.working_bytes
+        known = Account(values, gradients, optimizer, self.activations.bytes or 0, buffers)
         return replace(known, other=max(0, self.peak_bytes() - known.total))
 
     def peak_bytes(self) -> int:
@@ -81,6 +96,3 @@ class MemoryLedger:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-    def _parameters(self) -> list[Tensor]:
-        return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]

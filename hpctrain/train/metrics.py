@@ -136,8 +136,8 @@ def peak_rss_bytes() -> int:
 def _demand_new(path: Path) -> None:
     if path.exists() and path.stat().st_size > 0:
         raise HpctrainError(
-            f"{path}: holds the metrics of an earlier run; go on with it by `hpctrain resume {path.parent}`, "
-            "or give the new run another run.dir"
+            f"{path}: holds the metrics of an earlier run; replace it with `--fresh`, or give the new run "
+            "another run.dir"
         )
 
 

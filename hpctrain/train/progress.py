@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, find_terminal
+from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
 from hpctrain.train.log import show_warnings
 from hpctrain.train.metrics import StepMetrics
 from hpctrain.units import format_count, format_seconds
@@ -64,13 +64,14 @@ class Progress:
         self._skipped = 0
         self._activity = ""
         self._drawn = -math.inf
+        self._closing = False
         if terminal is None and style != "lines":
             terminal = find_terminal()
         self.style = _choose(style, terminal)
         self._terminal = terminal
         self._console: Console | None = None
         if self.style == "bar":
-            self._console = _console(self._output)
+            self._console = bar_console(self._output)
             if logger is not None and terminal is not None and terminal.takes_errors:
                 show_warnings(logger, self.message)
             self._draw()
@@ -98,10 +99,12 @@ class Progress:
     def message(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         if self.style == "bar":
-            self._write(f"\r\x1b[K{text}\n")
+            width = None if self._terminal is None else self._terminal.columns()
+            shown = "\n".join(fit(text, width))
+            self._write(f"\r\x1b[K{shown}\n")
             self._draw()
         else:
-            self._write(text + "\n")
+            self._write("\n".join(fit(text, columns())) + "\n")
 
     def working(self, activity: str) -> None:
         """Say on the bar what takes long now ("evaluating"), until the next step; lines leave it out."""
@@ -120,7 +123,7 @@ class Progress:
     def close(self) -> None:
         """Leave the last state of the bar on the screen and give warnings back to stderr."""
         if self._console is not None:
-            self._activity = ""
+            self._activity, self._closing = "", True
             self._draw()
             self._write("\n")
             self._console = None
@@ -165,7 +168,8 @@ class Progress:
         """What the bar tells from left to right: (importance, style, text); the most important has 0."""
         metrics = self._latest
         if metrics is None:
-            return [(0, "bold", self._count(self.start)), (1, "cyan", self._activity or "starting")]
+            told = self._activity or ("no step was made" if self._closing else "starting")
+            return [(0, "bold", self._count(self.start)), (1, "cyan", told)]
         fields = [
             (0, "bold", self._count(metrics.step)),
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
@@ -226,13 +230,6 @@ def _choose(style: Style, terminal: Terminal | None) -> Literal["bar", "lines"]:
         blind = os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
         return "lines" if terminal is None or blind else "bar"
     return style
-
-
-def _console(output: TextIO | None) -> Console:
-    from rich.console import Console
-
-    # Our stdout knows nothing of the launcher's terminal, so it is not asked; NO_COLOR is.
-    return Console(file=output, force_terminal=True, legacy_windows=False, highlight=False, markup=False)
 
 
 def _columns(fields: list[tuple[int, str, str]]) -> int:

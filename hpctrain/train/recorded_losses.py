@@ -7,7 +7,7 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.checkpoint.keep import checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import checkpoint_step, checkpoints
 from hpctrain.checkpoint.provenance import Loss, Segment, history, losses
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World

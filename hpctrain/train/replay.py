@@ -22,7 +22,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.report.contents import layout_text
-from hpctrain.train.batch_size import batch_at
+from hpctrain.report.terminal import columns, fit
+from hpctrain.train.origin import same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run
 
@@ -58,30 +59,37 @@ def replay(
     else to rounding; 1 where they do not. HpctrainError on all ranks where there is nothing to replay.
     """
     state = read_state(path, world.everyone)
-    with world.agreement():
-        original = stored_deck(state, path)
-        deck = stored_deck(state, path, overrides)
-        _refuse_other_samples(original, deck)
     recorded = find_recorded(world, path, int(state["step"]), against)
+    with world.agreement():
+        # A run that went on to more steps than this checkpoint knows of took another learning rate.
+        made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
+        original = stored_deck(state, path, made)
+        deck = stored_deck(state, path, [*made, *overrides])
+        _refuse_other_samples(original, deck)
     count = _steps(path, recorded, steps)
     split = state.get("split") if deck.layout == original.layout else None
     with _engine_of(world, deck, path, split) as run:
+        with world.agreement():
+            if not same_corpus(state, run.corpus.file):
+                told = f"is not the token file that {path} was trained on, so that no recorded loss can come"
+                raise HpctrainError(deck.problem("data.tokens", f"{told} out again; name that one"))
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
-            show(
+            told = (
                 f"replays {deck.run.title} from step {run.state.step}, {layout_text(_layout(run))}; "
                 f"losses recorded in {recorded.source}"
             )
+            show("\n".join(fit(told, columns())))
             show(f"{'step':>8}  {'recorded':>14}  {'replayed':>14}  relative difference")
         rows = []
         for expected in recorded.losses[:count]:
-            result = run.step(run.state, batch_at(run.deck.batch, run.state.step))
+            result = run.trainer.train_step()
             rows.append((expected, result.loss))
             if world.rank == 0:
                 show(_row(expected, result.loss))
     code, verdict = judge(rows, deck.precision.compute, reasons)
     if world.rank == 0:
-        show(verdict)
+        show("\n".join(fit(verdict, columns())))
     return code
 
 

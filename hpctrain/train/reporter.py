@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.report.terminal import columns, fit
 from hpctrain.train.log import close_log, open_log
 from hpctrain.train.metrics import MetricsWriter, StepMetrics
 from hpctrain.train.progress import Progress
@@ -45,7 +47,8 @@ class Reporter:
             if self.progress is not None:
                 self.progress.message(line)
             elif self.world.rank == 0:
-                print(line, flush=True)
+                with suppress(OSError):  # a screen that has gone away is no reason to end a run
+                    print(*fit(line, columns()), sep="\n", flush=True)
 
     def working(self, state: Literal["evaluating", "checkpointing"]) -> None:
         """What takes long now."""
@@ -74,6 +77,11 @@ class Reporter:
             checkpoint=_text(checkpoint),
         )
 
+    def stepped(self) -> None:
+        """No other step comes: what is said from here on stands below the bar."""
+        if self.progress is not None:
+            self.progress.close()
+
     def ended(self, checkpoint: Path | None, stopped: str = "") -> None:
         """All steps are done; or the run stops before, for the reason `stopped`."""
         if stopped:
@@ -81,10 +89,14 @@ class Reporter:
         else:
             self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0)
 
-    def failed(self, error: BaseException) -> None:
-        """The run ends by an error."""
-        told = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
-        self.status.change("failed", reason=told)
+    def failed(self, error: BaseException, checkpoint: Path | None) -> None:
+        """The run ends by an error; the newest complete checkpoint."""
+        told = f"{type(error).__name__}: {error}"
+        if isinstance(error, HpctrainError):
+            told = next(iter(error.problems), "nobody reads its output")
+        elif isinstance(error, KeyboardInterrupt):
+            told = "interrupted a second time"
+        self.status.change("failed", checkpoint=_text(checkpoint), reason=told)
 
     def hangs(self, reason: str) -> None:
         """The run ends by its watchdog, which calls this while the main thread hangs."""

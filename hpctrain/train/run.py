@@ -6,14 +6,13 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.keep import checkpoints
+from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.source import settled_keys
 from hpctrain.checkpoint.stored_deck import stored_deck
@@ -21,38 +20,39 @@ from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import EXIT_AGAIN, EXIT_DONE
-from hpctrain.model.dtypes import DTYPES
-from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import plan_memory
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.report.terminal import columns, fit
 from hpctrain.report.trace import write_trace
-from hpctrain.train.batch_size import batch_at
 from hpctrain.train.build import (
     Corpus,
     Engine,
-    build_engine,
     make_mesh,
     open_corpus,
     settle_vocabulary,
 )
 from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
 from hpctrain.train.control import Control, Order
-from hpctrain.train.folder import lock_folder, refuse_other_run, remove_run
-from hpctrain.train.machine import measure_gemm_flops
+from hpctrain.train.folder import clear_folder, refuse_other_folder, replaces, take_folder, way_on
+from hpctrain.train.machine import Peak
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.metrics import StepMetrics, peak_rss_bytes
+from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.place import with_split
 from hpctrain.train.reporter import Reporter
+from hpctrain.train.room import build_within_memory
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_places, check_run_folder
-from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.statuses import is_done
+from hpctrain.train.step import StepResult
 from hpctrain.train.stragglers import Stragglers
-from hpctrain.train.summary import introduction, outcome
+from hpctrain.train.summary import decay_ended, introduction, outcome, warms_again
 from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
+from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchdog import Watchdog
+from hpctrain.words import command
 
 TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
@@ -62,9 +62,18 @@ class Run:
     """One run of a deck on the ranks of the world, from `state` on."""
 
     def __init__(
-        self, world: World, deck: Deck, checkpoint: Path | None = None, split: Sequence[int] | None = None
+        self,
+        world: World,
+        deck: Deck,
+        checkpoint: Path | None = None,
+        split: Sequence[int] | None = None,
+        clear: Callable[[], str] = str,
     ) -> None:
-        """`split`, of a run that goes on in its old layout, stands in for one that would be measured."""
+        """`split`, of a run that goes on in its old layout, stands in for one that would be measured.
+
+        `clear` makes the run's folder ready, on rank 0, once nothing can be refused any more; what it
+        returns is said at the start.
+        """
         self.limit = TimeLimit.find(deck, os.environ, time.monotonic())
         torch.set_num_threads(deck.run.threads)
         world.use_device(deck.run.device)
@@ -72,54 +81,49 @@ class Run:
         self.world = world
         self.corpus: Corpus = open_corpus(deck, world)
         self.deck = settle_vocabulary(deck, self.corpus.file)
+        self.compared = compare_tokens(world, self.deck, self.corpus.file, checkpoint)
         self.mesh = make_mesh(self.deck, world)
         self.layout_check = verify_layout(self.deck, world, self.mesh) if deck.stability.verify_layout else ""
-        libraries = library_bytes() if world.device.type == "cpu" else 0
-        self.engine: Engine = build_engine(with_split(self.deck, split), world, self.mesh)
-        predicted = plan_memory(
-            self.deck,
-            world.size,
-            self.engine.shape.vocabulary,
-            libraries,
-            max(1, world.size // world.nodes),
-            self.engine.placement.split,
-            self.engine.plan,
+        self.engine: Engine
+        self.engine, predicted = build_within_memory(
+            with_split(self.deck, split), world, self.mesh, ready=lambda: self._clear(clear)
         )
-        self.memory = MemoryLedger(self.engine, predicted)
         self.folder = Path(self.deck.run.dir)
-        self.checkpoints = Checkpoints(self.deck, self.engine, self.corpus.file.tokenizer_text)
-        self.state = TrainState() if checkpoint is None else self.checkpoints.restore(checkpoint)
+        known = known_tokens(world, self.corpus.file)
+        self.checkpoints = Checkpoints(self.deck, self.engine, known)
+        state = None if checkpoint is None else self.checkpoints.restore(checkpoint)
         source = self.deck.model.source if checkpoint is None else None
         self.started_from = start_from_source(self.deck, self.engine) if source is not None else ""
-        self.step = Step(
-            self.engine,
-            self.corpus.train,
-            self.deck.batch.micro_size,
-            self.deck.optimizer.clip,
-            self.deck.run.seed,
-        )
-        self.step.before_update = self.checkpoints.protect
-        self.peak = self.deck.machine.peak_flops or 0.0
+        self.trainer = Trainer(self.deck, self.engine, self.corpus.train, state)
+        self.trainer.step.before_update = self.checkpoints.protect
+        self.state = self.trainer.state
+        self.memory = MemoryLedger(self.engine, self.trainer.activations, predicted)
+        self.peak = Peak(world, self.deck, self.folder)
         self.pace = Pace(expected_seconds(self.checkpoints.expected_bytes, world.nodes))
         self.log = logging.getLogger("hpctrain")
 
-    def train(self, signals: Signals | None = None, bound: str = "") -> int:
+    def _clear(self, clear: Callable[[], str]) -> None:
+        with self.world.agreement():
+            self.stays = clear() if self.world.rank == 0 else ""
+
+    def train(self, signals: Signals | None = None, told: Sequence[str] = ()) -> int:
         """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code.
 
-        `bound` is said at the start: which cores the ranks have.
+        `told` is said at the start: which cores the ranks have, and what was found on the way here.
         """
         deck, world = self.deck, self.world
-        lock = None
+        with world.agreement():
+            lock = take_folder(self.folder) if world.rank == 0 else None
         check_run_folder(world, self.folder)
         with world.agreement():
             if world.rank == 0:
-                (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-                lock = lock_folder(self.folder)
+                (self.folder / "checkpoints").mkdir(exist_ok=True)
                 (self.folder / "deck.toml").write_text(deck_text(deck), encoding="utf-8")
                 self.memory.write(self.folder)
         newest = self.checkpoints.newest
         facts = {
             "title": deck.run.title,
+            "started_in": str(Path.cwd()),
             "ranks": world.size,
             "nodes": world.nodes,
             "steps": deck.run.steps,
@@ -128,11 +132,17 @@ class Run:
         }
         reporter = Reporter(world, deck, self.state.step, facts, newest is not None)
         try:
-            self.peak = self.peak or self._measured_peak()
-            reporter.say(introduction(deck, self.engine, self.corpus, self.peak))
-            reporter.say(line for line in (bound, self.layout_check, self.started_from) if line)
+            self.peak.find()
+            reporter.say(introduction(deck, self.engine, self.corpus, self.peak.flops))
+            heeded = (self.stays, *told, self.layout_check, self.started_from, *self.compared)
+            reporter.say(line for line in heeded if line)
+            if world.rank == 0 and (ended := decay_ended(deck, self.state.step)):
+                self.log.warning("%s", ended)
             if newest is not None:
                 reporter.say([f"goes on from {newest} at step {self.state.step}"])
+            swept = [each for names in world.everyone.all_gather_object(world.swept) for each in names]
+            if swept:
+                reporter.log.info("removed what killed jobs had left in shared memory: %s", ", ".join(swept))
             reporter.begin()
             world.ledger.reset()
             if deck.run.trace:
@@ -145,7 +155,7 @@ class Run:
                 self.checkpoints.finish()
             self._finish(reporter, order)
         except BaseException as error:
-            reporter.failed(error)
+            reporter.failed(error, self.checkpoints.newest)
             raise
         finally:
             gc.unfreeze()
@@ -161,7 +171,9 @@ class Run:
         control = Control(self.world, self.folder, signals, self._out_of_time)
         stragglers = Stragglers(self.mesh, self.deck.stability.straggler_factor)
         while self.state.step < self.deck.run.steps:
-            order = control.agree()
+            order = control.agree(self.peak.exceeded)
+            if order.measure:
+                self.peak.measure_again()
             if order.checkpoint:
                 reporter.log.info("checkpoint asked for: %s", order.why)
                 if not self.checkpoints.has(self.state.step):
@@ -191,12 +203,8 @@ class Run:
 
     def _train_step(self, reporter: Reporter, stragglers: Stragglers) -> None:
         deck, state, world = self.deck, self.state, self.world
-        if world.ledger.timeline is not None:
-            world.ledger.timeline.begin(state.step + 1)
         started, communicating = time.perf_counter(), world.ledger.seconds
-        first = not self.memory.activation_peak
-        with self.memory.activations() if first else nullcontext():
-            result = self.step(state, batch_at(deck.batch, state.step))
+        result = self.trainer.train_step()
         seconds = time.perf_counter() - started
         slow = stragglers.step(seconds - (world.ledger.seconds - communicating))
         if slow is not None:
@@ -225,7 +233,7 @@ class Run:
         assert self.corpus.validation is not None
         reporter.working("evaluating")
         started = time.perf_counter()
-        loss = self.step.evaluate(self.corpus.validation, self.deck.run.evaluate_sequences)
+        loss = self.trainer.step.evaluate(self.corpus.validation, self.deck.run.evaluate_sequences)
         self.pace.evaluation = time.perf_counter() - started
         return loss
 
@@ -242,7 +250,7 @@ class Run:
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=self.engine.loss_scale.value if self.engine.loss_scale.window else None,
-            mfu=rate * self.engine.shape.flops_per_token / (self.peak * self.world.size),
+            mfu=self.peak.share(rate * self.engine.shape.flops_per_token / self.world.size),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=validation,
         )
@@ -263,16 +271,10 @@ class Run:
                     timeline.dropped,
                 )
 
-    def _measured_peak(self) -> float:
-        """The mean over all ranks of the rate of a matrix product, FLOP/s."""
-        rate = measure_gemm_flops(DTYPES[self.deck.precision.compute], self.world.device)
-        everyone = self.world.everyone
-        total = everyone.all_reduce(torch.tensor(rate, dtype=torch.float64))
-        return float(total.item()) / everyone.size
-
     def _finish(self, reporter: Reporter, order: Order) -> None:
         """Write down and say what there is to say at the end, or before it by an order to stop."""
         measured, newest = self.memory.measured(), self.checkpoints.newest
+        reporter.stepped()
         with self.world.agreement():
             if self.world.rank == 0:
                 self.memory.write(self.folder, measured)
@@ -281,7 +283,8 @@ class Run:
                 reporter.say(self.memory.table(measured))
         if order.stop:
             step = f"after step {self.state.step} of {self.deck.run.steps}"
-            reporter.say([f"stopped {step}: {order.why}; go on with `hpctrain resume {self.folder}`"])
+            go_on = way_on(self.folder, newest)
+            reporter.say([f"stopped {step}: {order.why}; go on with `{go_on}`"])
         reporter.ended(newest, order.why if order.stop else "")
 
 
@@ -295,7 +298,7 @@ def run_deck(
     with Signals() as signals:
         check_deck_file(world, path)
         with world.agreement():
-            deck = read_deck(path, overrides, read_source=settled_keys)
+            deck = read_deck(path, overrides, world.size, settled_keys)
             folder = Path(deck.run.dir)
             begun = again and bool(checkpoints(folder / "checkpoints"))
         if any(world.everyone.all_gather_object(begun)):
@@ -303,12 +306,10 @@ def run_deck(
             return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone), signals)
         with world.agreement():
             if world.rank == 0:
-                if fresh or (again and (folder / "deck.toml").exists()):
-                    remove_run(folder)  # with `again`, what a job left that ended before its first checkpoint
-                elif not again:
-                    refuse_other_run(deck)
+                replaces(deck, fresh, again)
         bound = check_places(world, deck)
-        return Run(world, deck).train(signals, bound)
+        run = Run(world, deck, clear=lambda: clear_folder(deck, fresh, again))
+        return run.train(signals, (bound,))
 
 
 def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = False) -> int:
@@ -326,8 +327,30 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
 
 
 def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signals: Signals) -> int:
-    """Train on from a checkpoint with that state; the exit code."""
+    """Train on from a checkpoint with that state; the exit code.
+
+    A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step.
+    """
+    done = False
     with world.agreement():
-        same = deck.layout == stored_deck(state, path).layout
+        step = int(state.get("step", 0))
+        if deck.run.steps < step:
+            told = f"is below the step of {path}, {step}; a run goes on to a later one"
+            raise HpctrainError(deck.problem("run.steps", told))
+        if world.rank == 0 and deck.run.steps == step:
+            done = is_done(Path(deck.run.dir))
+    if world.everyone.broadcast_object(done):
+        if world.rank == 0:
+            more = command("resume", deck.run.dir, "--set", "run.steps=N")
+            told = f"{deck.run.dir}: all {step} steps are done, nothing is left to do; {more} goes on"
+            print(*fit(told, columns()), sep="\n", flush=True)
+        return EXIT_DONE
+    with world.agreement():
+        before = stored_deck(state, path)
+        same = deck.layout == before.layout
+        if world.rank == 0:
+            refuse_other_folder(deck, path)
     bound = check_places(world, deck)
-    return Run(world, deck, path, state.get("split") if same else None).train(signals, bound)
+    return Run(world, deck, path, state.get("split") if same else None).train(
+        signals, (bound, warms_again(deck, before, int(state["step"])))
+    )

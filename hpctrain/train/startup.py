@@ -11,7 +11,9 @@ from pathlib import Path
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml import DECK_BYTES
 from hpctrain.errors import HpctrainError
+from hpctrain.files import read_bytes
 
 SECONDS_TO_APPEAR = 5.0
 """What a network file system may take to show one node what another has written."""
@@ -123,6 +125,6 @@ def check_places(world: World, deck: Deck) -> str:
 
 def _digest(path: Path) -> str | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_bytes(path, DECK_BYTES)).hexdigest()
     except OSError:
         return None

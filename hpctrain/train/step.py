@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -63,11 +63,8 @@ class Step:
         """Train on samples `state.samples .. + batch` and advance `state`."""
         engine = self.engine
         mesh = engine.mesh
-        micro_batches = list(
-            self.batches.step(
-                state.samples, batch, mesh.coordinate("data"), mesh.size("data"), self.micro_size
-            )
-        )
+        place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
+        micro_batches = self.read(self.batches.step(state.samples, batch, *place))
         tokens = self.count_tokens(micro_batches)
         scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
         prepared = [
@@ -95,10 +92,10 @@ class Step:
 
     def evaluate(self, batches: Batches, sequences: int) -> float:
         """Loss in nats per token of the first `sequences` sequences, the same on all ranks."""
-        mesh = self.engine.mesh
-        micro_batches = list(
-            batches.evaluation(sequences, mesh.coordinate("data"), mesh.size("data"), self.micro_size)
-        )
+        mesh, ledger = self.engine.mesh, self.engine.world.ledger
+        ledger.phase = "evaluation"
+        place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
+        micro_batches = self.read(batches.evaluation(sequences, *place))
         tokens = self.count_tokens(micro_batches)
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
@@ -108,7 +105,15 @@ class Step:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.world.device)
         if loss_sum is not None and mesh.coordinate("tensor") == 0:
             total += loss_sum
-        return float(self.engine.world.everyone.all_reduce(total).item()) / max(1, tokens)
+        loss = float(self.engine.world.everyone.all_reduce(total).item()) / max(1, tokens)
+        ledger.phase = "other"
+        return loss
+
+    def read(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch]:
+        """All of them; what one rank cannot read, or must not trust, is an error on all ranks."""
+        with self.engine.world.agreement():
+            found = list(micro_batches)
+        return found
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens to be predicted by all data ranks together."""

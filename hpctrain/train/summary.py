@@ -6,9 +6,14 @@ from pathlib import Path
 
 from hpctrain.deck.schema import Deck
 from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.train.batch_size import samples_of
 from hpctrain.train.build import Corpus, Engine
 from hpctrain.train.keeping import introduce_keeping
 from hpctrain.units import format_bytes, format_count
+from hpctrain.words import command
+
+MANY_EPOCHS = 16
+"""From here on, more passes over the same text teach next to nothing (arXiv 2305.16264)."""
 
 
 def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> list[str]:
@@ -20,24 +25,74 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
         f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
-        f"{format_count(deck.batch.global_size * deck.batch.sequence)}; "
+        f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {_repetition(deck, corpus)}; "
         f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
     ]
+    lines += _many_epochs(deck, corpus)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += introduce_keeping(deck, shape, engine.models, engine.plan, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 
 
+def decay_ended(deck: Deck, step: int) -> str:
+    """What to warn of where the learning rate has ended its decay after `step` steps; "" where it has not."""
+    rate = deck.learning_rate
+    if rate.decay == "constant" or not rate.decay_steps <= step < deck.run.steps:
+        return ""
+    return deck.problem(
+        "learning_rate.decay_steps",
+        f"the decay has ended: steps {step + 1} to {deck.run.steps} train at its floor, {rate.floor:g} of "
+        "the peak (--set learning_rate.decay_steps= lets it end with the run)",
+    )
+
+
+def warms_again(deck: Deck, before: Deck, step: int) -> str:
+    """What to warn of where a run that goes on after `step` steps warms up once more; "" where it does not.
+
+    `before` is its deck as it was.
+    """
+    warmup = deck.learning_rate.warmup
+    if not before.learning_rate.warmup <= step < min(warmup, deck.run.steps):
+        return ""
+    return deck.problem(
+        "learning_rate.warmup",
+        f"the rate warms up again: steps {step + 1} to {warmup} lie within it, and the run had warmed up "
+        f"(--set learning_rate.warmup={before.learning_rate.warmup} leaves it as it was)",
+    )
+
+
 def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list[str]:
     """Where the files of a run are that has ended."""
     lines = [
-        f"metrics     {folder / 'metrics.jsonl'} (`hpctrain plot {folder}` draws them)",
+        f"metrics     {folder / 'metrics.jsonl'} ({command('plot', folder)} draws them)",
         f"trace       {folder / TRACE_FILE} (ui.perfetto.dev opens it)" if trace else "",
         f"checkpoint  {saved} ({format_bytes(saved.stat().st_size)})" if saved else "",
         f"skipped     {skipped} steps" if skipped else "",
     ]
     return [line for line in lines if line]
+
+
+def _epochs(deck: Deck, corpus: Corpus) -> float:
+    return samples_of(deck.batch, deck.run.steps) / corpus.train.source.count
+
+
+def _repetition(deck: Deck, corpus: Corpus) -> str:
+    epochs = _epochs(deck, corpus)
+    taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
+    return f"{counted(deck.run.steps, 'step')} {'takes' if deck.run.steps == 1 else 'take'} {taken} epochs"
+
+
+def _many_epochs(deck: Deck, corpus: Corpus) -> list[str]:
+    """A word on a corpus that is too small for the run."""
+    epochs, count = _epochs(deck, corpus), corpus.train.source.count
+    if epochs < MANY_EPOCHS:
+        return []
+    return [
+        f"{deck.data.tokens} is small for this run: each of its {counted(count, 'sequence')} of "
+        f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
+        "more text or fewer steps would do"
+    ]
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,14 +1,20 @@
-"""`verify_layout`: one tiny step on the run's layout and on one rank, compared tensor by tensor.
+"""`verify_layout`: two tiny steps on the run's layout and on one rank, compared tensor by tensor.
 
 The model is the deck's in miniature: the same family, heads, layout and dropout, with small heads, two
 layers and a short sequence, in fp32, so that any rank can compute it alone and rounding explains next
-to nothing.
+to nothing. No two of its tensors are alike, so that none can stand in for another unnoticed. The steps are
+the run's own: the first one with what watches it, the second one with what was learned in the first, as
+the order in which parameters are gathered. Updates are clipped, decayed, and nearly proportional to
+gradients, by a large epsilon, so that rounding stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +26,18 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.parallel.shard import Shard
+from hpctrain.plan.model import bare_model
 from hpctrain.train.build import Engine, build_engine
-from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.trainer import Trainer
 
 TOLERANCE = 1e-5
 """Largest difference of a tensor over its largest element, in fp32."""
 
+ROUGHNESS = 0.2
+"""Standard deviation of what biases and norm weights differ by."""
+
 _HEAD_SIZE, _LAYERS, _MICRO_BATCHES, _MICRO_SIZE = 8, 2, 2, 2
+_RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
 
 _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
 """Axes over which a sum may be missing or doubled, the likeliest first."""
@@ -50,13 +61,15 @@ class Difference:
 def miniature(deck: Deck) -> Deck:
     """The deck with the same layout and a tiny model and batch."""
     layout, model = deck.layout, deck.model
+    layers = max(_LAYERS, layout.pipeline * layout.chunks)
     hidden = model.heads * _HEAD_SIZE
     multiple = layout.tensor * 8
     sequence = 2 * layout.context * layout.tensor * 2
     sections: dict[str, dict[str, object]] = {
         "model": {
             "preset": None,
-            "layers": max(_LAYERS, layout.pipeline * layout.chunks),
+            "layers": layers,
+            "frozen": (),
             "hidden": hidden,
             "mlp": -(-2 * hidden // multiple) * multiple,
             # No multiple of the tensor axis, so that the padding is compared, too.
@@ -67,14 +80,35 @@ def miniature(deck: Deck) -> Deck:
         "layout": {"split": None},
         "batch": {"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
         "precision": {"compute": "fp32"},
-        "optimizer": {"clip": 0.0},
-        "learning_rate": {"peak": 1e-3, "warmup": 0, "decay": "constant", "reference_batch": 0},
+        "optimizer": {"clip": _CLIP, "epsilon": _EPSILON},
+        "learning_rate": {"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
         "communication": {"bucket_bytes": 4096},
         "memory": {"activations": "keep", "activation_format": "exact"},
         "stability": {"check_parameters": True},
     }
     changed = {name: getattr(deck, name).model_copy(update=keys) for name, keys in sections.items()}
-    return deck.model_copy(update=changed)
+    small = deck.model_copy(update=changed)
+    frozen = {"frozen": _frozen(deck, small)}
+    return small.model_copy(update={"model": small.model.model_copy(update=frozen)})
+
+
+def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
+    """The parameters of a miniature without frozen ones that stand for frozen ones of the deck.
+
+    Its first and last blocks stand for the deck's, those between for some between. None is frozen where
+    nothing would be left to train.
+    """
+    names = [
+        parameter.shard.name for unit in bare_model(small).units() for leaf in unit for parameter in leaf
+    ]
+    scale = (deck.model.layers - 1) / (small.model.layers - 1)
+
+    def original(name: str) -> str:
+        return re.sub(r"^blocks\.(\d+)\.", lambda block: f"blocks.{round(int(block[1]) * scale)}.", name)
+
+    patterns = deck.model.frozen
+    frozen = [name for name in names if any(fnmatchcase(original(name), pattern) for pattern in patterns)]
+    return tuple(frozen) if len(frozen) < len(names) else ()
 
 
 def on_one_rank(deck: Deck) -> Deck:
@@ -100,49 +134,43 @@ def on_one_rank(deck: Deck) -> Deck:
     )
 
 
-def tiny_engine(deck: Deck, world: World, mesh: Mesh) -> tuple[Engine, Step]:
-    """Engine and step of a miniature deck, on random tokens of which some are masked."""
-    engine = build_engine(deck, world, mesh)
+def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
+    """Trainer of a miniature deck, on random tokens of which some are masked."""
+    engine = build_engine(deck, world, mesh, roughness=ROUGHNESS)
     assert deck.model.vocabulary is not None
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed, masked=0.2)
-    step = Step(engine, Batches(source, deck.run.seed), deck.batch.micro_size, 0.0, deck.run.seed)
-    return engine, step
+    return Trainer(deck, engine, Batches(source, deck.run.seed))
 
 
 def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
-    """Differences of initial parameters, loss, gradients and norm of a miniature deck's first step.
+    """Differences of initial parameters, losses, gradients and norms of a miniature deck's first two steps.
 
-    Collective; the same list on all ranks, in the order of the computation: parameters, the loss,
-    gradients from the last layer to the first, their norm.
+    Collective; the same list on all ranks, in the order of the computation: parameters, then of each step
+    the loss, gradients from the last layer to the first, their norm, and parameters at the end.
     """
     micro_batches = max(_MICRO_BATCHES, mesh.size("pipeline"))
     batch = micro_batches * _MICRO_SIZE * mesh.size("data")
     deck = deck.model_copy(update={"batch": deck.batch.model_copy(update={"global_size": batch})})
-    reference: dict[str, Tensor] = {}
+    expected: dict[str, _Computed] = {}
     if world.rank == 0:
-        reference = _on_one_rank(deck, world, batch)
-    engine, step = tiny_engine(deck, world, mesh)
-    pieces = {f"parameter {name}": piece for name, _, piece in _pieces(engine, gradients=False)}
-    pieces = {name: piece.clone() for name, piece in pieces.items()}
-    result = step(TrainState(), batch)
-    gradients = {f"gradient of {name}": piece for name, _, piece in _pieces(engine, gradients=True)}
-    shards = {shard.name: shard for _, shard, _ in _pieces(engine, gradients=False)}
+        alone = world.alone()
+        plain = on_one_rank(deck)
+        plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"recompute": "none"})})
+        expected = _compute(tiny_trainer(plain, alone, Mesh(alone, {})))
+    trainer = tiny_trainer(deck, world, mesh)
+    computed = _compute(trainer)
+    nothing = _Computed(torch.empty(0), None)  # of a tensor that another stage holds
     differences = []
-    for name in world.everyone.broadcast_object(list(reference)):
-        whole = _share(reference.get(name), world)
-        if name in {"loss", "gradient norm"}:
-            value = result.loss if name == "loss" else result.grad_norm
-            mine = torch.tensor(value, dtype=torch.float64)
-            differences.append(_difference(name, mine, whole, whole, world, mesh, None))
-        else:
-            scale = _share(reference.get(_scale_of(name)), world)
-            shard = shards.get(name.split()[-1])
-            piece, expected = torch.empty(0), torch.empty(0)  # of a tensor that another stage holds
-            if shard is not None:
-                piece = pieces[name] if name in pieces else gradients[name]
-                expected = shard.take(whole)
-            differences.append(_difference(name, piece, expected, scale, world, mesh, shard))
-    engine.close()
+    for name in world.everyone.broadcast_object(list(expected)):
+        whole = _share(expected[name].values if world.rank == 0 else None, world)
+        scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
+        values, shard = computed.get(name, nothing)
+        if shard is not None:
+            whole = shard.take(whole)
+        elif name not in computed:
+            whole = torch.empty(0)
+        differences.append(_difference(name, values, whole, scale, world, mesh, shard))
+    trainer.engine.close()
     return differences
 
 
@@ -157,30 +185,53 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
             )
     worst = max(differences, key=lambda difference: difference.error)
     return (
-        f"layout checked: {len(differences)} tensors of a tiny step as on one rank; "
+        f"layout checked: {len(differences)} tensors of two tiny steps as on one rank; "
         f"largest difference {worst.error:.1e} ({worst.name})"
     )
 
 
-def _on_one_rank(deck: Deck, world: World, batch: int) -> dict[str, Tensor]:
-    """The reference, by name: parameters, loss, gradients, their norm."""
-    alone = world.alone()
-    engine, step = tiny_engine(on_one_rank(deck), alone, Mesh(alone, {}))
-    found = {f"parameter {name}": piece.clone() for name, _, piece in _pieces(engine, gradients=False)}
-    result: StepResult = step(TrainState(), batch)
-    found["loss"] = torch.tensor(result.loss, dtype=torch.float64)
-    gradients = {f"gradient of {name}": piece for name, _, piece in _pieces(engine, gradients=True)}
-    found |= dict(reversed(gradients.items()))
-    found["gradient norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
-    return found
+class _Computed(NamedTuple):
+    """A number that all ranks have, or this rank's piece of a tensor."""
+
+    values: Tensor
+    shard: Shard | None
 
 
-def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[str, Shard, Tensor]]:
-    """Name, Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
+def _compute(trainer: Trainer) -> dict[str, _Computed]:
+    """By name what `compare` compares, in its order."""
+    engine = trainer.engine
+
+    def parameters(when: str) -> dict[str, _Computed]:
+        return {
+            f"parameter {shard.name}{when}": _Computed(piece.clone(), shard)
+            for shard, piece in _pieces(engine, gradients=False)
+        }
+
+    def gradients() -> list[tuple[Shard, Tensor]]:
+        return [(shard, piece.clone()) for shard, piece in _pieces(engine, gradients=True)]
+
+    summed: list[tuple[Shard, Tensor]] = []
+    trainer.step.before_update = lambda: summed.extend(gradients())  # before they are clipped
+    found = parameters("")
+    for step in ("", " in the second step"):
+        summed.clear()
+        result = trainer.train_step()
+        by_name = [
+            (f"gradient of {shard.name}{step}", _Computed(piece, shard))
+            for shard, piece in summed or gradients()
+        ]
+        found[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64), None)
+        found |= reversed(by_name)
+        found[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64), None)
+    return found | parameters(" after both steps")
+
+
+def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:
+    """Shard and local piece of every parameter (or its gradient), in the order of the forward pass."""
     for bucket in engine.buckets:
         flat = bucket.whole(bucket.own_gradients if gradients else bucket.own_values)
         for segment in bucket.segments:
-            yield segment.parameter.shard.name, segment.parameter.shard, segment.view(flat)
+            yield segment.parameter.shard, segment.view(flat)
 
 
 def _share(whole: Tensor | None, world: World) -> Tensor:
@@ -191,19 +242,23 @@ def _share(whole: Tensor | None, world: World) -> Tensor:
     return world.everyone.broadcast(tensor)
 
 
-def _scale_of(name: str) -> str:
-    """Whose largest element a difference is measured against: its own tensor's, with one exception.
+def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
+    """The largest element that a difference is measured against: its own tensor's, with one exception.
 
-    Softmax does not see a bias of the keys, so its gradient is nothing but rounding.
+    Gradients of queries and keys go through softmax, where sums of terms as large as those of the values
+    nearly cancel: it does not see a bias of the keys, nor much of queries and keys that tell little apart.
     """
-    return name.replace(".key.bias", ".query.bias") if name.startswith("gradient") else name
+    names = {name}
+    if name.startswith("gradient"):
+        names |= {re.sub(r"\.(query|key)\.", ".value.", name)}
+    return max(float(expected[each].values.double().abs().max()) for each in names)
 
 
 def _difference(
-    name: str, mine: Tensor, expected: Tensor, scale: Tensor, world: World, mesh: Mesh, shard: Shard | None
+    name: str, mine: Tensor, expected: Tensor, scale: float, world: World, mesh: Mesh, shard: Shard | None
 ) -> Difference:
     mine = mine.detach().double().cpu()
-    expected, largest = expected.double(), max(float(scale.double().abs().max()), 1e-30)
+    expected, largest = expected.double(), max(scale, 1e-30)
 
     def worst(values: Tensor) -> float:
         error = (values - expected).abs().max() if values.numel() else torch.zeros(())
@@ -214,14 +269,17 @@ def _difference(
     error = worst(mine)
     if error <= TOLERANCE:
         return Difference(name, error, "")
-    what = "" if shard is None else f"split over {', '.join(sorted(shard.split)) or 'no axis'}; "
+    splits = world.everyone.all_gather_object(None if shard is None else sorted(shard.split))
+    split = next((each for each in splits if each is not None), None)
+    what = "" if split is None else f"split over {', '.join(split) or 'no axis'}; "
+    explained = min(10 * TOLERANCE, error / 10)
     for axes in _SUMS:
         group = mesh.group(*axes)
         if group.size == 1:
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
-        if worst(group.all_reduce(mine.clone())) <= 10 * TOLERANCE:
+        if worst(group.all_reduce(mine.clone())) <= explained:
             return Difference(name, error, f"{what}a sum over {over} is likely missing")
-        if worst(mine / group.size) <= 10 * TOLERANCE:
+        if worst(mine / group.size) <= explained:
             return Difference(name, error, f"{what}a sum over {over} is likely doubled")
     return Difference(name, error, f"{what}no single missing or doubled sum explains it")

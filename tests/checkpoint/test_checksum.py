@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -107,3 +108,15 @@ def test_long_rows_with_gaps() -> None:
     for first, last in pairwise((0, 333_333, 700_001)):
         checksum.add(sums, words[:, first:last].copy(), (0, first), (3, last - first), words.shape)
     assert sums.tolist() == whole(words).tolist()
+
+
+def test_small_tensors_take_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_table", [np.empty(0, np.uint64)])
+    words = np.arange(5000, dtype=np.uint32)
+    tracemalloc.start()
+    whole(words)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * checksum.PIECE / 2
+    longer = np.arange(checksum.PIECE + 70_000, dtype=np.uint8)
+    assert whole(longer).tolist() == defined(longer)

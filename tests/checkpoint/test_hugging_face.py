@@ -367,7 +367,7 @@ def test_pickles_are_never_read(world: World, tmp_path: Path) -> None:
             HpctrainError, match=r"pytorch_model\.bin: weights in a pickle can run code"
         ) as caught:
             import_model(world, path, tmp_path / "model.h5")
-        assert f"save_pretrained('{folder}-safetensors')" in str(caught.value)
+        assert f'save_pretrained("{folder}-safetensors")' in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
 
-from hpctrain.checkpoint.create import temporary_name
-from hpctrain.checkpoint.keep import checkpoint_path, checkpoint_step, checkpoints, keep, newest_good
+from hpctrain.checkpoint.create import create, temporary_name
+from hpctrain.checkpoint.keep import keep, newest_good, point_to
+from hpctrain.checkpoint.names import checkpoint_path, checkpoint_step, checkpoints
 from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
 from tests.checkpoint.conftest import entry
 
 KILLED = """
@@ -21,7 +27,7 @@ import os, signal, sys
 import torch
 from hpctrain.checkpoint import draft
 from hpctrain.checkpoint.background import BackgroundSave
-from hpctrain.checkpoint.keep import checkpoint_path
+from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.write import save
@@ -95,6 +101,68 @@ def test_damaged_ones_are_passed_over(
     assert newest_good(mpi_tmp_path, group, thorough=False)[0] == checkpoint_path(mpi_tmp_path, 3)
 
 
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("problem", ["PermissionError", "EIO", "EIO later", "folder"])
+def test_unreadable_ones_are_passed_over(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """On one rank as on several; and they keep no new checkpoint from being the newest."""
+    group = world.everyone
+    held = [entry("a", torch.arange(5000.0), copy=group.rank, copies=group.size)]
+    for step in (1, 2, 3):
+        save(checkpoint_path(mpi_tmp_path, step), group, held, {"step": step})
+    newest = checkpoint_path(mpi_tmp_path, 3)
+    told = break_file(newest, problem, monkeypatch, world)
+    found, warnings = newest_good(mpi_tmp_path, group)
+    assert found == checkpoint_path(mpi_tmp_path, 2)
+    assert warnings == [f"{newest}: {told}; passed over"]
+    with pytest.raises(HpctrainError, match=rf"^{newest}: {told}$"):
+        newest_good(mpi_tmp_path, group, strict=True)
+    if problem == "EIO later":  # its structure is good
+        return
+    keep(mpi_tmp_path, 1, group)
+    group.barrier()
+    assert [checkpoint_step(path) for path in checkpoints(mpi_tmp_path)] == [3, 2]
+
+
+def break_file(path: Path, problem: str, monkeypatch: pytest.MonkeyPatch, world: World) -> str:
+    """Make a checkpoint unreadable in some way, for root too; what is told of it. Collective."""
+    world.everyone.barrier()
+    if problem == "folder":
+        if world.rank == 0:
+            path.unlink()
+            path.mkdir()
+        world.everyone.barrier()
+        return "a folder, not a checkpoint file"
+    number = errno.EACCES if problem == "PermissionError" else errno.EIO
+    error = OSError(number, os.strerror(number), str(path))
+    if problem == "EIO later":
+        read = os.preadv
+
+        def fail(descriptor: int, *rest: Any) -> int:
+            if Path(f"/proc/self/fd/{descriptor}").resolve() == path.resolve():
+                raise OSError(number, os.strerror(number))
+            return read(descriptor, *rest)
+
+        monkeypatch.setattr(os, "preadv", fail)
+        return f"cannot be read at byte {first_byte(path)}: {error.strerror}"
+    opened = os.open
+
+    def refuse(name: Any, *arguments: Any, **keywords: Any) -> int:
+        if name == path:
+            raise error
+        return opened(name, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
+    return f"cannot be read: {error.strerror}"
+
+
+def first_byte(path: Path) -> int:
+    """Where the elements of the only tensor begin."""
+    (stored,) = examine(path).datasets.values()
+    return stored.offset
+
+
 @pytest.mark.mpi
 def test_the_newest_good_ones_are_kept(world: World, mpi_tmp_path: Path) -> None:
     group = world.everyone
@@ -166,3 +234,39 @@ def test_killed_while_writing(
     assert read_state(found)["step"] == newest
     save(checkpoint_path(folder, 3), group, [], {})
     assert sorted(folder.iterdir()) == [*good, checkpoint_path(folder, 3)]
+
+
+def test_leftovers_are_those_of_the_same_kind(tmp_path: Path) -> None:
+    """A run's save deletes what its earlier saves left; another file's, what had its own name."""
+    for name in (".step-00000001.h5.tmp", ".other.h5.tmp", ".model.h5.tmp"):
+        (tmp_path / name).write_text(name)
+    create(tmp_path / ".model.h5.tmp", {}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".step-00000001.h5.tmp",
+        ".other.h5.tmp",
+        ".model.h5.tmp",
+    }
+    create(tmp_path / ".step-00000002.h5.tmp", {}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".step-00000002.h5.tmp",
+        ".other.h5.tmp",
+        ".model.h5.tmp",
+    }
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_what_a_run_does_not_write_is_kept(world: World, mpi_tmp_path: Path) -> None:
+    """Links and folders with the names of checkpoints; a file called as the link to the newest is."""
+    group = world.everyone
+    (mpi_tmp_path / "precious").write_text("years of work")
+    checkpoint_path(mpi_tmp_path, 1).symlink_to("precious")
+    checkpoint_path(mpi_tmp_path, 2).mkdir()
+    (mpi_tmp_path / "latest").write_text("mine")
+    for step in (3, 4):
+        save(checkpoint_path(mpi_tmp_path, step), group, [entry("a", torch.arange(5.0))], {"step": step})
+    assert keep(mpi_tmp_path, 1, group) == [checkpoint_path(mpi_tmp_path, 3)]
+    point_to(checkpoint_path(mpi_tmp_path, 4), group)
+    assert (mpi_tmp_path / "latest").read_text() == "mine"
+    (mpi_tmp_path / "latest").unlink()
+    point_to(checkpoint_path(mpi_tmp_path, 4), group)
+    assert (mpi_tmp_path / "latest").resolve() == checkpoint_path(mpi_tmp_path, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,22 @@ def test_one_flipped_byte_anywhere(world: World, small: Path, flip: Flip) -> Non
         flip(small, offset)
     assert small.read_bytes() == good
     assert noticed > len(offsets) // 2
+
+
+def test_a_folder_whose_names_cannot_be_read(
+    world: World, tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """HDF5, asked for them in order, frees what it never filled: in memory full of noise it crashes."""
+    path = tmp_path / "many.h5"
+    save(path, world.alone().everyone, [entry(f"tensor {n}", torch.ones(3)) for n in range(40)], {})
+    content = path.read_bytes()
+    place = content.index(b"FHDB") + 5  # a block of names tells where its header lies
+    path.write_bytes(content[:place] + b"\xff\xff" + content[place + 2 :])
+    program = "import sys; from pathlib import Path; from hpctrain.checkpoint.structure import examine; "
+    done = launch(0, "-c", program + "examine(Path(sys.argv[1]))", path, MALLOC_PERTURB_="165")
+    assert done.returncode == 1, done.stderr
+    assert "InputOutputError" in done.stderr
+    assert f"{path}: damaged or truncated" in done.stderr
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.9, -1])

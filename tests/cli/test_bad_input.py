@@ -111,6 +111,18 @@ def test_token_files_that_cannot_be_used(hpctrain: Launch, work: Path) -> None:
     assert "257" in said
 
 
+def test_a_changed_token_ends_a_run_on_all_ranks(hpctrain: Launch, work: Path) -> None:
+    whole = bytearray((work / "tokens.h5").read_bytes())
+    with h5py.File(work / "tokens.h5") as file:
+        tokens = file["tokens"]
+        place, count = tokens.id.get_offset(), len(tokens)
+    whole[place + 40] ^= 1
+    (work / "changed.h5").write_bytes(whole)
+    said = complaint(hpctrain(2, "run", "deck.toml", "--set", "data.tokens=changed.h5"), 3)
+    assert f"changed.h5: piece 1 of 1, tokens 0 to {count - 1}, is not what was written" in said
+    shutil.rmtree(work / "runs")
+
+
 def test_checkpoints_and_folders_that_cannot_be_used(hpctrain: Launch, work: Path) -> None:
     done = hpctrain(2, "run", "deck.toml")
     assert done.returncode == 0, done.stderr

@@ -80,3 +80,19 @@ def test_mistakes_are_one_sentence(
     assert done.returncode == code
     assert done.stderr.startswith(f"hpctrain: error: {told}") and done.stderr.count("\n") == 1
     assert not any(path.name.startswith((".", "out")) for path in tmp_path.iterdir())
+
+
+def test_an_export_deletes_what_exports_left_alone(tmp_path: Path, folder: Path, launch: Launch) -> None:
+    assert launch(0, "-m", "hpctrain", "import", folder, "ours.h5").returncode == 0
+    left = tmp_path / ".out.tmp"
+    left.mkdir()
+    (left / "model-00001-of-00009.safetensors").write_text("left over")
+    (left / "thesis.tex").write_text("years of work")
+    done = launch(0, "-m", "hpctrain", "export", "ours.h5", "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "holds thesis.tex, which no export wrote" in done.stderr
+    assert [path.name for path in left.iterdir()] == ["thesis.tex"]
+    (left / "thesis.tex").unlink()
+    assert launch(0, "-m", "hpctrain", "export", "ours.h5", "out").returncode == 0
+    assert not left.exists()
+    assert (tmp_path / "out/model.safetensors").exists()

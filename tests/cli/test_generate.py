@@ -15,8 +15,8 @@ from hpctrain.cli.generate import Output
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.train.run import Run
-from tests.conftest import clean_environment
 from tests.engines import small_deck
+from tests.launch import clean_environment
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 PROGRAM = "from hpctrain.cli.generate import command; command()"

@@ -37,3 +37,42 @@ def test_exit_codes_and_output(launch: Launch, checkpoints: tuple[Path, Path]) -
     assert done.returncode == 2
     assert done.stderr.startswith(f"hpctrain: error: {one}: no loss beyond its step 7 is recorded in ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_an_unreadable_file_is_told_in_one_sentence(
+    launch: Launch, checkpoints: tuple[Path, Path], ranks: int
+) -> None:
+    one, _ = checkpoints
+    program = f"""
+import errno, os, sys
+opened = os.open
+def refuse(name, *arguments, **keywords):
+    if str(name) == {str(one)!r}:
+        raise PermissionError(errno.EACCES, "Permission denied", str(name))
+    return opened(name, *arguments, **keywords)
+os.open = refuse
+sys.argv = ["hpctrain", "inspect", {str(one)!r}]
+from hpctrain.cli.main import main
+main()
+"""
+    done = launch(ranks, "-c", program)
+    assert done.returncode == 3, done.stderr
+    assert f"hpctrain: error: {one}: cannot be read: Permission denied" in done.stderr.splitlines()
+    assert done.stderr.count("hpctrain: error") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_who_has_seen_enough_is_no_fault(launch: Launch, checkpoints: tuple[Path, Path]) -> None:
+    one, _ = checkpoints
+    program = f"""
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.argv = ["hpctrain", "inspect", {str(one)!r}]
+from hpctrain.cli.main import main
+main()
+"""
+    done = launch(0, "-c", program)
+    assert (done.returncode, done.stderr) == (1, "")

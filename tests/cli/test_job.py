@@ -37,9 +37,7 @@ def refused(result: Result) -> tuple[str, ...]:
 
 def test_ranks_binding_and_limits_follow_from_deck_and_machine(deck: Path) -> None:
     machine = [
-        part
-        for each in ("gpus_per_node=4", 'memory_per_node="64 GiB"')
-        for part in ("--set", f"machine.{each}")
+        part for each in ("gpus_per_node=4", 'memory="64 GiB"') for part in ("--set", f"machine.{each}")
     ]
     told = ("--nodes", 2, "--time", "90 min", "--account", "physics", "--partition", "gpu")
     result = job(deck, *told, *machine, "--set", "run.threads=3", "--set", "batch.global_size=64")
@@ -80,8 +78,8 @@ def test_memory_is_what_the_plan_predicts_and_a_quarter(deck: Path) -> None:
     asked = int(line.partition("--mem=")[2].removesuffix("M")) * 2**20
     assert asked == pytest.approx(2 * planned * 1.25, rel=0.05)  # libraries are measured anew each time
 
-    small = job(deck, "--ranks-per-node", 2, "--set", 'machine.memory_per_node="1 MB"')
-    assert "more than machine.memory_per_node = 1 MB" in small.stderr
+    small = job(deck, "--ranks-per-node", 2, "--set", 'machine.memory="1 MB"')
+    assert "more than machine.memory = 1 MB" in small.stderr
 
 
 def test_a_tensor_axis_across_nodes_is_warned_of(deck: Path) -> None:
@@ -163,9 +161,51 @@ def test_submitting(
     if scheduler == "lsf":
         assert (tmp_path / "input").read_text() == script.read_text()
 
+    # What could not be submitted is as if it had not been written.
     stand_in.write_text('#!/bin/bash\necho "invalid account" >&2\nexit 1\n')
+    script.write_text("precious")
+    told = refused(job(*asked, "--force"))[0]
+    assert "refused" in told
+    assert "invalid account" in told
+    assert script.read_text() == "precious"
+    script.unlink()
     assert "refused" in refused(job(*asked))[0]
-    assert "invalid account" in refused(job(*asked))[0]
+    assert not script.exists()
+
+
+def test_a_file_that_is_there_is_replaced_by_force_alone(deck: Path, tmp_path: Path) -> None:
+    asked = (deck, "--ranks-per-node", 2, "--set", 'machine.memory_per_node="1 GB"', "--output", "my job.sh")
+    result = job(*asked)
+    assert result.exit_code == 0, result.output
+    assert (result.stdout, result.stderr) == ("", "my job.sh: written; submit it by `sbatch 'my job.sh'`\n")
+    path = tmp_path / "my job.sh"
+    text = path.read_text()
+    assert path.stat().st_mode & 0o111
+    assert job(*asked).exit_code == 0  # the same once more
+    path.write_text("precious")
+    (told,) = refused(job(*asked))
+    assert told == "my job.sh: exists already; --force replaces it, --output names another file"
+    assert path.read_text() == "precious"
+    assert job(*asked, "--force").exit_code == 0
+    assert path.read_text() == text
+
+    path.unlink()
+    path.symlink_to("nowhere")
+    assert "no plain file" in refused(job(*asked, "--force"))[0]
+    assert "no plain file" in refused(job(*asked[:-1], tmp_path, "--force"))[0]
+
+
+def test_lines_for_the_scheduler_modules_and_pods(deck: Path) -> None:
+    few = (deck, "--ranks-per-node", 2)
+    text = job(*few, "--directive", "--qos=high", "--directive=--exclusive", "--module", "openmpi/5").stdout
+    assert "\n#SBATCH --qos=high\n#SBATCH --exclusive\n" in text
+    assert "\nmodule load openmpi/5 || exit 2\n" in text
+    pods = ("--scheduler", "kubernetes", "--image", "me/it:2", "--volume", "mine:/data", "--shared-memory")
+    text = job(*few, *pods, "3 GiB").stdout
+    for line in ('image: "me/it:2"', "claimName: mine", "mountPath: /data", "sizeLimit: 3072Mi"):
+        assert f" {line}\n" in text
+    assert "must be 1 MiB or more" in refused(job(*few, *pods, "1 kB"))[0]
+    assert "--image: belongs to kubernetes" in refused(job(*few, "--image", "me"))[0]
 
 
 def test_run_resume_begins_and_goes_on(tmp_path: Path, launch: Launch) -> None:

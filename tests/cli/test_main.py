@@ -25,6 +25,8 @@ def test_help_loads_nothing_heavy(launch: Launch) -> None:
     done = launch(0, "-c", script)
     assert done.returncode == 0, done.stderr
     assert "heavy: []" in done.stdout
+    assert "\n    0    done\n    1    a comparison" in done.stdout
+    assert "\\b" not in done.stdout
     for verb in VERBS:
         assert verb in done.stdout
 

@@ -66,3 +66,25 @@ def test_ranks_that_do_not_fit_are_refused(deck: Path) -> None:
     result = plan(deck, "--ranks", 3)
     assert isinstance(result.exception, HpctrainError), result.output
     assert result.exception.exit_code == 2
+
+
+def test_whether_a_node_has_what_its_ranks_need_is_told(deck: Path) -> None:
+    result = plan(deck, "--ranks", 4, "--set", "machine.memory=64 GB")
+    assert "Fits: 4 ranks need" in result.stdout
+    assert "on a node, which has 64 GB of memory (machine.memory)." in result.stdout
+    result = plan(deck, "--ranks", 4, "--ranks-per-node", 1, "--set", "machine.memory=1 MB")
+    assert "Does not fit: 1 rank needs" in result.stdout
+    told = json.loads(plan(deck, "--ranks", 2, "--set", "machine.memory=1 MB", "--json").stdout)
+    assert told["node"] == {
+        "ranks": 2,
+        "needed_bytes": told["node"]["needed_bytes"],
+        "memory_bytes": 1_000_000,
+        "fits": False,
+    }
+    total = told["stages"][0]["total_bytes"]
+    assert total < told["node"]["needed_bytes"] <= 2 * total  # libraries lie in memory once
+    on_gpus = ("--set", "run.device=cuda", "--set", "machine.gpu_memory=80 GB")
+    result = plan(deck, "--ranks", 4, *on_gpus, "--set", "machine.gpus_per_node=2", "--ranks-per-node", 4)
+    assert "Fits: 2 ranks need" in result.stdout
+    assert "80 GB on GPU 0" in result.stdout
+    assert "machine.gpu_memory" in plan(deck, "--ranks", 4, *on_gpus[:2]).stdout

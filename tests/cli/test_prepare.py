@@ -25,6 +25,21 @@ def test_one_line_says_what_was_made(launch: Launch, tmp_path: Path, ranks: int)
     assert TokenFile(tmp_path / "out.h5").read(0, 14).tolist() == [*b"hello\n", 256, *b"world\n", 256]
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_is_left_out_is_said_once(launch: Launch, tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "b.txt").write_bytes(b"\0\1\2")
+    (tmp_path / "c.png").write_bytes(b"\0\1\2")
+    done = launch(ranks, "-c", PROGRAM, "out.h5", ".")
+    assert done.returncode == 0, done.stderr
+    assert "from 6 bytes in 1 file, " in done.stdout
+    assert done.stderr.count("left out by name: 1 file (c.png); --glob takes others\n") == 1
+    assert done.stderr.count("left out as binary: 1 file (b.txt); --binary takes such\n") == 1
+    done = launch(0, "-c", PROGRAM, "out.h5", "b.txt", "--binary", "--force")
+    assert done.returncode == 0, done.stderr
+    assert TokenFile(tmp_path / "out.h5").read(0, 4).tolist() == [0, 1, 2, 256]
+
+
 def test_a_mistake_is_said_once(launch: Launch, tmp_path: Path) -> None:
     done = launch(2, "-c", PROGRAM, "out.h5", "none.txt", "gone")
     assert done.returncode == 3

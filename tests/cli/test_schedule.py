@@ -15,7 +15,7 @@ from hpctrain.cli.schedule import command
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import NAMES, generate
-from tests.conftest import clean_environment
+from tests.launch import clean_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 PNG = b"\x89PNG"

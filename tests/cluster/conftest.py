@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import ROOT, Cluster, missing
-from tests.conftest import clean_environment
+from tests.launch import clean_environment
 
 #: Small, but slow enough that something can happen to it: a step takes about a tenth of a second.
 STEADY = """
@@ -40,14 +40,6 @@ warmup = 10
 [checkpoint]
 every = 5
 """
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the cluster's tests out, unless -m asks for them by name."""
-    if "cluster" in config.getoption("markexpr"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cluster")])
-    items[:] = [item for item in items if not item.get_closest_marker("cluster")]
 
 
 @pytest.fixture(scope="session")

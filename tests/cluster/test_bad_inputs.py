@@ -22,6 +22,10 @@ PMIX = (*SRUN, "--mpi=pmix")
 RANK = 'trap : TERM; "$@"; code=$?; echo "a rank left with $code"; exit $code'
 
 
+#: A deck that three ranks could train.
+THREE = ("steady.toml", "--set", "batch.global_size=12")
+
+
 @dataclass(frozen=True)
 class Case:
     """How so many ranks are started, hpctrain's arguments, and the beginning of what it says."""
@@ -35,11 +39,11 @@ class Case:
 
 CASES = (
     Case(
-        *(3, (*PMIX, "--ntasks=3"), ("steady.toml",)),
+        *(3, (*PMIX, "--ntasks=3"), THREE),
         "3 ranks are spread unevenly over 2 nodes, 2 on n1 and 1 on n2: ",
     ),
     Case(
-        *(3, (*SALLOC, "mpirun", "--host", "n1:2,n2:1", "--oversubscribe", "-n", "3"), ("steady.toml",)),
+        *(3, (*SALLOC, "mpirun", "--host", "n1:2,n2:1", "--oversubscribe", "-n", "3"), THREE),
         "3 ranks are spread unevenly over 2 nodes, 2 on n1 and 1 on n2: ",
     ),
     Case(

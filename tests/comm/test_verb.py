@@ -119,3 +119,11 @@ def test_a_rank_that_leaves_keeps_its_exit_code(run: Launch) -> None:
     """A launcher may end the ranks that have not left when the first has."""
     done = run(0, "import atexit\natexit.register(os.kill, os.getpid(), 15)\nreturn 75")
     assert done.returncode == 75
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_system_error_of_one_rank_is_a_sentence(run: Launch, ranks: int) -> None:
+    done = run(ranks, "if world.rank == group.size - 1: open('/nowhere/tokens.h5')\ngroup.barrier()")
+    assert done.returncode == 3, done.stderr
+    assert "hpctrain: error: /nowhere/tokens.h5: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ def corpus(world: World, folder: Path) -> Path:
 
 
 def documents() -> list[str]:
-    """What `corpus` says, in the order of the names."""
+    """What `corpus` says, in the order of the names, the last one without its bytes that are no text."""
     texts = [PLAIN["a.txt"], PLAIN["b/deep.md"], PLAIN["c.py"], PLAIN["e.txt"]]
     return [*texts, *(text for text in LINES * 2 if text), NOISE.decode("utf-8", "replace")]
 
@@ -56,10 +56,10 @@ def test_bytes_are_what_they_are(
     monkeypatch.setattr(write, "PIECE_TOKENS", 32)
     monkeypatch.setattr(write, "CALL_BYTES", 100)
     folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "made" / "out.h5"
-    made = prepare(world, out, [str(folder)], text_key="body", piece_bytes=piece_bytes)
+    made = prepare(world, out, [str(folder)], text_key="body", piece_bytes=piece_bytes, binary=True)
     expected, ends = [], []
-    for text in documents():
-        expected += [*text.encode(), 256]
+    for data in (*(text.encode() for text in documents()[:-1]), NOISE):
+        expected += [*data, 256]
         ends.append(len(expected))
     file = TokenFile(out)
     file.verify()
@@ -78,7 +78,7 @@ def test_the_file_does_not_depend_on_the_ranks(
 ) -> None:
     monkeypatch.setattr(write, "PIECE_TOKENS", 32)
     folder = str(corpus(world, mpi_tmp_path))
-    options = {"text_key": "body", "train_bpe": bpe, "piece_bytes": 64}
+    options = {"text_key": "body", "train_bpe": bpe, "piece_bytes": 64, "binary": True}
     prepare(world, mpi_tmp_path / "all.h5", [folder], **options)
     if world.rank == 0:
         prepare(world.alone(), mpi_tmp_path / "one.h5", [folder], **options)
@@ -94,7 +94,7 @@ def test_the_file_does_not_depend_on_the_ranks(
 @pytest.mark.mpi
 def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
     folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "out.h5"
-    prepare(world, out, [str(folder)], text_key="body", train_bpe=300)
+    prepare(world, out, [str(folder)], text_key="body", train_bpe=300, binary=True)
     file = TokenFile(out)
     assert file.tokenizer_json is not None
     library = tokenizers.Tokenizer.from_str(file.tokenizer_json)
@@ -109,9 +109,68 @@ def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
     if world.rank == 0:
         path.write_text(file.tokenizer_json)
     world.everyone.barrier()
-    prepare(world, mpi_tmp_path / "again.h5", [str(folder)], text_key="body", tokenizer=str(path))
+    prepare(
+        world, mpi_tmp_path / "again.h5", [str(folder)], text_key="body", tokenizer=str(path), binary=True
+    )
     again = TokenFile(mpi_tmp_path / "again.h5")
     assert again.read(0, again.tokens).tolist() == file.read(0, file.tokens).tolist()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_is_no_text_is_refused_unless_asked_for(world: World, mpi_tmp_path: Path) -> None:
+    folder, out = mpi_tmp_path / "in", mpi_tmp_path / "out.h5"
+    data = {
+        "a.txt": b"text\n" * 50,
+        "b.txt": b"caf\xe9\n" * 50,
+        "c.md": b"\x00\xff\xef\xbb\xbf" * 50,
+        "d.txt": b"b" * 200 + b"\0",
+        "e.txt": b"",
+        "f.jsonl": b'{"text": "\xff\\udc80"}\n',
+    }
+    if world.rank == 0:
+        folder.mkdir()
+        for name, content in data.items():
+            (folder / name).write_bytes(content)
+    world.everyone.barrier()
+
+    def tokens(*paths: str, **options: object) -> tuple[list[int], list[str]]:
+        said: list[str] = []
+        given = [str(folder / path) for path in paths]
+        prepare(world, out, given, piece_bytes=64, replace=True, say=said.append, **options)
+        file = TokenFile(out)
+        assert said == [] or world.rank == 0
+        return file.read(0, file.tokens).tolist(), world.everyone.broadcast_object(said)
+
+    found, said = tokens(".")
+    assert found == [*data["a.txt"], 256]
+    assert said == [
+        f"left out as empty: 1 file ({folder / 'e.txt'})",
+        f"left out as binary: 2 files ({folder / 'c.md'}, {folder / 'd.txt'}); --binary takes such",
+        f"left out as not UTF-8: 2 files ({folder / 'b.txt'}, {folder / 'f.jsonl'}); --binary takes such",
+    ]
+    with pytest.raises(HpctrainError) as caught:
+        tokens("a.txt", "b.txt", "c.md")
+    assert caught.value.problems == (
+        f"{folder / 'b.txt'}: is not UTF-8, no text to train on; --binary takes it",
+        f"{folder / 'c.md'}: is binary, no text to train on; --binary takes it",
+    )
+    found, said = tokens(".", binary=True)
+    raw = [data[name] for name in ("a.txt", "b.txt", "c.md", "d.txt")] + ["\ufffd?".encode()]
+    assert found == [number for content in raw for number in (*content, 256)]
+    assert said == [f"left out as empty: 1 file ({folder / 'e.txt'})"]
+    world.everyone.barrier()
+    found, said = tokens("b.txt", binary=True, train_bpe=1000)
+    assert TokenFile(out).tokenizer.decode(found) == "caf\ufffd\n" * 50
+    size = TokenFile(out).vocabulary
+    assert size < 300
+    assert said == [
+        f"--train-bpe 1000: the tokenizer has {size} tokens only, since the text has no more pairs to merge"
+    ]
+    if world.rank == 0:
+        (folder / "a.txt").unlink()
+    world.everyone.barrier()
+    with pytest.raises(HpctrainError, match="there is no text in it"):
+        tokens(".")
 
 
 @pytest.mark.mpi

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.text import Piece, Source, cut_into_pieces, find_sources, read_piece, share_of
+from hpctrain.data.sources import BINARY, NOT_UTF8, Source
+from hpctrain.data.text import Piece, cut_into_pieces, examine_piece, read_piece, share_of
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -38,45 +39,35 @@ def write(path: Path, data: bytes | str) -> Path:
     return path
 
 
-def test_folders_are_sorted_and_chosen(tmp_path: Path) -> None:
-    for name in [
-        "b/z.txt",
-        "b/a.txt.gz",
-        "a.md",
-        "c.py",
-        "c.bin",
-        ".hidden/x.txt",
-        "b/.x.txt",
-        "b.txt",
-        "b/l.jsonl",
-    ]:
-        write(tmp_path / name, "x")
-    write(tmp_path / "empty.txt", "")
-
-    def names(paths: list[str], *globs: str) -> list[str]:
-        sources = find_sources([str(tmp_path / path) for path in paths], globs)
-        return [str(Path(source.path).relative_to(tmp_path)) for source in sources]
-
-    everything = ["a.md", "b/a.txt.gz", "b/l.jsonl", "b/z.txt", "b.txt", "c.py"]
-    assert names(["."]) == everything
-    assert names([".", "b"]) == everything
-    assert names(["c.bin", "b"]) == ["c.bin", "b/a.txt.gz", "b/l.jsonl", "b/z.txt"]
-    assert names(["."], "*.bin", "b/*.txt") == ["b/z.txt", "c.bin"]
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert names(["."]) == everything
+@pytest.mark.parametrize("size", [8, 9, 10, 11, 1000])
+def test_what_is_no_text_is_known(tmp_path: Path, size: int) -> None:
+    text = "漢字 é and\nmore, " * 40
+    for name, data, expected in (
+        ("text", text.encode(), None),
+        ("bom", b"\xef\xbb\xbf" + text.encode(), None),
+        ("late", text.encode() + b"\xe9", NOT_UTF8),
+        ("cut", text.encode() + "é".encode()[:1], NOT_UTF8),
+        ("zero", text.encode() + b"\0", BINARY),
+        ("both", b"\xff" * 50 + text.encode() + b"\0", BINARY),
+        ("utf-16", text.encode("utf-16"), BINARY),
+    ):
+        for path in (
+            write(tmp_path / f"{name}.txt", data),
+            write(tmp_path / f"{name}.txt.gz", gzip.compress(data)),
+            write(tmp_path / f"{name}.jsonl", data),
+        ):
+            pieces = cut_into_pieces([Source(str(path), path.stat().st_size)], size)
+            found = [examine_piece(piece, pytest.fail) for piece in pieces]
+            assert min((each for each in found if each is not None), default=None) == expected, path
 
 
-def test_paths_that_give_nothing(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(HpctrainError) as caught:
-        find_sources([str(tmp_path / "folder"), str(tmp_path / "none.txt")], [])
-    assert isinstance(caught.value, InputOutputError)
-    assert "no file in this folder matches" in caught.value.problems[0]
-    assert "none.txt: no such file or folder" in caught.value.problems[1]
-    with pytest.raises(HpctrainError, match=r"matches \*\.x; see --glob"):
-        find_sources([str(tmp_path / "folder")], ["*.x"])
-    with pytest.raises(HpctrainError, match="pattern is empty"):
-        find_sources([str(tmp_path / "folder")], [""])
+@pytest.mark.parametrize("size", [8, 13, 1000])
+def test_raw_sources_keep_every_byte(tmp_path: Path, size: int) -> None:
+    data = b"\xef\xbb\xbf" + random.Random(2).randbytes(3000)
+    for path in (write(tmp_path / "a.txt", data), write(tmp_path / "a.txt.gz", gzip.compress(data))):
+        pieces = cut_into_pieces([Source(str(path), path.stat().st_size, raw=True)], size)
+        parts = [text for piece in pieces for text, _ in read_piece(piece, "text", pytest.fail)]
+        assert "".join(parts).encode("utf-8", "surrogateescape") == data
 
 
 @pytest.mark.parametrize("size", [8, 64, 999, 1000, 5000])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import struct
+import zlib
 from pathlib import Path
 
 import h5py
@@ -11,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.comm.world import World
 from hpctrain.data import write
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokens import TokenFile, token_type
 from hpctrain.errors import InputOutputError
-from hpctrain.plan.libraries import resident_bytes
 
-WORDS = [b"hello ", b"\xff\x00 world", "é".encode() * 20]
+WORDS = [b"hello ", b"\xef\xbf\xbd\x01 world", "é".encode() * 20]
 
 
 @pytest.fixture
@@ -114,14 +117,16 @@ def test_damage_is_located(path: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
         TokenFile(path, key="file").verify()
     assert list(caught.value.problems) == [
-        f"file = {path}: tokens {span} are damaged (wrong checksum)" for span in ("16 to 31", "48 to 58")
+        f"file = {path}: piece {piece} of 4, tokens {span}, is not what was written (wrong checksum); "
+        "copy or prepare the file again"
+        for piece, span in ((2, "16 to 31"), (4, "48 to 58"))
     ]
     TokenFile(path).verify(0, 4)  # another rank's share
     with pytest.raises(InputOutputError, match="16 to 31"):
         TokenFile(path).verify(1, 4)
 
 
-def test_what_is_no_token_file(path: Path, tmp_path: Path) -> None:
+def test_what_is_no_token_file(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sentence(file: Path) -> str:
         with pytest.raises(InputOutputError) as caught:
             TokenFile(file)
@@ -130,7 +135,12 @@ def test_what_is_no_token_file(path: Path, tmp_path: Path) -> None:
         assert caught.value.exit_code == 3
         return problem
 
-    assert "no such file; `hpctrain prepare` makes one" in sentence(tmp_path / "none.h5")
+    none = tmp_path / "none.h5"
+    assert f"no such file; `hpctrain prepare {none} TEXT` makes one" in sentence(none)
+    monkeypatch.chdir(tmp_path)
+    assert f"no such file (looked for {none}, relative to where this was started); " in sentence(
+        Path("none.h5")
+    )
     assert "is a folder" in sentence(tmp_path)
     assert "is no token file" in sentence(tmp_path / "0.txt")
     (tmp_path / "empty.h5").touch()
@@ -155,14 +165,78 @@ def test_what_is_no_token_file(path: Path, tmp_path: Path) -> None:
     assert "is damaged" in sentence(tmp_path / "changed.h5")
 
 
-def test_tokens_are_mapped_not_copied(path: Path) -> None:
-    file = TokenFile(path)
-    view = file.view(0, 10)
-    assert isinstance(view, np.memmap)
-    assert not view.flags.writeable
+def change(path: Path, token: int, value: int) -> None:
+    """Write another value over a token, in place."""
     with h5py.File(path) as plain:
         offset = plain["tokens"].id.get_offset()
-    with path.open("r+b") as raw:  # a change of the file is seen: there is no copy
-        raw.seek(offset)
-        raw.write(struct.pack("<H", 7))
-    assert file.read(0, 1).item() == 7
+    with path.open("r+b") as raw:
+        raw.seek(offset + 2 * token)
+        raw.write(struct.pack("<H", value))
+
+
+def test_pieces_are_verified_when_they_are_read(path: Path) -> None:
+    change(path, 20, 7)
+    file = TokenFile(path)
+    file.read(0, 16)
+    file.read(32, 27)
+    for start, count in ((16, 1), (31, 1), (0, 59), (10, 7), (31, 2)):
+        for _ in range(2):  # what was refused once is not trusted the next time
+            with pytest.raises(InputOutputError, match=r"piece 2 of 4, tokens 16 to 31, is not what was"):
+                file.read(start, count)
+
+
+def test_document_boundaries_are_verified_when_they_are_read(path: Path) -> None:
+    with h5py.File(path, "r+") as plain:
+        plain["document_ends"][2] -= 1
+    file = TokenFile(path)
+    for _ in range(2):
+        with pytest.raises(InputOutputError, match="the document boundaries are damaged"):
+            file.document_end(0)
+
+
+def test_a_piece_is_summed_up_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[int] = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda *data: sums.append(1) or crc32(*data))
+    file = TokenFile(path)
+    sums.clear()
+    for start in (0, 3, 15, 16, 40, 58, 0):
+        file.read(start, 1)
+    assert len(sums) == 4
+    file.read(0, 59)
+    assert len(sums) == 4
+
+
+def test_a_change_while_the_file_is_read_is_seen(path: Path) -> None:
+    file = TokenFile(path)
+    before = file.read(0, 59)
+    path.touch()
+    assert torch.equal(file.read(0, 59), before)  # written to, but the same
+    os.utime(path, ns=(0, 0))  # so that the next change has another time, however soon it comes
+    file.read(0, 59)
+    change(path, 58, 7)
+    file.read(0, 48)
+    with pytest.raises(InputOutputError, match="piece 4 of 4, tokens 48 to 58"):
+        file.read(50, 2)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(InputOutputError, match="has become shorter since it was opened"):
+        file.read(50, 2)
+
+
+def test_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TokenFile(path)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(InputOutputError, match=rf"data.tokens = {path}: cannot be read \(Input/output"):
+        file.read(0, 1)
+
+
+def test_a_fingerprint_is_of_the_tokens(world: World, path: Path, tmp_path: Path) -> None:
+    texts = [str(tmp_path / f"{i}.txt") for i in range(len(WORDS))]
+    for name, paths in (("same.h5", texts), ("other.h5", texts[::-1])):
+        prepare(world.alone(), tmp_path / name, paths)
+    marks = [TokenFile(file).fingerprint for file in (path, tmp_path / "same.h5", tmp_path / "other.h5")]
+    assert marks[0] == marks[1] != marks[2]

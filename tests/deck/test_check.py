@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpctrain.deck.check import check_deck, check_world, data_ranks, divisors, nearest
-from hpctrain.deck.read import parse_deck
+from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.errors import HpctrainError
 
 DECK = """\
@@ -61,6 +61,13 @@ def test_what_fits(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (
+            ["run.evaluate_every=5", "data.validation=0"],
+            [
+                "run.evaluate_every=5: evaluates on held-out sequences, but data.validation = 0 holds none "
+                "out (0.01 would; or leave the key out)"
+            ],
+        ),
         (
             ["memory.activations=host", "run.device=cpu"],
             [
@@ -341,3 +348,38 @@ def test_groups_of_zero_that_can_be() -> None:
     for overrides in (["layout.zero=3", "layout.zero_group=2"], ["layout.zero=1"], ["layout.zero=3"]):
         for ranks in (2, 4):
             check_world(parse_deck(DECK, overrides), ranks)
+
+
+def test_a_stored_deck_may_ask_for_what_never_happens() -> None:
+    deck = deck_text(parse_deck(DECK)).replace("evaluate_every = 0", "evaluate_every = 5")
+    deck = deck.replace("validation = 0.01", "validation = 0.0")
+    assert parse_deck(deck, includes=False).run.evaluate_every == 5
+    with pytest.raises(HpctrainError, match=r"deck.toml:\d+: run.evaluate_every = 5: evaluates on held-out"):
+        parse_deck(deck)
+    with pytest.raises(HpctrainError, match=r"--set run.evaluate_every=4: evaluates on held-out"):
+        parse_deck(deck, ["run.evaluate_every=4"], includes=False)
+
+
+@pytest.mark.parametrize("title", ["../up", "/absolute", "a/b", "..", ".", "a..b", "x" * 201, "é" * 101])
+def test_a_title_names_a_folder(title: str) -> None:
+    (problem,) = problems(f"run.title={title}")
+    assert re.match(r"run\.title=.*: names a folder, so it must ", problem)
+
+
+def test_a_stored_title_has_named_its_folder_already() -> None:
+    text = DECK.replace("steps", 'title = "a/b"\ndir = "runs/a/b"\nsteps')
+    assert parse_deck(text, includes=False).run.title == "a/b"
+    with pytest.raises(HpctrainError, match="names a folder"):
+        parse_deck(text, ["run.title=b/c"], includes=False)
+
+
+@pytest.mark.parametrize(
+    "key", ["run.title", "run.dir", "data.tokens", "memory.offload_dir", "layout.schedule"]
+)
+@pytest.mark.parametrize("character", ["\n", "\x1b", "\x7f", "\x85", "\u2028"])
+def test_texts_have_no_control_characters(key: str, character: str) -> None:
+    told = problems(f"{key}=a{character}b")
+    assert any("has a control character (U+" in problem for problem in told)
+    assert all(problem.isprintable() for problem in told)
+    (told_of_list,) = problems(f'model.frozen=["blocks.*", "a\\u{ord(character):04X}"]')
+    assert "has a control character" in told_of_list

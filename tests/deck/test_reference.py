@@ -28,6 +28,19 @@ def test_every_key_stands_in_its_section_with_its_help() -> None:
 
 def test_a_hundred_columns_are_enough() -> None:
     assert max(map(len, reference_text().splitlines())) <= 100
+    assert reference_text(width=200) == reference_text()
+
+
+@pytest.mark.parametrize("width", [60, 80, 99])
+def test_fewer_columns_do_as_well(width: int) -> None:
+    text = reference_text(width=width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for section in sections():
+        for name, field in fields(section).items():
+            assert f"\n  {name}\n" in text
+            assert " ".join((field.description or "").split()) in flat
+    assert all(f"\n  {name}: family" in text for name in PRESETS)
 
 
 def test_some_rows() -> None:

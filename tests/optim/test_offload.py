@@ -198,20 +198,21 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, compute: str) -> None:
+@pytest.mark.parametrize("buffer", [SMALL_BUFFER, "memory.offload_buffer=100 MB"], ids=["small", "ample"])
+def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: str, compute: str) -> None:
     for place in ((), ("layout.zero=3", "memory.parameters=disk"))[: min(2, world.size)]:
         deck = small_deck(
             "memory.optimizer=disk",
             f"precision.compute={compute}",
             f"memory.offload_dir={mpi_tmp_path / 'offload'}",
-            SMALL_BUFFER,
+            buffer,
             *place,
         )
         training = trainer(world, deck)
         training.train(1)
         optimizer = training.engine.optimizer
         assert isinstance(optimizer, OffloadedAdamW)
-        held = sum(memory.nbytes for slot in optimizer._slots for memory in slot._memory.values())
+        held = optimizer.working_bytes
         assert held == working_bytes(training.engine.buckets, deck.memory.offload_buffer, bool(place))
         assert held <= deck.memory.offload_buffer
         training.engine.close()

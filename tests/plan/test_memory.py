@@ -11,7 +11,6 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.sharding.accounts import storage_bytes
-from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 VOCABULARY = 61
@@ -106,12 +105,10 @@ def expect_activations(world: World, deck: Deck) -> None:
     training = trainer(world, deck)
     engine = training.engine
     planned = plan_memory(deck, world.size, VOCABULARY, schedule=engine.plan)
-    ledger = MemoryLedger(engine, planned)
-    with ledger.activations():
-        training.train(1)
-    here = ledger.predicted.stages[engine.mesh.coordinate("pipeline")].memory
+    training.train(1)
+    here = planned.stages[engine.mesh.coordinate("pipeline")].memory
     engine.close()
-    assert ledger.activation_peak == pytest.approx(here.activation, rel=0.01), deck.layout
+    assert training.activations.bytes == pytest.approx(here.activation, rel=0.01), deck.layout
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

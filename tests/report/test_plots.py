@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.plot import plot
 from hpctrain.errors import InputOutputError
+from hpctrain.report.fonts import drawable
 from hpctrain.report.plots import Run, draw, load_runs, plot_run, plot_runs, smoothed
 
 NAMES = ["loss.png", "learning_rate.png", "throughput.png", "grad_norm.png"]
@@ -145,3 +147,27 @@ def test_verb_prints_the_paths(tmp_path: Path) -> None:
     result = CliRunner().invoke(plot, [str(run_dir), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == [str(tmp_path / "out" / name) for name in NAMES]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["訓練 🚀", "a$b$c", "_hidden", "one\nline", "x\x1b[31m", "ꙮ𓀀", "é ü ∑"])
+def test_any_name_is_drawn_without_a_warning(name: str, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / each, rows(6)) for each in (name, "other")]
+    assert len(plot_run(runs[0], tmp_path / "one")) == 4
+    assert len(plot_runs(runs, tmp_path / "both")) == 4
+
+
+def test_what_no_font_has_is_a_square() -> None:
+    assert drawable("é ü ∑ plain") == "é ü ∑ plain"
+    assert drawable("a$b$") == r"a\$b\$"
+    assert drawable("_x\n\x1b") == " _x□□"
+    assert drawable("\U00013000\u200d") in {"□\u200d", "□", "\U00013000"}
+
+
+def test_without_matplotlib_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(plot, [str(write_run(tmp_path / "a", rows(6)))])
+    assert str(result.exception) == (
+        "drawing pictures needs the package matplotlib, which is not installed: pip install matplotlib"
+    )
+    assert not (tmp_path / "a" / "plots").exists()

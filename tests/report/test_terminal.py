@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.report import terminal
-from hpctrain.report.terminal import Terminal, find_terminal, stdout_console
+from hpctrain.report.terminal import Terminal, coloured, columns, find_terminal, fit, stdout_console
 
 
 @dataclass
@@ -31,6 +31,11 @@ class Processes:
         (files / "1").symlink_to(output)
         (files / "2").symlink_to(errors or output)
         (self.root / str(process) / "stat").write_text(f"{process} ({name}) S {parent} 1 1 0 -1 4194560\n")
+
+
+@pytest.fixture(autouse=True)
+def no_width_wished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
@@ -128,9 +133,54 @@ def test_a_table_has_colours_on_a_terminal_alone(
     processes: Processes, seen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     found = Terminal(processes.terminal, takes_errors=True) if seen else None
     monkeypatch.setattr(terminal, "find_terminal", lambda: found)
     console = stdout_console()
     assert console.width == (123 if seen else 160)
     console.print("[bold]a[/bold]")
     assert capsys.readouterr().out == ("\x1b[1ma\x1b[0m\n" if seen else "a\n")
+
+
+def test_without_colours_nothing_is_bold_either(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "find_terminal", lambda: Terminal(processes.terminal, takes_errors=True))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stdout_console().print("[bold red]a[/bold red]")
+    assert capsys.readouterr().out == "a\n"
+    assert not coloured()
+    monkeypatch.setenv("NO_COLOR", "")
+    assert coloured()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not coloured()
+
+
+def test_columns_may_be_wished_for(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Terminal(processes.terminal, takes_errors=True)
+    monkeypatch.setattr(terminal, "find_terminal", lambda: found)
+    assert columns() == 123
+    monkeypatch.setenv("COLUMNS", "60")
+    assert (columns(), stdout_console().width) == (60, 60)
+    monkeypatch.setattr(terminal, "find_terminal", lambda: None)
+    assert columns() == 60
+    for none in ("", "0", "-5", "wide", "9" * 30):
+        monkeypatch.setenv("COLUMNS", none)
+        assert columns() is None
+
+
+def test_lines_are_broken_between_words() -> None:
+    line = "runs/small: a sentence  that is told, of runs/a-folder-with-a-long-name-that-is-not-broken"
+    assert fit(line, None) == fit(line, len(line)) == [line]
+    assert fit(line, 40) == [
+        "runs/small: a sentence  that is told, of",
+        "  runs/a-folder-with-a-long-name-that-is-not-broken",
+    ]
+
+
+def test_a_command_is_not_broken() -> None:
+    """It is there to be copied, even where it is wider than the screen."""
+    command = "`hpctrain resume 'a run' --set run.steps=20`"
+    told = fit(f"stopped after step 3 of 20: SIGINT; go on with {command}, or let it be", 40)
+    assert told == ["stopped after step 3 of 20: SIGINT; go", "  on with", f"  {command},", "  or let it be"]

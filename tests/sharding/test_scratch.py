@@ -170,3 +170,26 @@ def test_a_file_that_vanishes_or_shrinks(scratch: Scratch) -> None:
     for transfer in (file.start_read(0, values), file.start_write(0, values)):
         with pytest.raises(InputOutputError, match=r"/state: .* was removed"):
             transfer.wait()
+
+
+def test_what_others_put_there_stays(tmp_path: Path) -> None:
+    """A folder that was there, files beside ours, and whatever links lead to."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    scratch = Scratch(folder, 0)
+    scratch.file("state", 10)
+    (scratch.folder / "thesis.tex").touch()
+    scratch.close()
+    assert [path.name for path in scratch.folder.iterdir()] == ["thesis.tex"]
+    (scratch.folder / "thesis.tex").unlink()
+    scratch.folder.rmdir()
+    Scratch(folder, 0).close()
+    assert folder.exists()
+
+    import socket
+
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "state").touch()
+    (folder / f"offload-{socket.gethostname()}-{os.getpid()}-1-rank0-x").symlink_to(tmp_path / "precious")
+    check_room(folder, 0)
+    assert (tmp_path / "precious" / "state").exists()

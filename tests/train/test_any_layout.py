@@ -81,7 +81,7 @@ def ranks_of(world: World, folder: Path, model: Sequence[str], name: str, mode: 
     if not here:
         return Ranks(deck, None, None)
     training = trainer(part, deck)
-    return Ranks(deck, training, Checkpoints(deck, training.engine, ""))
+    return Ranks(deck, training, Checkpoints(deck, training.engine, {}))
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.train.batch_size import batch_at
+from hpctrain.train.batch_size import batch_at, samples_of
 from tests.engines import small_deck
 
 
@@ -19,3 +19,10 @@ def test_a_ramp_need_not_divide_the_batch() -> None:
 
 def test_without_a_ramp_it_is_always_the_same() -> None:
     assert {batch_at(small_deck().batch, step) for step in range(5)} == {16}
+
+
+def test_samples_are_those_of_all_steps() -> None:
+    for keys in ([], ["batch.global_size=20", "batch.ramp_from=8", "batch.ramp_steps=3"]):
+        batch = small_deck(*keys).batch
+        for steps in range(6):
+            assert samples_of(batch, steps) == sum(batch_at(batch, step) for step in range(steps))

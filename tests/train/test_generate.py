@@ -323,3 +323,12 @@ def test_ranks_that_cannot_split_the_model_are_told(world: World, mpi_tmp_path: 
         caught.value
     )
     assert "must divide model.heads = 1" in str(caught.value)
+
+
+def test_several_texts_that_would_be_the_same_are_refused() -> None:
+    with pytest.raises(HpctrainError, match="--samples 2: --temperature 0 gives the same text each time"):
+        Sampling(temperature=0.0, samples=2).check()
+    with pytest.raises(HpctrainError, match="--samples 3: --top-k 1 gives the same text each time"):
+        Sampling(top_k=1, samples=3).check()
+    Sampling(temperature=0.0).check()
+    Sampling(top_k=2, samples=2).check()

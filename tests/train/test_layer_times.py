@@ -99,14 +99,7 @@ def test_a_split_that_does_not_add_up_is_refused() -> None:
     ids=["1f1b", "interleaved", "searched"],
 )
 def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...]) -> None:
-    # A head as heavy as many blocks, so that the even split is not the balanced one.
-    deck = small_deck(
-        f"layout.pipeline={world.size}",
-        "model.layers=9",
-        "model.vocabulary=40000",
-        "layout.split=balanced",
-        *layout,
-    )
+    deck = small_deck(f"layout.pipeline={world.size}", "model.layers=9", "layout.split=balanced", *layout)
     run = trainer(world, deck)
     placement = run.engine.placement
     chosen = world.everyone.all_gather_object(
@@ -115,12 +108,27 @@ def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...])
     assert placement.times is not None
     assert len(set(chosen)) == 1
     assert sum(placement.split) == 9 and min(placement.split) >= 1
-    if deck.layout.split == "balanced":
-        assert placement.split[-1] == 1, placement
     even = trainer(world, deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": None})}))
     losses = [[result.loss for result in one.train(3)] for one in (run, even)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][0] != losses[0][1]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    ("embedding", "head", "split"),
+    [(0.0, 5.0, (7, 2)), (0.0, 7.9, (8, 1)), (4.0, 1.0, (3, 6)), (0.0, 1.0, (5, 4))],
+)
+def test_the_slowest_stage_takes_no_longer_than_it_must(
+    world: World, monkeypatch: pytest.MonkeyPatch, embedding: float, head: float, split: tuple[int, int]
+) -> None:
+    """Of given times: seconds of the ends, where a block takes one."""
+    times = LayerTimes(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)), 0.0)
+    monkeypatch.setattr("hpctrain.train.place.measure_layers", lambda *_: times)
+    deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
+    engine = trainer(world, deck).engine
+    assert engine.placement.split == split
+    assert engine.model.part.last - engine.model.part.first == split[world.rank]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -106,7 +106,7 @@ def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
 def test_new_run_does_not_write_over_another(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 2)
-    with pytest.raises(HpctrainError, match="hpctrain resume") as caught:
+    with pytest.raises(HpctrainError, match="holds the metrics of an earlier run") as caught:
         MetricsWriter(path)
     assert caught.value.exit_code == 2
     assert steps_of(path) == [1, 2]

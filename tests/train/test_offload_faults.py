@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment, launcher
+from tests.launch import clean_environment, launcher
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -182,7 +182,8 @@ def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
         # 4 bytes x 2 moments x 2 tables of 2^20 rows of `hidden`: more than there is.
         hidden = -(-free.f_bavail * free.f_frsize // (8 << 20) // 16) * 16
         folder = f"memory.offload_dir={small}/hpctrain-test-{os.getpid()}"
-        sets = ("--set", folder, "--set", f"model.hidden={hidden}", "--set", f"model.vocabulary={1 << 20}")
+        sizes = (f"model.hidden={hidden}", f"model.vocabulary={1 << 20}", "machine.memory=1 TB")
+        sets = [part for size in (folder, *sizes) for part in ("--set", size)]
         done = launch(2, "-m", "hpctrain", "run", "deck.toml", *sets)
         said = complaint(done.returncode, done.stderr, 2)
         assert "offloading needs" in said
@@ -217,17 +218,17 @@ LIMITED = """
 import re, resource, sys
 import torch
 from hpctrain.cli.main import main
-from hpctrain.train import run
+from hpctrain.train import room
 
 parameters = int(sys.argv[1])
-build = run.build_engine
+build = room.assemble
 
 def limited(*arguments):
     have = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (have + 11 * parameters, resource.RLIM_INFINITY))
     return build(*arguments)
 
-run.build_engine = limited
+room.assemble = limited
 sys.argv = ["hpctrain", "run", "deck.toml", *sys.argv[2:]]
 main()
 """

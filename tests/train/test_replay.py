@@ -88,6 +88,16 @@ def test_recorded_losses_come_out_again(world: World, run_dir: Path) -> None:
     assert "the later checkpoints of" in lines[0]
 
 
+@pytest.mark.mpi(max_size=1)
+def test_the_steps_that_a_longer_run_added_come_out_again(world: World, run_dir: Path) -> None:
+    folder = run_dir.parent / "longer"
+    keys = ["run.steps=4", "learning_rate.decay_steps=", "learning_rate.warmup=0"]
+    assert run_deck(world, run_dir.parent / "small.toml", [f"run.dir={folder}", *keys]) == 0
+    assert resume(world, folder, ["run.steps=8"]) == 0
+    code, lines = replayed(world, step_file(folder, 4))
+    assert (code, lines[-1]) == (0, "The 4 recorded losses come out again, bit for bit.")
+
+
 @pytest.mark.mpi(min_size=1, max_size=2)
 def test_one_wrong_bit_is_seen_where_none_may_be(world: World, run_dir: Path) -> None:
     other = run_dir.parent / "other.jsonl"

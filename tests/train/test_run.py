@@ -225,6 +225,70 @@ def test_a_folder_with_another_run_is_refused(world: World, deck_file: Path, mpi
     assert run_deck(world, deck_file, overrides, fresh=True) == 0
 
 
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_longer_run_takes_the_learning_rate_of_one_that_was_meant_to_be_so_long(
+    world: World, deck_file: Path, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["checkpoint.every=0", "run.evaluate_every=0", "learning_rate.warmup="]
+
+    def rates(name: str, *changes: str) -> list[float]:
+        """Of the steps 1 to 12 of a run that was begun with 6."""
+        folder = mpi_tmp_path / name
+        run_deck(world, deck_file, [f"run.dir={folder}", "run.steps=6", *keys, *changes])
+        resume(world, folder, ["run.steps=12"])
+        world.everyone.barrier()
+        return [row["lr"] for row in read_metrics(folder / "metrics.jsonl")]
+
+    whole = mpi_tmp_path / "whole"
+    run_deck(world, deck_file, [f"run.dir={whole}", "run.steps=12", *keys, "learning_rate.decay_steps="])
+    expected = [row["lr"] for row in read_metrics(whole / "metrics.jsonl")]
+    assert rates("defaulted", "learning_rate.decay_steps=")[6:] == expected[6:]
+    assert "the decay has ended" not in capfd.readouterr().err
+    assert rates("given", "learning_rate.decay_steps=6")[6:] == pytest.approx([1e-3] * 6)
+    told = "step-00000006.h5, its deck:"
+    end = "the decay has ended: steps 7 to 12 train at its floor, 0.1 of the peak"
+    warned = [line for line in capfd.readouterr().err.splitlines() if told in line and end in line]
+    assert len(warned) == (world.rank == 0)
+
+
+@pytest.mark.mpi(max_size=1)
+def test_the_bar_stays_above_what_is_told_at_the_end(
+    world: World,
+    deck_file: Path,
+    mpi_tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HPCTRAIN_PROGRESS", "bar")
+    run_deck(world, deck_file, [f"run.dir={mpi_tmp_path / 'run'}", "run.steps=3"])
+    shown = capfd.readouterr().out
+    assert "\x1b[K" not in shown[shown.index("metrics     ") :]
+    (last,) = [line for line in shown.split("\n") if line.endswith("\x1b[K") and "\r" in line][-1:]
+    assert "step 3/3" in last.split("\r")[-1]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("split", ["layout.tensor=2", "layout.pipeline=2", "layout.zero=3"])
+def test_what_evaluation_moves_has_a_phase_of_its_own(
+    split: str, world: World, deck_file: Path, mpi_tmp_path: Path
+) -> None:
+    def moved(name: str, *keys: str) -> dict[tuple[str, str, str], tuple[int, int]]:
+        folder = mpi_tmp_path / name
+        steps = ["run.steps=2", "checkpoint.every=0", *keys]
+        run_deck(world, deck_file, [f"run.dir={folder}", split, *steps])
+        world.everyone.barrier()
+        rows = json.loads((folder / "ledger.json").read_text())
+        return {(row["axis"], row["operation"], row["phase"]): (row["calls"], row["bytes"]) for row in rows}
+
+    alone = moved("alone", "data.validation=0.0", "run.evaluate_every=0")
+    both = moved("both", "run.evaluate_every=1")
+    assert not any(phase == "evaluation" for _, _, phase in alone)
+    assert any(size for (_, _, phase), (_, size) in both.items() if phase == "evaluation")
+    for key in both:
+        if key[2] in {"forward", "backward", "synchronize", "step"}:
+            assert both[key] == alone[key], key
+
+
 @pytest.mark.mpi(min_size=1)
 def test_resume_names_what_is_missing(world: World, mpi_tmp_path: Path) -> None:
     with pytest.raises(InputOutputError, match="no such run folder or checkpoint"):

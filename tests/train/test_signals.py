@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +18,15 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.errors import EXIT_AGAIN, EXIT_DONE
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from hpctrain.report.rows import read_metrics
-from hpctrain.train import control
+from hpctrain.train import control, signals
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.signals import HEEDED, Signals
 from hpctrain.train.step import Step, TrainState
 from hpctrain.train.time_limit import Pace, TimeLimit
-from tests.conftest import clean_environment, launcher
+from tests.launch import clean_environment, launcher
 from tests.train.test_run import DECK, contents, deck_file
 
 __all__ = ["deck_file"]
@@ -63,7 +66,9 @@ def same_parameters(one: Path, other: Path, step: int) -> bool:
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
     world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep, number: signal.Signals
 ) -> None:
@@ -157,16 +162,26 @@ def test_files_ask_as_signals_do(world: World, deck_file: Path, mpi_tmp_path: Pa
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-def test_a_file_that_cannot_be_removed_asks_once(
-    world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep
+def test_a_file_that_cannot_be_removed_asks_once_and_what_touch_does_not_make_never(
+    world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = mpi_tmp_path / "run"
-    at_step(4, lambda: (folder / "checkpoint").mkdir() if world.rank == 0 else None)
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path == folder / "checkpoint":
+            raise PermissionError("no")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    at_step(4, lambda: (folder / "checkpoint").touch() if world.rank == 0 else None)
+    at_step(5, lambda: (folder / "stop").write_text("precious") if world.rank == 0 else None)
     keys = [f"run.dir={folder}", "checkpoint.every=0", "checkpoint.keep=9", "run.steps=8"]
     assert run_deck(world, deck_file, keys) == EXIT_DONE
     assert stored(folder) == ["step-00000004.h5", "step-00000008.h5"]
     if world.rank == 0:
         assert (folder / "log.txt").read_text().count("cannot be removed, so it is not looked at") == 1
+        assert (folder / "stop").read_text() == "precious"
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -244,11 +259,148 @@ def test_what_must_fit_before_the_limit() -> None:
 
 def test_handlers_are_those_of_before_again() -> None:
     before = {number: signal.getsignal(number) for number in HEEDED}
-    with Signals() as signals:
+    with Signals() as entered:
         for number in HEEDED:
             os.kill(os.getpid(), number)
-        assert signals.came == set(HEEDED)
+        assert entered.came == set(HEEDED)
     assert {number: signal.getsignal(number) for number in HEEDED} == before
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But two within a moment are one, which came by two ways; and loading the libraries counts."""
+    now = 100.0
+    monkeypatch.setattr(signals, "monotonic", lambda: now)
+    with Signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with Signals() as inner:
+            now += signals.SECONDS_APART / 2
+            os.kill(os.getpid(), signal.SIGINT)
+            assert inner.came == {signal.SIGINT}
+            now += signals.SECONDS_APART
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_what_was_to_be_ignored_is_ignored(number: signal.Signals) -> None:
+    """As `nohup` and a script's `&` ask for."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Signals() as entered:
+            os.kill(os.getpid(), number)
+            assert entered.came == set()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_mpiruns_warning_saves_and_the_run_goes_on(
+    world: World, deck_file: Path, mpi_tmp_path: Path, at_step: AtStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(world.size))
+    folder = mpi_tmp_path / "run"
+    at_step(4, lambda: os.kill(os.getpid(), signal.SIGCONT))
+    keys = [f"run.dir={folder}", "checkpoint.every=0", "checkpoint.keep=9", "run.steps=6"]
+    assert run_deck(world, deck_file, keys) == EXIT_DONE
+    assert stored(folder) == ["step-00000004.h5", "step-00000006.h5"]
+
+
+# A run whose third step does not end.
+LONG_STEP = """
+import time
+from hpctrain.cli.main import main
+from hpctrain.train.step import Step
+make = Step.__call__
+def step(self, state, batch):
+    if state.step == 2:
+        print("a long step", flush=True)
+        time.sleep(120)
+    return make(self, state, batch)
+Step.__call__ = step
+main()
+"""
+
+
+def on_a_terminal(folder: Path, *program: str) -> tuple[int, int]:
+    """Start a run of `small.toml` in the folder on a terminal of its own: its process, and the terminal."""
+    command = [sys.executable, *program, "run", "small.toml", "--set", "run.steps=1000000"]
+    command += ["--set", "run.dir=run", "--set", "checkpoint.every=0"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execve(sys.executable, command, clean_environment() | {"TERM": "xterm"})
+    return child, terminal
+
+
+def read_until(terminal: int, wanted: bytes | None) -> bytes:
+    """What a terminal shows up to and with `wanted`; None: until nobody writes to it any more."""
+    shown, until = b"", time.monotonic() + 120
+    while wanted is None or wanted not in shown:
+        assert time.monotonic() < until, shown
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                new = os.read(terminal, 1 << 16)
+            except OSError:  # so Linux says the end
+                new = b""
+            if not new:
+                break
+            shown += new
+    assert wanted is None or wanted in shown, shown
+    return shown
+
+
+@pytest.fixture
+def small(tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]) -> Path:
+    """A folder with `small.toml` and its tokens."""
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    (tmp_path / "small.toml").write_text(DECK.format(tokens="tokens.h5"))
+    assert launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode == 0
+    return tmp_path
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_on_a_terminal(small: Path, presses: int) -> None:
+    """With a live bar; the terminal is left as it was found."""
+    child, terminal = on_a_terminal(small, *(("-m", "hpctrain") if presses == 1 else ("-c", LONG_STEP)))
+    try:
+        before = termios.tcgetattr(terminal)
+        shown = read_until(terminal, b"loss" if presses == 1 else b"a long step")
+        os.write(terminal, b"\x03")
+        shown += read_until(terminal, b"Ctrl-C again ends it at once")
+        if presses == 2:
+            time.sleep(2 * signals.SECONDS_APART)
+            os.write(terminal, b"\x03")
+        shown += read_until(terminal, None)
+        after = termios.tcgetattr(terminal)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(child, 0)
+    text = shown.decode(errors="replace")
+    assert os.waitstatus_to_exitcode(status) == (EXIT_AGAIN if presses == 1 else EXIT_INTERRUPTED), text
+    assert "Traceback" not in text
+    assert before == after
+    assert "\x1b[?25l" not in text  # the cursor was never hidden
+    assert text.endswith("\n")
+    assert len(stored(small / "run")) == (1 if presses == 1 else 0)
+
+
+def test_a_terminal_that_goes_away_stops_a_run_in_good_order(small: Path) -> None:
+    child, terminal = on_a_terminal(small, "-m", "hpctrain")
+    try:
+        read_until(terminal, b"loss")
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_AGAIN
+    assert len(stored(small / "run")) == 1
+    assert "SIGHUP came to rank 0" in (small / "run" / "log.txt").read_text()
 
 
 def test_a_real_job_writes_a_checkpoint_goes_on_and_stops_with_75(

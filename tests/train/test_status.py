@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from hpctrain.checkpoint.names import checkpoint_path
+from hpctrain.checkpoint.write import save
 from hpctrain.cli.status import command
 from hpctrain.comm.world import World
 from hpctrain.errors import InputOutputError
+from hpctrain.train import checkpoints as checkpoints_module
 from hpctrain.train import status as module
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.folder import lock_folder
 from hpctrain.train.run import run_deck
 from hpctrain.train.status import Status, job_name
 from hpctrain.train.statuses import read_status, statuses_text
+from tests.checkpoint.conftest import entry
 from tests.train.test_run import deck_file
 
 __all__ = ["deck_file"]
@@ -178,19 +183,93 @@ def test_the_table(tmp_path: Path) -> None:
     first = write(tmp_path / "first", stragglers=[slow])
     with lock_folder(first):
         rows = [read_status(first)]
-    stopped = write(tmp_path / "second", state="stopped", job=None, reason="SIGUSR2 came to rank 1")
-    rows += [read_status(stopped), read_status(write(tmp_path / "third", loss=None, step_time=None))]
+    for name in ("second", "third run"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "step-00000030.h5").touch()
+    told, saved = "SIGUSR2 came to rank 1", "step-00000030.h5"
+    stopped = write(tmp_path / "second", state="stopped", job=None, reason=told, checkpoint=saved)
+    lost = write(tmp_path / "third run", loss=None, step_time=None, checkpoint=saved)
+    rows += [read_status(stopped), read_status(lost)]
     text = statuses_text(rows).replace(f"{tmp_path}/", "").splitlines()
     cells = [line.split() for line in text]
     assert cells[1][:9] == ["first", "running", "30/100", "2.5000", "1.23K", "1", "min", "10", "s"]
     assert "Slurm 12" in text[1]
     assert cells[2][:4] == ["second", "stopped", "30/100", "2.5000"]
     assert f"process 7 on {socket.gethostname()}" in text[2]
-    assert cells[3][:5] == ["third", "lost", "30/100", "2", "Slurm"]
+    assert cells[3][:6] == ["third", "run", "lost", "30/100", "2", "Slurm"]
     assert text[5:] == [
         "first: rank 3 on n2 computes for 2 s a step",
         "second: SIGUSR2 came to rank 1",
-        "third: its job ended without a word; go on by `hpctrain resume third`",
+        "second: go on by `hpctrain resume second`",
+        "third run: its job ended without a word",
+        "third run: go on by `hpctrain resume 'third run'`",
+    ]
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_the_newest_good_checkpoint_is_named(world: World, tmp_path: Path) -> None:
+    """Whatever the run could still write about it."""
+    folder = write(tmp_path / "run", state="failed")
+    assert (read_status(folder)["checkpoint"], read_status(folder)["go_on"]) == (None, "")
+    (folder / "deck.toml").touch()
+    assert read_status(folder)["go_on"] == f"hpctrain run {folder}/deck.toml"
+    (folder / "checkpoints").mkdir()
+    paths = [checkpoint_path(folder / "checkpoints", step) for step in (10, 20, 30)]
+    paths[2].write_bytes(b"damaged")
+    assert read_status(folder)["go_on"] == f"hpctrain run {folder}/deck.toml --fresh"
+    held = [entry("a", torch.arange(5.0))]
+    save(paths[0], world.everyone, held, {"step": 10})
+    assert read_status(folder)["checkpoint"] == str(paths[0])
+    save(paths[1], world.everyone, held, {"step": 20})
+    write(folder, state="failed", checkpoint=str(paths[0]))
+    assert read_status(folder)["checkpoint"] == str(paths[1])
+    assert read_status(folder)["go_on"] == f"hpctrain resume {folder}"
+    # A run that went on from another folder's checkpoint has none of its own yet.
+    other = write(tmp_path / "other", state="failed", checkpoint=str(paths[0]))
+    assert read_status(other)["go_on"] == f"hpctrain resume {paths[0]} --set run.dir={other}"
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("mode", ["collective", "background"])
+def test_a_checkpoint_that_is_complete_is_named_whatever_follows(
+    world: World, deck_file: Path, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    def refuse(path: Path, _group: object) -> None:
+        if path.name == "step-00000004.h5":
+            raise InputOutputError("no space left for the link")
+
+    monkeypatch.setattr(checkpoints_module, "point_to", refuse)
+    folder = mpi_tmp_path / "run"
+    keys = [f"run.dir={folder}", "run.steps=9", "checkpoint.every=2", f"checkpoint.mode={mode}"]
+    with pytest.raises(InputOutputError, match="no space left"):
+        run_deck(world, deck_file, keys)
+    assert read(folder)["checkpoint"] == str(folder / "checkpoints" / "step-00000004.h5")
+
+
+def test_what_is_no_status_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000010.h5").touch()
+    for fields in ({"step_time": "yesterday"}, {"step_seconds": "long"}, {"checkpoint": 7}):
+        folder = write(tmp_path / "run", **fields)
+        with pytest.raises(InputOutputError, match="is no status of a run"):
+            read_status(folder)
+    (folder / "status.json").write_text("[" * 100_000)
+    with pytest.raises(InputOutputError, match="is no status of a run"):
+        read_status(folder)
+
+
+def test_in_few_columns_it_is_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    folder = write(tmp_path / "a run of quite some length")
+    (folder / "deck.toml").touch()
+    lines = statuses_text([read_status(folder.relative_to(tmp_path))]).splitlines()
+    assert max(len(line) for line in lines if "`" not in line) <= 60
+    assert lines[:3] == ["a run of quite some length", "  state       lost", "  step        30/100"]
+    assert lines[-3:] == [  # a command stays whole, to be copied
+        "a run of quite some length: its job ended without a word",
+        "a run of quite some length: go on by",
+        "  `hpctrain run 'a run of quite some length/deck.toml'`",
     ]
 
 

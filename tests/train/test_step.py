@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.errors import InputOutputError
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import PreparedBatch
 from tests.engines import small_deck, trainer
@@ -37,6 +38,24 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
         assert torch.equal(values, before[name]), name
     for moment, earlier in zip(run.engine.optimizer.moments, moments, strict=True):
         assert torch.equal(moment.exp_avg, earlier)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_what_one_rank_cannot_read_ends_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(world, small_deck())
+    source = run.step.batches.source
+
+    def damaged(_: int) -> tuple[Tensor, Tensor]:
+        raise InputOutputError("tokens.h5: piece 3 of 4")
+
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(type(source), "sequence", lambda _, index: damaged(index))
+    for read in (lambda: run.train(1), lambda: run.step.evaluate(run.step.batches, 2 * world.size)):
+        with pytest.raises(InputOutputError) as caught:
+            read()
+        assert caught.value.problems == ("tokens.h5: piece 3 of 4",)
+        assert world.is_agreed(caught.value)
+    assert run.state.step == 0
 
 
 @pytest.mark.mpi(min_size=1)

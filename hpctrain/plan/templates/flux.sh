@@ -14,9 +14,11 @@
 # flux: --exclusive
 # flux: --time-limit=@{seconds}s
 # flux: --output=@{name}-{{id}}.out
+@{directives}
 
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+@{modules}
+hpctrain=(@{program})
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 deck=@{deck}
 # The run knows its time, less a minute for starting, and stops before that.
 settings=(@{settings} --set run.time_limit=@{run_seconds})

@@ -16,9 +16,11 @@
 #BSUB -r
 #BSUB -Q "75"
 #BSUB -wa USR1 -wt @{warning_minutes}
+@{directives}
 
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+@{modules}
+hpctrain=(@{program})
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun}"
 deck=@{deck}
 # The run knows its time, less a minute for starting, and stops before that.

@@ -12,10 +12,12 @@
 #PBS -l walltime=@{time}
 #PBS -j oe
 #PBS -r y
+@{directives}
 
 cd "$PBS_O_WORKDIR" || exit 3
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+@{modules}
+hpctrain=(@{program})
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 read -ra mpirun <<<"${MPIRUN:-mpirun} --hostfile $PBS_NODEFILE"
 deck=@{deck}
 # PBS warns nobody before a job's end: the run knows its time, less a minute for starting, and stops before that.

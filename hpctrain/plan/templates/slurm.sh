@@ -18,9 +18,11 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 @{signal}
+@{directives}
 
-# Load here the modules that hpctrain was installed with, such as: module load gcc openmpi hdf5
-read -ra hpctrain <<<"${HPCTRAIN:-@{program}}"
+@{modules}
+hpctrain=(@{program})
+if [ -n "${HPCTRAIN:-}" ]; then read -ra hpctrain <<<"$HPCTRAIN"; fi
 @{mpirun}
 deck=@{deck}
 settings=(@{settings})

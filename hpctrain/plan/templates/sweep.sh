@@ -2,5 +2,6 @@
 variants=(
 @{variants}
 )
-for change in ${variants[$SLURM_ARRAY_TASK_ID]}; do settings+=(--set "$change"); done
-settings+=(--set "run.title=@{title}-$SLURM_ARRAY_TASK_ID" --set "run.dir=@{run_dir}-$SLURM_ARRAY_TASK_ID")
+read -ra changes <<<"${variants[$SLURM_ARRAY_TASK_ID]}"
+for change in "${changes[@]}"; do settings+=(--set "$change"); done
+settings+=(--set @{title} --set @{run_dir})

@@ -1,0 +1,149 @@
+"""The memory of this process and of the node it is on: what it holds, what it may hold, and its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpctrain.comm.library import MPI
+from hpctrain.units import format_bytes
+
+ROOT = Path("/")
+"""Where /proc and the file systems of cgroups are looked for."""
+
+UNLIMITED = 2**60
+"""From so many bytes on a limit is none: version 1 of cgroups writes the largest number there is."""
+
+_REFUSALS = re.compile(
+    r"not enough memory|can't allocate memory|cannot allocate memory|bad_alloc", re.IGNORECASE
+)
+"""In what torch and libraries below it say where they get no memory."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that some processes of a node share: `pool` tells which of its limits this is, `text` the same in
+    words, which stand behind the size: "24 GB of memory".
+    """
+
+    pool: str
+    bytes: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.bytes)} {self.text}"
+
+
+def resident_bytes() -> int:
+    """What this process has resident; 0 where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_bytes() -> int:
+    """What this process has resident of files and shared memory, such as libraries: other processes of the
+    node that use the same have no more of it; 0 where the system does not tell.
+    """
+    found = re.findall(r"^Rss(?:File|Shmem):\s+(\d+) kB$", _read(ROOT / "proc/self/status"), re.MULTILINE)
+    return sum(1024 * int(size) for size in found)
+
+
+def node_limits(environment: Mapping[str, str]) -> list[Limit]:
+    """What limits the memory of this process and others of its node together, as far as the system tells:
+    the node's memory, each cgroup that it is in, and what Slurm has given the job.
+    """
+    total = _meminfo("MemTotal")
+    found = [] if total is None else [Limit("node", total, "of memory")]
+    found += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size in _cgroups()]
+    found += [Limit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
+    return found
+
+
+def available_bytes() -> int | None:
+    """What the node could give without pushing out what others hold; None where the system does not tell."""
+    return _meminfo("MemAvailable")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, of whatever library, says that there was no memory to be had."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MPI.Exception):
+        return bool(error.Get_error_class() == MPI.ERR_NO_MEM)
+    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
+
+
+def _meminfo(name: str) -> int | None:
+    """A line of /proc/meminfo, in bytes."""
+    match = re.search(rf"^{name}:\s+(\d+) kB$", _read(ROOT / "proc/meminfo"), re.MULTILINE)
+    return None if match is None else 1024 * int(match[1])
+
+
+def _cgroups() -> Iterator[tuple[str, int]]:
+    """The limits of the cgroups that this process is in and of those above them, with their names."""
+    mounts = _mounts()
+    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        kind = "cgroup2" if not controllers else "cgroup"
+        if kind == "cgroup" and "memory" not in controllers.split(","):
+            continue
+        file = "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"
+        for top, mounted in mounts.get(kind, ()):
+            # In a container the file system may begin at this process's own cgroup, or at one above it.
+            inside = path.removeprefix(top) if top != "/" else path
+            here = mounted / inside.strip("/")
+            if not here.is_dir() or ".." in Path(inside).parts:
+                here = mounted
+            while True:
+                value = _read(here / file).strip()
+                if value.isdigit() and int(value) < UNLIMITED:
+                    yield f"/{here.relative_to(mounted)}".replace("/.", "/"), int(value)
+                if here == mounted:
+                    break
+                here = here.parent
+
+
+def _mounts() -> dict[str, list[tuple[str, Path]]]:
+    """Mounts of cgroups that limit memory, by kind of file system: the cgroup at the top, and where."""
+    found: dict[str, list[tuple[str, Path]]] = {}
+    for line in _read(ROOT / "proc/self/mountinfo").splitlines():
+        place, _, kind = line.partition(" - ")
+        left, right = place.split(), kind.split()
+        if len(left) < 5 or len(right) < 3:
+            continue
+        if right[0] == "cgroup2" or (right[0] == "cgroup" and "memory" in right[2].split(",")):
+            found.setdefault(right[0], []).append((left[3], ROOT / left[4].lstrip("/")))
+    return found
+
+
+def _slurm(environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """What Slurm has given this job on this node: by node, by core or by GPU, in its variables in MiB."""
+    counts = {
+        "SLURM_MEM_PER_NODE": "1",
+        "SLURM_MEM_PER_CPU": environment.get("SLURM_CPUS_ON_NODE", ""),
+        "SLURM_MEM_PER_GPU": environment.get("SLURM_GPUS_ON_NODE", ""),
+    }
+    for name, count in counts.items():
+        size = environment.get(name, "")
+        if size.isdigit() and count.isdigit() and int(size) * int(count):  # 0 stands for all there is
+            yield name, (int(size) * int(count)) << 20
+
+
+def _read(path: Path) -> str:
+    """A small file's text; "" where it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""

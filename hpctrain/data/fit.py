@@ -1,0 +1,47 @@
+"""Whether a token file is one for a deck: its vocabulary, and tokens enough for the deck's sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.check import Problem
+from hpctrain.deck.schema import Deck
+
+
+def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:
+    """Sequences of so many tokens to train on, 0 where there are too few tokens, and those held out.
+
+    Where `fraction` is above zero, at least one is held out.
+    """
+    whole = max(0, (tokens - 1) // sequence)
+    held_out = max(1, int(fraction * whole)) if fraction else 0
+    return max(0, whole - held_out), held_out
+
+
+def needed_tokens(sequence: int, fraction: float) -> int:
+    """The fewest tokens of which both splits get a sequence."""
+    return (2 if fraction else 1) * sequence + 1
+
+
+def token_problems(deck: Deck, file: TokenFile) -> Iterator[Problem]:
+    """Everything in the deck that does not fit its token file."""
+    vocabulary, sequence, fraction = deck.model.vocabulary, deck.batch.sequence, deck.data.validation
+    if vocabulary is not None and file.vocabulary > vocabulary:
+        would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
+        yield Problem(
+            "model.vocabulary",
+            f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}: "
+            f"give at least that, {would}",
+        )
+    if not split_sizes(file.tokens, sequence, fraction)[0]:
+        held_out = f" with data.validation = {fraction:g}" if fraction else ""
+        longest = (file.tokens - 1) // (2 if fraction else 1)
+        would = f"at most {longest} would do" if longest > 0 else "take a file with more"
+        needed = needed_tokens(sequence, fraction)
+        yield Problem(
+            "batch.sequence",
+            f"is too long for the {file.tokens} tokens of {deck.data.tokens}, "
+            f"of which it needs {needed}{held_out} ({would})",
+            ("data.validation",),
+        )

@@ -1,0 +1,61 @@
+"""What a deck names outside of itself: token file, parameters that it freezes, the file of its schedule.
+
+A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from hpctrain.deck.check import SCHEDULES, Problem, data_ranks, world_problems
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+
+
+def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
+    """Everything in what the deck names that a run would refuse; a missing token file may still be made.
+
+    `ranks`, where it is known, is that of the run.
+    """
+    # What a deck does not name does not cost the import of what could read it.
+    if os.path.lexists(deck.data.tokens):
+        yield from _tokens(deck)
+    if deck.model.frozen:
+        yield from _frozen(deck)
+    if deck.layout.schedule not in SCHEDULES:
+        yield from _schedule(deck, ranks)
+
+
+def _tokens(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.data.fit import token_problems
+    from hpctrain.data.tokens import TokenFile
+
+    try:
+        file = TokenFile(deck.data.tokens)
+    except HpctrainError as error:
+        named = f"data.tokens = {deck.data.tokens}: "
+        yield from (Problem("data.tokens", problem.removeprefix(named)) for problem in error.problems)
+    else:
+        yield from token_problems(deck, file)
+
+
+def _frozen(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.model.frozen import freeze_parameters, frozen_problems
+    from hpctrain.plan.model import bare_model
+
+    found = freeze_parameters([bare_model(deck)], deck.model.frozen)
+    yield from (Problem("model.frozen", told) for told in frozen_problems(deck.model.frozen, [found]))
+
+
+def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
+    from hpctrain.pipeline.wanted import make_schedule, schedule_text
+
+    named = deck.problem("layout.schedule", "")
+    try:
+        if ranks is None or world_problems(deck, ranks):
+            schedule_text(deck)
+        else:
+            make_schedule(deck, data_ranks(deck, ranks))
+    except HpctrainError as error:
+        yield from (Problem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)

@@ -1,0 +1,73 @@
+"""Whether what ranks will hold fits into what their nodes have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.host_memory import Limit, node_limits
+from hpctrain.deck.schema import Machine
+from hpctrain.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank will hold, in bytes, and the limits that it has to keep with other ranks of its node.
+
+    Of `needed`, `shared` is memory that all ranks of the node have in common.
+    """
+
+    node: int
+    host: str
+    needed: int
+    shared: int
+    limits: tuple[Limit, ...]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the ranks of a node that share a limit need together, in bytes, and that limit."""
+
+    host: str
+    ranks: int
+    needed: int
+    limit: Limit
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much as they need."""
+        return self.needed <= self.limit.bytes
+
+    def __str__(self) -> str:
+        who = "1 rank needs" if self.ranks == 1 else f"{self.ranks} ranks need"
+        return f"{who} {format_bytes(self.needed)} on {self.host}, which has {self.limit}"
+
+
+def tightest(claims: Iterable[Claim]) -> Room | None:
+    """Of all limits of all nodes, the one of which most is needed; None where no limit is known."""
+    shares: dict[tuple[int, str], list[tuple[Claim, Limit]]] = {}
+    for claim in claims:
+        for limit in claim.limits:
+            shares.setdefault((claim.node, limit.pool), []).append((claim, limit))
+    rooms = []
+    for share in shares.values():
+        common = max(claim.shared for claim, _ in share)
+        needed = common + sum(claim.needed - claim.shared for claim, _ in share)
+        least = min((limit for _, limit in share), key=lambda limit: limit.bytes)
+        rooms.append(Room(share[0][0].host, len(share), needed, least))
+    return max(rooms, key=lambda room: room.needed / room.limit.bytes, default=None)
+
+
+def limits_of(machine: Machine, device: torch.device, environment: Mapping[str, str]) -> tuple[Limit, ...]:
+    """The limits of what this process may hold on that device: those of the deck, else those it finds."""
+    if device.type == "cuda":
+        size = machine.gpu_memory
+        if size is None and torch.cuda.is_available():
+            size = torch.cuda.get_device_properties(device).total_memory
+        name = f"GPU {device.index or 0}"
+        return () if size is None else (Limit(name, size, f"on {name}"),)
+    if machine.memory is not None:
+        return (Limit("node", machine.memory, "of memory (machine.memory)"),)
+    return tuple(node_limits(environment))

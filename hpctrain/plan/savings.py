@@ -1,0 +1,71 @@
+"""What changes of a deck would save of the memory of its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from hpctrain.deck.schema import Deck, fields
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.memory import MemoryPlan
+
+LEAST_SAVING = 0.02
+"""Of a rank's total; changes that save less are not told."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of the deck and what the rank that holds most would then hold less, in bytes."""
+
+    change: str
+    saved: int
+    total: int
+
+
+def find_savings(
+    deck: Deck,
+    memory: MemoryPlan,
+    changed: Callable[[str], Deck],
+    plan: Callable[[Deck], MemoryPlan],
+    seconds: float = inf,
+) -> list[Saving]:
+    """What changes of a deck would save, each by itself, the most first.
+
+    `memory` is its own plan; `changed` gives the deck with a change such as "layout.zero=3", `plan` its plan.
+    After `seconds` no other change is looked at.
+    """
+    end = time.monotonic() + seconds
+    held = memory.largest.memory.total
+    savings = []
+    for change in _changes(deck, memory):
+        if time.monotonic() >= end:
+            break
+        try:
+            total = plan(changed(change)).largest.memory.total
+        except HpctrainError:
+            continue  # what this deck cannot have is no advice
+        if held - total > LEAST_SAVING * held:
+            savings.append(Saving(change, held - total, total))
+    return sorted(savings, key=lambda saving: -saving.saved)
+
+
+def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
+    """Changes, each by itself, that take memory away from a rank."""
+    if memory.zero_group > 1 or deck.layout.zero == 0:
+        for stage in range(deck.layout.zero + 1, 4):
+            yield f"layout.zero={stage}"
+    if deck.precision.compute == "fp32":
+        yield "precision.compute=bf16"
+    if deck.memory.recompute == "none":
+        yield "memory.recompute=selective"
+        yield "memory.recompute=full"
+    if "optimizer" in fields("memory") and deck.value("memory.optimizer") == "device":
+        yield "memory.optimizer=disk"
+    if deck.layout.zero > 1 and deck.memory.accumulate == "whole" and memory.micro_batches > 1:
+        yield "memory.accumulate=sliced"
+    if deck.batch.micro_size > 1 and deck.batch.micro_size % 2 == 0:
+        yield f"batch.micro_size={deck.batch.micro_size // 2}"
+    if deck.layout.tensor > 1 and not deck.layout.sequence_parallel:
+        yield "layout.sequence_parallel=true"

@@ -1,0 +1,105 @@
+"""Limits of memory as the system tells them, in folders that stand for it, and errors of its end."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm import host_memory
+from hpctrain.comm.host_memory import Limit, is_out_of_memory, node_limits
+from hpctrain.comm.outcome import as_error
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
+NODE = Limit("node", 1_024_000, "of memory")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    write(tmp_path, "proc/meminfo", MEMINFO)
+    return tmp_path
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def cgroups(environment: dict[str, str] | None = None) -> dict[str, int]:
+    return {limit.pool: limit.bytes for limit in node_limits(environment or {}) if limit.pool != "node"}
+
+
+def test_a_node_has_its_memory(root: Path) -> None:
+    assert node_limits({}) == [NODE]
+    assert host_memory.available_bytes() == 614_400
+    write(root, "proc/meminfo", "")
+    assert node_limits({}) == []
+    assert host_memory.available_bytes() is None
+
+
+def test_limits_of_a_cgroup_and_of_those_above_it_count(root: Path) -> None:
+    write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    write(root, "proc/self/cgroup", "0::/slurm/job_7/step_0\n")
+    write(root, "sys/fs/cgroup/slurm/memory.max", "max\n")
+    write(root, "sys/fs/cgroup/slurm/job_7/memory.max", "8000\n")
+    write(root, "sys/fs/cgroup/slurm/job_7/step_0/memory.max", "5000\n")
+    assert cgroups() == {"cgroup /slurm/job_7": 8000, "cgroup /slurm/job_7/step_0": 5000}
+
+
+def test_the_first_version_of_cgroups_counts_too(root: Path) -> None:
+    write(
+        root,
+        "proc/self/mountinfo",
+        "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+        "36 31 0:33 / /sys/fs/cgroup/devices rw,relatime - cgroup cgroup rw,devices\n"
+        "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n",
+    )
+    write(root, "proc/self/cgroup", "5:devices:/a\n4:memory:/a/b\n0::/\n")
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
+    write(root, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "7000\n")
+    write(root, "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", f"{2**63 - 4096}\n")
+    assert cgroups() == {"cgroup /a": 7000}
+
+
+def test_in_a_container_the_tree_may_begin_at_its_own_cgroup(root: Path) -> None:
+    write(root, "proc/self/mountinfo", "31 24 0:28 /docker/x /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    write(root, "proc/self/cgroup", "0::/docker/x\n")
+    write(root, "sys/fs/cgroup/memory.max", "6000\n")
+    assert cgroups() == {"cgroup /": 6000}
+    write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    assert cgroups() == {"cgroup /": 6000}
+
+
+@pytest.mark.parametrize(
+    ("environment", "megabytes"),
+    [
+        ({"SLURM_MEM_PER_NODE": "4096"}, 4096),
+        ({"SLURM_MEM_PER_CPU": "512", "SLURM_CPUS_ON_NODE": "16"}, 8192),
+        ({"SLURM_MEM_PER_GPU": "1024", "SLURM_GPUS_ON_NODE": "4"}, 4096),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),
+        ({"SLURM_MEM_PER_CPU": "512"}, None),
+    ],
+)
+def test_what_slurm_has_given_counts(root: Path, environment: dict[str, str], megabytes: int | None) -> None:
+    found = list(cgroups(environment).values())
+    assert found == ([] if megabytes is None else [megabytes << 20])
+
+
+def test_errors_of_no_memory_are_known_by_kind() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**50)
+    with pytest.raises(MemoryError) as plain:
+        bytearray(2**60)
+    wanted = (refused.value, plain.value, torch.OutOfMemoryError("CUDA out of memory"))
+    assert all(is_out_of_memory(error) for error in (*wanted, OSError(errno.ENOMEM, "no memory")))
+    others = (RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "full"), ValueError("memory"))
+    assert not any(is_out_of_memory(error) for error in others)
+
+
+def test_no_memory_is_no_error_of_a_file() -> None:
+    with pytest.raises(MemoryError, match="tokens"):
+        as_error(OSError(errno.ENOMEM, "Cannot allocate memory", "tokens.h5"))

@@ -1,0 +1,121 @@
+"""What killed jobs leave in shared memory: the next job removes it, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.segments import FOLDER, MARKER, sweep
+from tests.conftest import clean_environment, launcher
+
+NAME = "vader_segment.node.0.1a2b0001.0"
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Callable[..., Path]:
+    """`left(NAME, ...)`: files of these names, and the marker that a dead job made of them."""
+
+    def make(*names: str) -> Path:
+        for name in names:
+            (tmp_path / name).touch()
+        noted = [(name, (tmp_path / name).stat().st_ino) for name in names]
+        marker = tmp_path / f"{MARKER}{os.getuid()}.0"
+        marker.write_text(json.dumps(noted))
+        return marker
+
+    return make
+
+
+def test_what_a_dead_job_noted_is_removed(tmp_path: Path, left: Callable[..., Path]) -> None:
+    other = tmp_path / NAME.replace("1a2b", "3c4d")
+    other.touch()  # nobody noted it
+    marker = left(NAME)
+    assert sweep(tmp_path) == [NAME]
+    assert not marker.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+
+
+def test_a_living_job_keeps_its_own(tmp_path: Path, left: Callable[..., Path]) -> None:
+    with left(NAME).open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        assert sweep(tmp_path) == []
+    assert (tmp_path / NAME).exists()
+
+
+def test_what_is_not_what_was_noted_stays(tmp_path: Path, left: Callable[..., Path]) -> None:
+    precious = tmp_path / "precious"
+    left("precious", NAME)
+    (tmp_path / "new").touch()
+    (tmp_path / "new").replace(tmp_path / NAME)  # another file of that name
+    assert sweep(tmp_path) == []
+    assert precious.exists()
+    assert (tmp_path / NAME).exists()
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.touch()
+    marker = left(NAME)
+    marker.write_text(json.dumps([[f"../{outside.name}", outside.stat().st_ino]]))
+    assert sweep(tmp_path) == []
+    assert outside.exists()
+    marker.write_text("[[1, {")
+    assert sweep(tmp_path) == []
+
+
+def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Path]) -> None:
+    left(NAME)
+    maps = tmp_path / "proc" / "17" / "maps"
+    maps.parent.mkdir(parents=True)
+    maps.write_text(f"7f0-7f1 rw-s 00000000 00:19 42                         {tmp_path / NAME}\n")
+    assert sweep(tmp_path, tmp_path / "proc") == []
+    assert (tmp_path / NAME).exists()
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no /dev/shm")
+def test_the_next_job_removes_what_a_killed_one_left(
+    tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    program = """
+import os, time
+from pathlib import Path
+from hpctrain.comm.world import World
+world = World.start("cpu")
+Path(f"pid.{world.rank}.new").write_text(str(os.getpid()))
+os.rename(f"pid.{world.rank}.new", f"pid.{world.rank}")
+time.sleep(120)
+"""
+    with subprocess.Popen(
+        [*launcher(2), sys.executable, "-c", program], cwd=tmp_path, env=clean_environment()
+    ) as job:
+        pids = [tmp_path / f"pid.{rank}" for rank in range(2)]
+        until = time.monotonic() + 60
+        while not all(path.exists() for path in pids):
+            assert job.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        ranks = [int(path.read_text()) for path in pids]
+        maps = "".join(Path(f"/proc/{rank}/maps").read_text() for rank in ranks)
+        for process in (job.pid, *ranks):
+            os.kill(process, signal.SIGKILL)
+    segments = {path for path in FOLDER.glob("vader_segment.*") if str(path) in maps}
+    if not segments:
+        pytest.skip("this MPI leaves nothing in /dev/shm")
+    done = launch(0, "-c", "from hpctrain.comm.world import World; World.start('cpu')")
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in segments if path.exists()]
+    assert not [path for path in FOLDER.glob(f"{MARKER}*") if segments_of(path) & segments]
+
+
+def segments_of(marker: Path) -> set[Path]:
+    """What a marker names; nothing of one that another job has just removed."""
+    try:
+        return {FOLDER / name for name, _ in json.loads(marker.read_text())}
+    except OSError:
+        return set()

@@ -1,0 +1,164 @@
+"""Stages that take the time they are given by a clock that only they move: as exact on a busy machine.
+
+Every message carries the time at which it was sent: hidden states and gradients are filled with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.group import Group, Work
+from hpctrain.comm.world import World
+from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.parallel.weight_grad import WeightGradientQueue
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.execute import Executor, PreparedBatch
+from hpctrain.pipeline.simulate import Times
+
+
+@dataclass
+class Clock:
+    """The time of one stage, and when it worked, as (start, end)."""
+
+    now: float = 0.0
+    work: list[tuple[float, float]] = field(default_factory=list)
+
+    def spend(self, seconds: float, since: Tensor | None = None) -> None:
+        """Work on what was sent at a time that stands in `since`."""
+        start = self.now if since is None else max(self.now, float(since.flatten()[0]))
+        self.now = start + seconds
+        self.work.append((start, self.now))
+
+    @property
+    def busy(self) -> float:
+        return sum(end - start for start, end in self.work)
+
+    @property
+    def span(self) -> float:
+        return self.work[-1][1] - self.work[0][0]
+
+
+class LateWork:
+    """A receive; what comes was under way for some seconds."""
+
+    def __init__(self, work: Work[Tensor], seconds: float) -> None:
+        self.work, self.seconds = work, seconds
+
+    def wait(self) -> Tensor:
+        return self.work.wait().add_(self.seconds)
+
+
+class SentWork:
+    """A send; takes down how much work had been done when it was waited for."""
+
+    def __init__(self, work: Work[None], clock: Clock, waits: list[int]) -> None:
+        self.work, self.clock, self.waits = work, clock, waits
+
+    def test(self) -> bool:
+        return self.work.test()
+
+    def wait(self) -> None:
+        self.waits.append(len(self.clock.work))
+        self.work.wait()
+
+
+class LateGroup:
+    """The pipeline axis, as far as the executor makes use of it, with messages that take `seconds`."""
+
+    def __init__(self, group: Group, clock: Clock, seconds: float) -> None:
+        self.group, self.rank, self.size, self.empty = group, group.rank, group.size, group.empty
+        self.clock, self.seconds = clock, seconds
+        self.waits: list[int] = []
+
+    def start_recv(self, tensor: Tensor, source: int) -> LateWork:
+        return LateWork(self.group.start_recv(tensor, source), self.seconds)
+
+    def start_send(self, tensor: Tensor, target: int) -> SentWork:
+        return SentWork(self.group.start_send(tensor, target), self.clock, self.waits)
+
+
+class _Spend(torch.autograd.Function):
+    """Takes time: F in forward, I in backward, W through the queue."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: TimedPart) -> Tensor:
+        ctx.part = part
+        part.clock.spend(part.forward_time, x)
+        return torch.full_like(x, part.clock.now)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        part: TimedPart = ctx.part
+        part.clock.spend(part.input_time, gradients[0])
+        part.queue.submit(lambda: part.clock.spend(part.weight_time))
+        return torch.full_like(gradients[0], part.clock.now), None
+
+
+class TimedPart(nn.Module):
+    """One part of a model, with what the executor asks of a Transformer."""
+
+    def __init__(
+        self, times: Sequence[float], shape: tuple[int, int, int], clock: Clock, queue: WeightGradientQueue
+    ) -> None:
+        super().__init__()
+        self.forward_time, self.input_time, self.weight_time = times
+        self.shape, self.clock, self.queue = shape, clock, queue
+        self.first = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+
+    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
+        return self.shape
+
+    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        return cast(Tensor, _Spend.apply(self.first if hidden is None else hidden, self))
+
+    def loss(self, inputs: Inputs, terms: LossTerms, hidden: Tensor | None = None) -> Tensor:
+        # Of no weight, so that the gradient that comes back is the beginning of time.
+        return 0.0 * self(inputs, hidden).sum()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a schedule, the same on all ranks: seconds by stage.
+
+    `prompt` tells whether no stage waited for a message of its own to be taken before all its work was done.
+    """
+
+    spans: tuple[float, ...]
+    busy: tuple[float, ...]
+    prompt: bool
+
+    @property
+    def cost(self) -> float:
+        return max(self.spans)
+
+    @property
+    def bubble_rate(self) -> float:
+        return 1 - max(self.busy) / self.cost
+
+
+def run_in_virtual_time(
+    world: World, schedule: Schedule, times: Times, shape: tuple[int, int, int] = (4, 1, 8)
+) -> Run:
+    """Run a schedule, a stage a rank, through the executor; `times` are seconds of whole stages, one for all.
+
+    `shape` is that of the hidden states.
+    """
+    whole = (times.forward, times.input_gradient, times.weight_gradient)
+    seconds = [cast(float, of_stage) / schedule.chunks for of_stage in whole]
+    clock, queue = Clock(), WeightGradientQueue()
+    models = [TimedPart(seconds, shape, clock, queue) for _ in range(schedule.chunks)]
+    group = LateGroup(world.everyone, clock, cast(float, times.communication))
+    executor = Executor(cast("list[Transformer]", models), cast(Group, group), queue, world.ledger)
+    tokens = torch.zeros(4, 1, dtype=torch.int64)
+    batch = PreparedBatch(Inputs(tokens, torch.arange(4)), LossTerms(tokens, torch.ones(()), 0.0))
+    executor.run(schedule, [batch] * schedule.micro_batches)
+    prompt = all(done == len(clock.work) for done in group.waits)
+    own = torch.tensor([clock.span, clock.busy, prompt], dtype=torch.float64).unsqueeze(0)
+    spans, busy, prompts = world.everyone.all_gather(own).t().tolist()
+    return Run(tuple(spans), tuple(busy), all(prompts))

@@ -1,0 +1,130 @@
+"""`make test`: the serial tests, then the MPI tests on each number of ranks, then what came of each.
+
+All of them run, whatever fails before. The exit code is that of the first that failed: of pytest or of the
+launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.launch import launcher  # noqa: E402
+from tests.tally import KINDS, VARIABLE, count  # noqa: E402
+
+MANY = ("-n", "auto", "--dist", "worksteal")
+NO_TESTS = 5
+"""pytest's exit code where nothing was to run."""
+NO_LAUNCHER = 127
+"""A shell's exit code where a program cannot be started."""
+
+
+SLOW_SECONDS = 3600
+"""What a slow test may take; whatever it starts has a limit of its own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of pytest: on so many ranks, or without MPI where `ranks` is 0."""
+
+    ranks: int
+    slow: bool = False
+    """Only what is marked so: it starts ranks of its own, and counts on no other tests beside it."""
+
+    @property
+    def title(self) -> str:
+        """What its line of the summary begins with."""
+        if self.slow:
+            return "slow"
+        return "serial" if not self.ranks else f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """How it is started."""
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mpi_plugin", "-p", "tests.tally"]
+        if self.slow:
+            return [*pytest, "-o", f"faulthandler_timeout={SLOW_SECONDS}", "-m", "slow", *arguments]
+        if not self.ranks:
+            return [*pytest, *MANY, "-m", "not mpi", *arguments]
+        color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
+        which = "mpi and eight" if self.ranks >= 8 else "mpi"
+        start = launcher(self.ranks) if self.ranks > 1 else []
+        many = MANY if self.ranks == 1 else ()
+        return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code of one part, how many of its tests ended how, and how long it took."""
+
+    part: Part
+    code: int
+    counts: Counter[str]
+    seconds: float
+
+    def line(self) -> str:
+        """Its line of the summary."""
+        numbers = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS)
+        why = "" if self.code in {0, 1} else f"; ended with code {self.code}"
+        if self.code == 1 and not self.counts["failed"]:
+            why = "; failed outside of any test"
+        minutes, seconds = divmod(round(self.seconds), 60)
+        return f"{self.part.title:<8}  {numbers}{why}  ({minutes} min {seconds:02} s)"
+
+
+def run(part: Part, arguments: Sequence[str]) -> Outcome:
+    """Run one part to its end."""
+    print(f"== {part.title}", flush=True)
+    began = monotonic()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-tests-") as folder:
+        tally = Path(folder) / "tally"
+        try:
+            code = subprocess.run(
+                part.command(arguments), cwd=ROOT, env=os.environ | {VARIABLE: str(tally)}, check=False
+            ).returncode
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"{part.title}: {error}", file=sys.stderr)
+            code = NO_LAUNCHER
+        return Outcome(part, code if code >= 0 else 128 - code, count(tally), monotonic() - began)
+
+
+def verdict(outcomes: Sequence[Outcome], chosen: bool) -> int:
+    """The exit code of all. `chosen`: by arguments, which may leave nothing for some numbers of ranks."""
+    codes = [outcome.code for outcome in outcomes]
+    if chosen and any(code != NO_TESTS for code in codes):
+        codes = [code for code in codes if code != NO_TESTS]
+    return next((code for code in codes if code), 0)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run all parts, show the summary; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="1 2 4 8", help="numbers of ranks, in one word")
+    parser.add_argument("--slow", action="store_true", help="the slow tests too, as the last part")
+    parser.add_argument("arguments", nargs="*", help="more arguments for pytest, after --")
+    wish = parser.parse_args(words)
+    parts = [Part(0), *(Part(int(number)) for number in wish.ranks.split())]
+    if wish.slow:
+        parts.append(Part(0, slow=True))
+    outcomes = [run(part, wish.arguments) for part in parts]
+    code = verdict(outcomes, bool(wish.arguments))
+    print("== summary")
+    for outcome in outcomes:
+        print(outcome.line())
+    total = sum((outcome.counts for outcome in outcomes), Counter())
+    print(", ".join(f"{total[kind]} {kind}" for kind in KINDS))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Characters that end lines or steer terminals are found, and shown instead of being sent."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.characters import control_problem, escaped
+from hpctrain.deck.sources import toml_value
+from hpctrain.deck.toml import tomllib
+from hpctrain.errors import HpctrainError
+from hpctrain.train.statuses import statuses_text
+
+CONTROL = "\x00\t\n\r\x1b\x7f\x85\x9b\u200f\u2028\u2029\u202e\u2066\udcff\ufffe\U0001ffff"
+HARMLESS = "a\u00a0é漢字🚀\u200d'\"$`\\#%"
+
+
+def test_they_are_told_by_their_numbers() -> None:
+    assert all(control_problem(character) for character in CONTROL)
+    assert not control_problem(HARMLESS)
+    assert control_problem("a\nb\n") == "has a control character (U+000A); leave it out"
+    assert (
+        control_problem("\x1b\n\r\t") == "has control characters (U+001B, U+000A, U+000D, ...); leave it out"
+    )
+
+
+def test_they_are_shown_as_escapes() -> None:
+    assert escaped("a\tb\n\x1b[2J\u2028\U0001ffff") == r"a\tb\n\u001B[2J\u2028\U0001FFFF"
+    assert escaped("a\tb\n", keep="\n") == "a\\tb\n"
+    assert escaped(HARMLESS) == HARMLESS
+    assert not control_problem(escaped(CONTROL))
+    assert HpctrainError(["a\nb", "\x9b"]).problems == (r"a\nb", r"\u009B")
+
+
+def test_toml_has_them_as_escapes_too() -> None:
+    text = CONTROL.replace("\udcff", "") + HARMLESS
+    line = toml_value(text)
+    assert not control_problem(line)
+    assert tomllib.loads(f"a = {line}") == {"a": text}
+
+
+def test_a_status_that_somebody_wrote_steers_no_terminal() -> None:
+    row = {"folder": "x\x1b[2J", "state": "done", "reason": "a\nb", "job": "j\u2028"}
+    text = statuses_text([row])
+    assert len(text.splitlines()) == 4
+    assert not control_problem(text.replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ru\x1bn"], r"no verb \"ru\u001Bn\""),
+        (["run", "--\x1bx", "d.toml"], r"--\x1bx"),
+        (["run", "d.toml", "--set", "run.\x85title=\x1b"], r"run.\u0085title"),
+        (["deck", "d.toml", "--set", "run.title=a\nb"], r"has a control character (U+000A)"),
+    ],
+)
+def test_messages_show_what_was_typed(
+    arguments: list[str], told: str, tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "d.toml").write_text("")
+    done = launch(0, "-m", "hpctrain", *arguments)
+    assert done.returncode == 2
+    assert told.replace('\\"', '"') in done.stderr
+    assert not control_problem(done.stderr.replace("\n", ""))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpctrain.files import is_unfit, open_regular, parse_json, read_bytes, read_text
+
+
+def test_text_has_newlines_whatever_its_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("é\r\nb\rc\n".encode())
+    assert read_text(tmp_path / "a", 100) == "é\nb\nc\n"
+
+
+def test_no_more_than_asked_for_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 10)
+    assert read_bytes(tmp_path / "a", 10) == b"x" * 10
+    with pytest.raises(OSError, match="more than 9 bytes") as caught:
+        read_bytes(tmp_path / "a", 9)
+    assert is_unfit(caught.value)
+
+
+def test_only_regular_files_are_opened_and_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(OSError, match="not a regular file") as caught:
+            open_regular(path)
+        assert is_unfit(caught.value)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError) as missing:
+        open_regular(tmp_path / "none")
+    assert not is_unfit(missing.value)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(OSError, match="name") as caught:
+        open_regular(name)
+    assert is_unfit(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""])
+def test_json_that_cannot_be_read_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - one class for all
+        parse_json(text)

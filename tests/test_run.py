@@ -1,0 +1,114 @@
+"""`make test` fails where any part of it fails, runs all parts, and says what came of each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, clean_environment
+from tests.run import NO_TESTS, Outcome, Part, verdict
+
+RANKS = ("1", "2")
+TESTS = """
+import os, pytest
+
+FAILS, HOW = "{fails}", "{how}"
+
+def verdict(ranks):
+    if ranks == FAILS and HOW == "dies":
+        os._exit(9)
+    if ranks == FAILS and HOW == "aborts":
+        from hpctrain.comm.library import MPI
+        assert MPI.COMM_WORLD.rank == 0, "this rank fails"
+        MPI.COMM_WORLD.Barrier()
+    assert ranks != FAILS
+
+def test_serial():
+    verdict("serial")
+
+@pytest.mark.mpi
+def test_ranks():
+    from hpctrain.comm.library import MPI
+    verdict(str(MPI.COMM_WORLD.size))
+
+@pytest.mark.mpi
+def test_next():
+    pass
+"""
+
+
+def make(folder: Path, fails: str, how: str = "fails") -> subprocess.CompletedProcess[str]:
+    """`make test` on one file, one of whose tests fails on a number of ranks."""
+    path = folder / "test_it.py"
+    path.write_text(TESTS.format(fails=fails, how=how))
+    environment = {k: v for k, v in clean_environment().items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", "test", f"RANKS={' '.join(RANKS)}", f"ARGS=-n 0 {path}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def summary(text: str) -> dict[str, str]:
+    """The lines of the summary, by what they begin with; the last line of all under ""."""
+    lines = text.rpartition("== summary\n")[2].splitlines()
+    return {line.split("  ")[0].strip(): line for line in lines[:-1]} | {"": lines[-1]}
+
+
+@pytest.mark.parametrize("fails", ["serial", *RANKS])
+def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails: str) -> None:
+    done = make(tmp_path, fails)
+    assert done.returncode != 0, done.stdout
+    lines = summary(done.stdout)
+    for part, title in zip(("serial", *RANKS), ("serial", "1 rank", "2 ranks"), strict=True):
+        count = 1 if part == "serial" else 2
+        failed = int(part == fails)
+        assert f"{count - failed} passed, {failed} failed, 0 skipped" in lines[title], done.stdout
+    assert lines[""] == "4 passed, 1 failed, 0 skipped"
+
+
+@pytest.mark.parametrize(("how", "code"), [("dies", 9), ("aborts", 70)])
+def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: int) -> None:
+    done = make(tmp_path, "2", how)
+    assert done.returncode != 0, done.stdout
+    lines = summary(done.stdout)
+    assert f"ended with code {code}" in lines["2 ranks"]
+    assert "2 passed, 0 failed" in lines["1 rank"]
+
+
+def test_a_launcher_that_is_not_there_fails_the_whole(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): pass")
+    done = subprocess.run(
+        [sys.executable, "tests/run.py", "--ranks", "2", "--", "-n", "0", str(tmp_path)],
+        cwd=ROOT,
+        env=clean_environment() | {"MPIRUN": "no-such-launcher"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 127
+    assert "no-such-launcher" in done.stderr
+    assert "ended with code 127" in summary(done.stdout)["2 ranks"]
+
+
+def test_everything_passes(tmp_path: Path) -> None:
+    done = make(tmp_path, "none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(done.stdout)[""] == "5 passed, 0 failed, 0 skipped"
+
+
+def outcome(code: int) -> Outcome:
+    return Outcome(Part(2), code, Counter(), 0.0)
+
+
+def test_nothing_to_run_is_a_failure_unless_others_had_something() -> None:
+    assert verdict([outcome(0), outcome(NO_TESTS)], chosen=False) == NO_TESTS
+    assert verdict([outcome(0), outcome(NO_TESTS)], chosen=True) == 0
+    assert verdict([outcome(NO_TESTS), outcome(NO_TESTS)], chosen=True) == NO_TESTS
+    assert verdict([outcome(0), outcome(1), outcome(70), outcome(0)], chosen=False) == 1

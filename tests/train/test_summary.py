@@ -1,0 +1,41 @@
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.train.build import open_corpus
+from hpctrain.train.summary import introduction, warms_again
+from tests.engines import small_deck, trainer
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize(
+    ("steps", "epochs", "small"), [(1, "1 step takes 0.16", 0), (5, "5 steps take 0.8", 0), (794, "127", 127)]
+)
+def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, small: int) -> None:
+    (tmp_path / "a.txt").write_text("a" * 3200)  # a hundred sequences of 32 tokens
+    prepare(world, tmp_path / "tokens.h5", [str(tmp_path / "a.txt")])
+    keys = (f"run.steps={steps}", f"data.tokens={tmp_path}/tokens.h5", "model.vocabulary=257")
+    deck = small_deck(*keys, "data.validation=0")
+    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+    assert f"tokens; a step takes 512, {epochs if not small else '794 steps take 127'} epochs; " in lines[1]
+    told = (
+        f"{tmp_path}/tokens.h5 is small for this run: each of its 100 sequences of 32 tokens is trained on "
+        "127 times, and would be learned by heart; more text or fewer steps would do"
+    )
+    assert (told in lines) == bool(small)
+
+
+def test_a_second_warm_up_is_said() -> None:
+    before = small_deck("learning_rate.warmup=1", "run.steps=10")
+    longer = small_deck("learning_rate.warmup=20", "run.steps=200")
+    assert "steps 11 to 20 lie within it" in warms_again(longer, before, 10)
+    assert "--set learning_rate.warmup=1 leaves it" in warms_again(longer, before, 10)
+    assert warms_again(longer, before, 20) == ""
+    assert warms_again(longer, longer, 10) == ""  # its first one goes on
+    assert warms_again(before, before, 10) == ""
