@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.data.tokens import TokenFile
-from hpctrain.deck.check import Problem
+from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 
 

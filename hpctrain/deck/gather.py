@@ -14,6 +14,7 @@ from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.deck.words import plain_type, unknown_key, unknown_section
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
+from hpctrain.words import command
 
 MOST_FILES = 100
 """That a deck is made of, one that is included twice counted twice."""
@@ -66,12 +67,15 @@ class Written:
             # A byte order mark is skipped.
             text = read_text(path, DECK_BYTES, "utf-8-sig")
         except UnicodeDecodeError as error:
-            self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start})")
+            kept = f"; {command('resume', name)} goes on from a checkpoint" if path.suffix == ".h5" else ""
+            self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){kept}")
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             include = "" if asked is None else f"{asked.prefix}: include: "
             shown = clipped(name if name.isprintable() else toml_value(name))
             told = f"{include}{shown}: cannot be read: {reason}"
+            if isinstance(error, IsADirectoryError) and asked is None:
+                told += f"; a deck is a file, and {command('resume', name)} goes on with a run"
             self.add(asked or Place(name), told, file_missing=not is_unfit(error))
         else:
             self.read_text(text, path, name, chain)

@@ -15,9 +15,11 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from hpctrain.deck.check import Problem, check_deck, data_ranks, source_problems, world_problems
+from hpctrain.deck.check import check_deck, source_problems
+from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
+from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, extra, fields, sections
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import encodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -63,7 +64,9 @@ def given(value: object, field: FieldInfo) -> str:
         case float() if kind is str:
             return ", not a number"
         case float() if kind is int:
-            return f" (write {int(value)})" if value.is_integer() else ", not a fraction"
+            if value.is_integer():
+                return f" (write {int(value)})"
+            return ", not a fraction" if isfinite(value) else ""
         case list():
             return "" if get_origin(kind) is tuple else ", not a list"
         case dict():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.checkpoint.source import settled_keys
-from hpctrain.deck.check import check_world, data_ranks, world_problems
+from hpctrain.deck.check_world import check_world, data_ranks, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError

@@ -19,7 +19,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mesh import AXES
 from hpctrain.comm.transport import Transport
-from hpctrain.deck.check import data_ranks
+from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.dtypes import DTYPES

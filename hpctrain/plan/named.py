@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from hpctrain.deck.check import SCHEDULES, Problem, data_ranks, world_problems
+from hpctrain.deck.check_layout import SCHEDULES
+from hpctrain.deck.check_world import data_ranks, world_problems
+from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 

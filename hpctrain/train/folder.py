@@ -127,19 +127,21 @@ def way_on(folder: Path, newest: Path | None) -> str:
 
     `newest` is its newest good checkpoint. Without any, the run begins again.
     """
-    if newest is not None and newest.parent.absolute() != (folder / "checkpoints").absolute():
-        return command_line("resume", newest, "--set", f"run.dir={folder}")
-    if newest is not None:
-        return command_line("resume", folder)
-    deck = folder / "deck.toml"
-    fresh = ["--fresh"] if checkpoints(folder / "checkpoints") else []
     place = _started_in(folder)
-    if not deck.exists() or place is None or place == Path.cwd():
-        return command_line("run", deck, *fresh) if deck.exists() else ""
+    elsewhere = place is not None and place != Path.cwd()
     # The deck's relative paths, that of the run too, are meant from there.
-    own = folder.resolve()
-    again = command_line("run", own / "deck.toml", "--set", f"run.dir={own}", *fresh)
-    return f"cd {shlex.quote(str(place))} && {again}"
+    own = folder.resolve() if elsewhere else folder
+    if newest is None:
+        if not (folder / "deck.toml").exists():
+            return ""
+        fresh = ["--fresh"] if checkpoints(folder / "checkpoints") else []
+        here = ["--set", f"run.dir={own}"] if elsewhere else []
+        line = command_line("run", own / "deck.toml", *here, *fresh)
+    elif newest.parent.absolute() == (folder / "checkpoints").absolute():
+        line = command_line("resume", own)
+    else:
+        line = command_line("resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={own}")
+    return f"cd {shlex.quote(str(place))} && {line}" if elsewhere else line
 
 
 def _started_in(folder: Path) -> Path | None:

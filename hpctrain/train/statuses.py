@@ -18,6 +18,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.train.folder import is_free, way_on
 from hpctrain.train.status import ACTIVE, STATUS_FILE
 from hpctrain.units import format_count, format_seconds
+from hpctrain.words import command
 
 ENDED = ("stopped", "failed", "lost")
 """States of a run that has no job, and steps left to do."""
@@ -63,7 +64,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         status |= {"folder": str(folder), **_judged(status, folder)}
         newest = _newest_good(folder, status.get("checkpoint"))
     except OSError as error:
-        told = f"{path}: cannot be read: {error.strerror or error} (a run writes it while it trains)"
+        below = f"; {command('status')} takes the folders of runs, as {folder}/*" if _has_runs(folder) else ""
+        told = f"{path}: cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
         raise InputOutputError(told) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
@@ -71,6 +73,14 @@ def read_status(folder: Path) -> dict[str, Any]:
     if status["state"] in ENDED:
         status["go_on"] = way_on(folder, newest)
     return status
+
+
+def _has_runs(folder: Path) -> bool:
+    """Whether runs lie in folders of this one."""
+    try:
+        return any((below / STATUS_FILE).is_file() for below in folder.iterdir())
+    except OSError:
+        return False
 
 
 def is_done(folder: Path) -> bool:

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from hpctrain.deck.check import check_deck, check_world, data_ranks, divisors, nearest
+from hpctrain.deck.check import check_deck
+from hpctrain.deck.check_world import check_world, data_ranks
+from hpctrain.deck.problem import divisors, nearest
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.errors import HpctrainError
 

@@ -434,8 +434,11 @@ def test_a_deck_that_cannot_be_read(tmp_path: Path) -> None:
         read_deck(tmp_path / "none.toml")
     assert caught.value.problems == (f"{tmp_path}/none.toml: cannot be read: no such file or directory",)
     assert caught.value.exit_code == 3
-    with pytest.raises(InputOutputError, match="is a directory"):
+    with pytest.raises(InputOutputError, match=r"is a directory; .* `hpctrain resume .*` goes on with a run"):
         read_deck(tmp_path)
+    (tmp_path / "step-00000002.h5").write_bytes(b"\x89HDF")
+    with pytest.raises(HpctrainError, match=r"`hpctrain resume .*step-00000002\.h5` goes on"):
+        read_deck(tmp_path / "step-00000002.h5")
 
 
 # Included files.

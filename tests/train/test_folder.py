@@ -320,6 +320,10 @@ def test_a_run_begins_again_where_it_was_started(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     again = f"hpctrain run {run}/deck.toml --set run.dir={run}"
     assert way_on(Path("runs/small"), None) == f"cd '{place}' && {again}"
+    newest, other = Path("runs/small/checkpoints/step-00000002.h5"), Path("runs/other/checkpoints/step-2.h5")
+    assert way_on(Path("runs/small"), newest) == f"cd '{place}' && hpctrain resume {run}"
+    absolute = f"cd '{place}' && hpctrain resume {tmp_path}/{other} --set run.dir={run}"
+    assert way_on(Path("runs/small"), other) == absolute
     monkeypatch.chdir(place)
     assert way_on(Path("../runs/small"), None) == "hpctrain run ../runs/small/deck.toml"
 

@@ -322,15 +322,26 @@ main()
 """
 
 
-def on_a_terminal(folder: Path, *program: str) -> tuple[int, int]:
-    """Start a run of `small.toml` in the folder on a terminal of its own: its process, and the terminal."""
+def on_a_terminal(folder: Path, *program: str, do: Callable[[int], bytes]) -> tuple[int, bytes]:
+    """Start a run of `small.toml` on a terminal of its own, `do` something with that, and close it.
+
+    The run's exit code, and what `do` returned.
+    """
     command = [sys.executable, *program, "run", "small.toml", "--set", "run.steps=1000000"]
     command += ["--set", "run.dir=run", "--set", "checkpoint.every=0"]
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
         os.execve(sys.executable, command, clean_environment() | {"TERM": "xterm"})
-    return child, terminal
+    try:
+        done = do(terminal)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), done
 
 
 def read_until(terminal: int, wanted: bytes | None) -> bytes:
@@ -362,8 +373,9 @@ def small(tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_on_a_terminal(small: Path, presses: int) -> None:
     """With a live bar; the terminal is left as it was found."""
-    child, terminal = on_a_terminal(small, *(("-m", "hpctrain") if presses == 1 else ("-c", LONG_STEP)))
-    try:
+
+    def press(terminal: int) -> bytes:
+        nonlocal after
         before = termios.tcgetattr(terminal)
         shown = read_until(terminal, b"loss" if presses == 1 else b"a long step")
         os.write(terminal, b"\x03")
@@ -372,33 +384,23 @@ def test_ctrl_c_on_a_terminal(small: Path, presses: int) -> None:
             time.sleep(2 * signals.SECONDS_APART)
             os.write(terminal, b"\x03")
         shown += read_until(terminal, None)
-        after = termios.tcgetattr(terminal)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        os.close(terminal)
-        _, status = os.waitpid(child, 0)
+        after = [before, termios.tcgetattr(terminal)]
+        return shown
+
+    after: list[object] = []
+    code, shown = on_a_terminal(small, *(("-m", "hpctrain") if presses == 1 else ("-c", LONG_STEP)), do=press)
     text = shown.decode(errors="replace")
-    assert os.waitstatus_to_exitcode(status) == (EXIT_AGAIN if presses == 1 else EXIT_INTERRUPTED), text
+    assert code == (EXIT_AGAIN if presses == 1 else EXIT_INTERRUPTED), text
     assert "Traceback" not in text
-    assert before == after
+    assert after[0] == after[1]
     assert "\x1b[?25l" not in text  # the cursor was never hidden
     assert text.endswith("\n")
     assert len(stored(small / "run")) == (1 if presses == 1 else 0)
 
 
 def test_a_terminal_that_goes_away_stops_a_run_in_good_order(small: Path) -> None:
-    child, terminal = on_a_terminal(small, "-m", "hpctrain")
-    try:
-        read_until(terminal, b"loss")
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        os.close(terminal)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == EXIT_AGAIN
+    code, _ = on_a_terminal(small, "-m", "hpctrain", do=lambda terminal: read_until(terminal, b"loss"))
+    assert code == EXIT_AGAIN
     assert len(stored(small / "run")) == 1
     assert "SIGHUP came to rank 0" in (small / "run" / "log.txt").read_text()
 

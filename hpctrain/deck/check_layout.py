@@ -1,0 +1,176 @@
+"""Checks of the axes, the pipeline and ZeRO against the model and the batch, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from hpctrain.deck.defaults import TWO_CHUNKS
+from hpctrain.deck.problem import Problem, divisors, either_number, multiples, nearest
+from hpctrain.deck.schema import Deck
+
+ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
+"""Schedules of one part a stage."""
+SCHEDULES = ONE_CHUNK | TWO_CHUNKS
+"""Those that have a name; all others are in files."""
+
+
+def layout_problems(deck: Deck) -> list[Problem]:
+    """Everything that keeps a model from being laid out as the deck says."""
+    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *_zero(deck)]
+
+
+def _tensor(deck: Deck) -> Iterator[Problem]:
+    model, layout = deck.model, deck.layout
+    tensor = layout.tensor
+    length = deck.batch.sequence // layout.context
+    split_sequence = layout.sequence_parallel and deck.batch.sequence % layout.context == 0
+
+    demands: dict[str, Callable[[int], bool]] = {
+        "model.heads": lambda ranks: model.heads % ranks == 0,
+        "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
+        "model.mlp": lambda ranks: model.mlp % ranks == 0,
+        "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
+    }
+    fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
+    would = nearest(tensor, fitting)
+
+    def problem(asked: str, key: str, candidates: Iterable[int]) -> Problem:
+        """What layout.tensor must be, the sizes that would do, and which other keys leave so few of them."""
+        near = nearest(tensor, candidates)
+        limits = []
+        for other, fits in demands.items():
+            if other != key and near != would and not all(fits(ranks) for ranks in near):
+                limits.append(f"{other} = {deck.value(other)}")
+                near = [ranks for ranks in near if fits(ranks)]
+        given = f", given {' and '.join(limits)}" if limits else ""
+        others = ("layout.context", "layout.sequence_parallel", *demands)
+        return Problem("layout.tensor", f"{asked} ({either_number(would)} would{given})", others)
+
+    for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
+        if size % tensor:
+            yield problem(f"must divide {key} = {size}", key, divisors(size))
+    if model.heads % tensor == 0 and not _shares(model.key_value_heads, tensor):
+        asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"
+        shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
+        yield problem(asked, "model.key_value_heads", shared)
+    if layout.sequence_parallel and tensor == 1:
+        yield Problem(
+            "layout.sequence_parallel",
+            "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1",
+            ("layout.tensor",),
+        )
+    elif split_sequence and length % tensor and not model.heads % tensor:
+        unit = layout.context * tensor
+        yield Problem(
+            "batch.sequence",
+            f"must be a multiple of layout.context x layout.tensor = {layout.context} x {tensor} = {unit} "
+            f"under layout.sequence_parallel ({multiples(deck.batch.sequence, unit)} would)",
+            ("layout.tensor", "layout.context", "layout.sequence_parallel"),
+        )
+
+
+def _context(deck: Deck) -> Iterator[Problem]:
+    model, layout, sequence = deck.model, deck.layout, deck.batch.sequence
+    context, tensor = layout.context, layout.tensor
+    if context == 1:
+        return
+    ring = layout.context_form == "ring"
+    heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
+    if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
+        fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
+        would = either_number(nearest(context, [ranks for ranks in fitting if sequence % ranks == 0]))
+        also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
+        yield Problem(
+            "layout.context",
+            f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all" '
+            f'({would} would; the form "ring" does not ask for it)',
+            (
+                "layout.context_form",
+                "layout.tensor",
+                "model.heads",
+                "model.key_value_heads",
+                "batch.sequence",
+            ),
+        )
+        return
+    unit = 2 * context if ring else context
+    if sequence % unit:
+        pieces = f"2 x layout.context = {unit}, an early and a late piece for each context rank"
+        yield Problem(
+            "batch.sequence",
+            f"must be a multiple of {pieces if ring else f'layout.context = {unit}'} "
+            f"({multiples(sequence, unit)} would)",
+            ("layout.context", "layout.context_form"),
+        )
+
+
+def _exchanges(heads: int, shared: int, ranks: int) -> bool:
+    """Whether context ranks can exchange these heads, and these key/value heads, for sequence."""
+    return heads % ranks == 0 and _shares(shared, ranks)
+
+
+def _pipeline(deck: Deck) -> Iterator[Problem]:
+    layout, layers = deck.layout, deck.model.layers
+    parts = layout.pipeline * layout.chunks
+    made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+    if parts > layers:
+        least = 2 if layout.schedule in TWO_CHUNKS else 1
+        fewer = layers // layout.chunks
+        hint = (
+            f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {layers // layout.pipeline}"
+        )
+        possible = fewer >= least or layers // layout.pipeline >= least
+        yield Problem(
+            "layout.pipeline",
+            f"{made} needs {parts} layers or more, but model.layers = {layers}"
+            + (f" ({hint} would do)" if possible else ""),
+            ("layout.chunks", "model.layers"),
+        )
+    if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
+        key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
+        exactly = key == "layout.chunks" and layout.schedule != "interleaved"
+        yield Problem(
+            key,
+            f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"',
+            ("layout.schedule",),
+        )
+    elif layout.schedule in TWO_CHUNKS - {"interleaved"} and layout.chunks != 2:
+        yield Problem(
+            "layout.chunks", f'must be 2 with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
+        )
+    elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
+        yield Problem(
+            "layout.chunks",
+            f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)',
+            ("layout.schedule",),
+        )
+    if layout.split is not None and layout.split != "balanced":
+        if len(layout.split) != parts or min(layout.split) < 1:
+            yield Problem(
+                "layout.split",
+                f"must have a number of at least 1 for each of the {parts} parts of {made}",
+                ("layout.pipeline", "layout.chunks"),
+            )
+        elif sum(layout.split) != layers:
+            yield Problem(
+                "layout.split",
+                f"adds up to {sum(layout.split)}, not model.layers = {layers}",
+                ("model.layers",),
+            )
+
+
+def _zero(deck: Deck) -> Iterator[Problem]:
+    zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
+    if isinstance(group, int) and group < 1:
+        yield Problem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')
+    elif group is not None and not zero:
+        yield Problem("layout.zero_group", "needs layout.zero of 1, 2 or 3, not 0", ("layout.zero",))
+    if memory.keep_gathered and zero != 3:
+        yield Problem("memory.keep_gathered", f"needs layout.zero = 3, not {zero}", ("layout.zero",))
+    if memory.accumulate == "sliced" and zero < 2:
+        yield Problem("memory.accumulate", f"needs layout.zero of 2 or 3, not {zero}", ("layout.zero",))
+
+
+def _shares(heads: int, ranks: int) -> bool:
+    """Whether ranks can have whole key/value heads each, or share each one among equally many."""
+    return heads % ranks == 0 or ranks % heads == 0

@@ -1,0 +1,117 @@
+"""Checks of the deck against the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.problem import Problem, divisors, either_number, many, multiples, nearest
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+
+MOST_MICRO_BATCHES = 65_536
+"""Of a rank in one step: a schedule lists the actions of each."""
+MOST_PASSES = 1 << 20
+"""Of micro-batches through the parts of a model, in one schedule."""
+
+
+def check_world(deck: Deck, ranks: int) -> None:
+    """Raise `HpctrainError` with everything in the deck that does not fit this number of ranks."""
+    problems = world_problems(deck, ranks)
+    if problems:
+        raise HpctrainError([deck.problem(problem.key, problem.sentence) for problem in problems])
+
+
+def data_ranks(deck: Deck, ranks: int) -> int:
+    """Size of the data axis: the ranks that the other axes leave. Raises as `check_world` does."""
+    check_world(deck, ranks)
+    return ranks // _model_ranks(deck)
+
+
+def world_problems(deck: Deck, ranks: int) -> list[Problem]:
+    """Everything in the deck that does not fit this number of ranks."""
+    layout, batch = deck.layout, deck.batch
+    model_ranks = _model_ranks(deck)
+    names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
+    keys = tuple(f"layout.{name}" for name in names)
+    product = f"{' x '.join(keys)} = {' x '.join(str(getattr(layout, name)) for name in names)}"
+    if ranks % model_ranks:
+        key = next((key for key, name in zip(keys, names, strict=True) if getattr(layout, name) > 1), keys[0])
+        return [
+            Problem(
+                key,
+                f"{product} must divide the number of ranks, {ranks} "
+                f"({multiples(ranks, model_ranks)} ranks would fit)",
+                keys,
+            )
+        ]
+    data = ranks // model_ranks
+    if layout.data is not None and layout.data != data:
+        return [
+            Problem(
+                "layout.data",
+                f"{many(ranks, 'rank')} with {product} make {many(data, 'data rank')} "
+                f"(leave the key out, or start {many(layout.data * model_ranks, 'rank')})",
+                keys,
+            )
+        ]
+    return [
+        *batch_sizes(
+            batch.micro_size,
+            data,
+            {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from},
+        ),
+        *_micro_batches(deck, data),
+        *_zero_groups(deck, data * layout.context),
+    ]
+
+
+def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[Problem]:
+    """Sizes of a batch, by key, that the data ranks cannot share in micro-batches of `micro_size`."""
+    unit = micro_size * data
+    for key, size in sizes.items():
+        if size % unit:
+            yield Problem(
+                key,
+                f"must be a multiple of batch.micro_size x data ranks = {micro_size} x {data} = {unit} "
+                f"({multiples(size, unit)} would)",
+                ("batch.micro_size", "layout.data"),
+            )
+
+
+def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
+    """A step of as many as a schedule can list."""
+    batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
+    unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
+    if batch.global_size > most * unit:
+        yield Problem(
+            "batch.global_size",
+            f"makes {batch.global_size // unit} micro-batches of batch.micro_size x data ranks = "
+            f"{batch.micro_size} x {data} = {unit}; must make at most {most} ({most * unit} would do)",
+            ("batch.micro_size", "layout.data", "layout.pipeline", "layout.chunks"),
+        )
+
+
+def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
+    """ZeRO over so many data x context ranks."""
+    layout = deck.layout
+    among = f"{many(ranks, 'data x context rank')}"
+    size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
+    if ranks % size:
+        yield Problem(
+            "layout.zero_group",
+            f"must divide the {among} ({either_number(nearest(size, divisors(ranks)))} would)",
+            ("layout.data", "layout.context"),
+        )
+    elif layout.zero == 3 and size == 1:
+        key, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
+        yield Problem(
+            key,
+            "cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 or 2 would do "
+            f"(there {'is' if ranks == 1 else 'are'} {among})",
+            others,
+        )
+
+
+def _model_ranks(deck: Deck) -> int:
+    """Ranks that one copy of the model takes."""
+    return deck.layout.pipeline * deck.layout.tensor * deck.layout.context

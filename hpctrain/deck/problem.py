@@ -1,0 +1,53 @@
+"""What a check of the deck finds, and the words that such sentences are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with `key`, as the rest of a sentence that begins with the key and its value.
+
+    `others` are the other keys whose values the check looked at. What is `for_writers` is told whoever writes
+    it, but a deck that has trained so is good.
+    """
+
+    key: str
+    sentence: str
+    others: tuple[str, ...] = ()
+    for_writers: bool = False
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, smallest first."""
+    small = [ranks for ranks in range(1, int(number**0.5) + 1) if number % ranks == 0]
+    return sorted({*small, *(number // ranks for ranks in small)})
+
+
+def nearest(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
+    """The few candidates that are nearest to a number, smallest first."""
+    return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
+
+
+def multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next to a number, above 0, in words."""
+    below = number // unit * unit
+    return either_number([size for size in (below, below + unit) if size])
+
+
+def must_divide(key: str, size: int, would: Sequence[int]) -> str:
+    """The sentence of a value that must divide that of `key`, and of those that would."""
+    return f"must divide {key} = {size} ({either_number(would)} would)"
+
+
+def either_number(numbers: Sequence[int]) -> str:
+    """The numbers as "1, 2 or 4"."""
+    *first, last = (str(number) for number in numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def many(count: int, noun: str) -> str:
+    """A count with its noun, which takes an s: "1 rank", "2 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
