@@ -16,6 +16,7 @@ from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.source import settled_keys
 from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
@@ -329,7 +330,8 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
 def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signals: Signals) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
-    A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step.
+    A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
+    InputOutputError where it is damaged.
     """
     done = False
     with world.agreement():
@@ -340,6 +342,7 @@ def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signa
         if world.rank == 0 and deck.run.steps == step:
             done = is_done(Path(deck.run.dir))
     if world.everyone.broadcast_object(done):
+        verify(path, world.everyone)
         if world.rank == 0:
             more = command("resume", deck.run.dir, "--set", "run.steps=N")
             told = f"{deck.run.dir}: all {step} steps are done, nothing is left to do; {more} goes on"
