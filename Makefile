@@ -32,7 +32,7 @@ define REMOVE_RUN
 import sys
 from pathlib import Path
 from hpctrain.errors import HpctrainError
-from hpctrain.train.folder import delete_run
+from hpctrain.watch.folder import delete_run
 try:
     delete_run(Path(sys.argv[1]))
 except HpctrainError as error:

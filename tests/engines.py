@@ -13,9 +13,9 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.train import trainer as trainer_module
-from hpctrain.train.build import build_engine, make_mesh
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import ROUGHNESS, on_one_rank
 

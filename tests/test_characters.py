@@ -12,7 +12,7 @@ from hpctrain.characters import control_problem, escaped
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import tomllib
 from hpctrain.errors import HpctrainError
-from hpctrain.train.statuses import statuses_text
+from hpctrain.watch.statuses import statuses_text
 
 CONTROL = "\x00\t\n\r\x1b\x7f\x85\x9b\u200f\u2028\u2029\u202e\u2066\udcff\ufffe\U0001ffff"
 HARMLESS = "a\u00a0é漢字🚀\u200d'\"$`\\#%"

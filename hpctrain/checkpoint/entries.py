@@ -8,10 +8,10 @@ import torch
 
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.comm.mesh import Mesh
+from hpctrain.memory.scratch import Flat
 from hpctrain.optim.adamw import Moments
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.scratch import Flat
 
 
 def training_entries(

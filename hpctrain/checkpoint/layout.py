@@ -13,8 +13,8 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.shard import Shard
-from hpctrain.sharding.scratch import Flat
 
 Index = tuple[int, ...]
 

@@ -26,8 +26,8 @@ def command() -> None:
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Time every primitive beside plain mpi4py on numpy arrays, under mpirun or srun."""
+    from hpctrain.bench.collectives import bench, print_rows, write_rows
     from hpctrain.comm.verb import run_verb
-    from hpctrain.report.bench_collectives import bench, print_rows, write_rows
 
     def verb(world: World) -> None:
         rows = bench(world, operations, min_bytes, max_bytes, gloo)
@@ -83,8 +83,8 @@ def train(
     path: Path | None,
 ) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
+    from hpctrain.bench.train import Comparison, bench_train
     from hpctrain.comm.verb import run_verb
-    from hpctrain.train.bench_train import Comparison, bench_train
 
     wish = Comparison(steps, rounds, no_sync, data_parallel, against, variants, only)
     run_verb(lambda world: bench_train(world, deck, overrides, wish, path))
@@ -99,8 +99,8 @@ def train(
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Time the update of DECK's optimizer state in files beside disk and processor alone."""
+    from hpctrain.bench.offload import bench_offload
     from hpctrain.comm.verb import run_verb
-    from hpctrain.train.bench_offload import bench_offload
 
     run_verb(lambda world: bench_offload(world, deck, overrides, rounds, path))
 
@@ -134,8 +134,8 @@ def checkpoint(
     path: Path | None,
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
+    from hpctrain.bench.checkpoint import Wish, bench_checkpoint
     from hpctrain.comm.verb import run_verb
-    from hpctrain.train.bench_checkpoint import Wish, bench_checkpoint
 
     wish = Wish(rounds, against == "dcp", folder, warm)
     run_verb(lambda world: bench_checkpoint(world, deck, overrides, wish, path))

@@ -45,6 +45,6 @@ def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, ref
 
 def _read_source(path: str) -> Mapping[str, object]:
     """The keys that a model settles; only such decks cost the import of what can read it."""
-    from hpctrain.checkpoint.source import settled_keys
+    from hpctrain.checkpoint.exchange.source import settled_keys
 
     return settled_keys(path)

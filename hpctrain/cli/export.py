@@ -28,7 +28,7 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str) 
     DIR, new or empty, gets safetensors, config.json and, where the checkpoint has a tokenizer, that. Under
     mpirun or srun the ranks share the files.
     """
-    from hpctrain.checkpoint.exchange import export_model
+    from hpctrain.checkpoint.exchange.convert import export_model
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
     from hpctrain.train.checkpoints import find_checkpoint

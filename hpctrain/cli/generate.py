@@ -45,8 +45,8 @@ def command(
     mpirun or srun it is split over all ranks, whatever the layout of its run.
     """
     from hpctrain.comm.verb import run_verb
+    from hpctrain.generate.text import Sampling, generate
     from hpctrain.report.terminal import find_terminal
-    from hpctrain.train.generate import Sampling, generate
 
     sampling = Sampling(tokens, temperature, top_k, top_p, seed, samples)
     output = Output(terminal=find_terminal() is not None)

@@ -17,7 +17,7 @@ def command(folder: Path, out: Path, force: bool) -> None:
     It holds the model alone, in fp32, and the tokenizer where DIR has a tokenizer.json. A deck starts from
     it, or from DIR itself, by `[model] from`. Under mpirun or srun the ranks share the work.
     """
-    from hpctrain.checkpoint.exchange import import_model
+    from hpctrain.checkpoint.exchange.convert import import_model
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
 

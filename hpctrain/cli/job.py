@@ -102,7 +102,7 @@ def command(
     Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
     and --submit the script is printed.
     """
-    from hpctrain.plan.job import (
+    from hpctrain.job.ranks import (
         Launcher,
         Scheduler,
         Wish,
@@ -112,7 +112,7 @@ def command(
         parse_volume,
         plan_job,
     )
-    from hpctrain.plan.job_script import SUBMIT, script, submission
+    from hpctrain.job.script import SUBMIT, script, submission
 
     wish = Wish(
         scheduler=cast(Scheduler, scheduler),

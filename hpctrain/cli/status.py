@@ -19,7 +19,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool) -> int:
     folders are read, nothing else: any node that sees them will do.
     """
     from hpctrain.comm.launcher import started_rank
-    from hpctrain.train.statuses import show_statuses
+    from hpctrain.watch.statuses import show_statuses
 
     first = started_rank(os.environ) == 0
     return show_statuses(run_dirs, as_json, click.echo if first else lambda _: None)

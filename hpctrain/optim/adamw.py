@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hpctrain.memory.scratch import Flat
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.scratch import Flat
 
 Kept_co = TypeVar("Kept_co", bound=Flat, covariant=True)
 

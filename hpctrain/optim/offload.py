@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, to_read
 from hpctrain.optim.adamw import Moments, decay_ranges, fused_update
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
-from hpctrain.sharding.scratch import Flat, ScratchTensor, Transfer, to_read
 
 SLOTS = 3
 """Pieces in memory at a time: being read, being updated, being written."""

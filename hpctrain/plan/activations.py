@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.deck.schema import Deck
+from hpctrain.memory.activations import SMALLEST, UNDER_WAY
+from hpctrain.memory.compress import compress_peak
+from hpctrain.memory.saved import ActivationBytes, Storage, activation_bytes
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Part
 from hpctrain.pipeline.action import Action
-from hpctrain.sharding.activations import SMALLEST, UNDER_WAY
-from hpctrain.sharding.compress import compress_peak
-from hpctrain.sharding.memory import ActivationBytes, Storage, activation_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.source import settled_keys
+from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck

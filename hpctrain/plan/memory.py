@@ -9,6 +9,9 @@ from math import prod
 from hpctrain.comm.mpi import STARTED_SUM_BYTES
 from hpctrain.comm.reduction import ROUND_BYTES
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.memory.accounts import Account, storage_bytes
+from hpctrain.memory.saved import ActivationBytes
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
@@ -19,10 +22,8 @@ from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
-from hpctrain.plan.model import PlannedStage, axis_sizes, plan_stage, rehearse, zero_group_size
-from hpctrain.sharding.accounts import Account, storage_bytes
+from hpctrain.plan.model import PlannedStage, plan_stage, rehearse, zero_group_size
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.memory import ActivationBytes
 
 MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""

@@ -17,11 +17,10 @@ from torch import nn
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI
-from hpctrain.comm.mesh import AXES
 from hpctrain.comm.transport import Transport
-from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
 from hpctrain.model.shape import ModelShape, Recomputed
@@ -36,7 +35,6 @@ from hpctrain.plan.activations import PlannedPart
 from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.pool import Pool
-from hpctrain.sharding.recompute import Recompute, segment_size
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 META = torch.device("meta")
@@ -90,19 +88,6 @@ class PlannedStage:
         return [
             PlannedPart(model.part, silent_blocks(model), embedding_trained(model)) for model in self.models
         ]
-
-
-def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
-    """Ranks along each axis; HpctrainError where the deck does not fit so many."""
-    layout = deck.layout
-    data = data_ranks(deck, ranks)
-    sizes = dict.fromkeys(AXES, 1)
-    return sizes | {
-        "pipeline": layout.pipeline,
-        "data": data,
-        "context": layout.context,
-        "tensor": layout.tensor,
-    }
 
 
 def zero_group_size(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int | None) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from hpctrain.comm.doctor import Finding, Report
 from hpctrain.comm.mesh import coordinates
 from hpctrain.deck.read import read_deck
+from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.model import axis_sizes
 
 
 def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group, Work
+from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.pool import Pool
-from hpctrain.sharding.scratch import Flat, ScratchTensor, Transfer
 
 Store = Callable[[int, torch.dtype], Flat]
 """Makes zeros of a length and type somewhere."""

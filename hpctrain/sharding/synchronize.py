@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group, Work
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket, Segment
-from hpctrain.sharding.scratch import Flat, to_read
 
 _PIECE = 1 << 18
 

@@ -25,10 +25,10 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
-from hpctrain.train.build import Engine
-from hpctrain.train.folder import no_way_on
 from hpctrain.train.step import TrainState
+from hpctrain.watch.folder import no_way_on
 
 
 class Checkpoints:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.train.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 from hpctrain.train.signals import Signals
+from hpctrain.watch.run_files import CHECKPOINT_FILE, STOP_FILE, is_request
 
 SECONDS_PER_LOOK = 1.0
 

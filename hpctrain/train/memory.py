@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
+from hpctrain.memory.accounts import Account, storage_bytes
+from hpctrain.memory.live import LiveActivations
+from hpctrain.memory.recompute import Recompute
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
-from hpctrain.sharding.accounts import Account, storage_bytes
-from hpctrain.sharding.live import LiveActivations
-from hpctrain.sharding.recompute import Recompute
-from hpctrain.train.build import Engine
-from hpctrain.train.metrics import peak_rss_bytes
+from hpctrain.watch.metrics import peak_rss_bytes
 
 PLAN_FILE = "plan.json"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.exchange.source import source_tokenizer
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.source import source_tokenizer
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile

@@ -11,13 +11,13 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, Machine
+from hpctrain.engine.build import Arrangement, Engine, arrange, assemble
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.room import Claim, Room, limits_of, tightest
 from hpctrain.plan.savings import LEAST_SAVING, find_savings
 from hpctrain.plan.words import largest_kinds
-from hpctrain.train.build import Arrangement, Engine, arrange, assemble
 from hpctrain.units import format_bytes
 
 ADVISED = 3

@@ -12,47 +12,47 @@ from typing import Any
 
 import torch
 
+from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.checkpoint.read import read_state
-from hpctrain.checkpoint.source import settled_keys
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.timeline import Timeline
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
-from hpctrain.report.recorded import TRACE_FILE
-from hpctrain.report.terminal import columns, fit
-from hpctrain.report.trace import write_trace
-from hpctrain.train.build import (
+from hpctrain.engine.build import (
     Corpus,
     Engine,
     make_mesh,
     open_corpus,
     settle_vocabulary,
 )
+from hpctrain.engine.place import with_split
+from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
+from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.report.terminal import columns, fit
+from hpctrain.report.trace import write_trace
 from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
 from hpctrain.train.control import Control, Order
-from hpctrain.train.folder import clear_folder, refuse_other_folder, replaces, take_folder, way_on
-from hpctrain.train.machine import Peak
 from hpctrain.train.memory import MemoryLedger
-from hpctrain.train.metrics import StepMetrics, peak_rss_bytes
 from hpctrain.train.origin import compare_tokens, known_tokens
-from hpctrain.train.place import with_split
-from hpctrain.train.reporter import Reporter
 from hpctrain.train.room import build_within_memory
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_places, check_run_folder
-from hpctrain.train.statuses import is_done
 from hpctrain.train.step import StepResult
-from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.summary import decay_ended, introduction, outcome, warms_again
 from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
-from hpctrain.train.watchdog import Watchdog
+from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder, way_on
+from hpctrain.watch.machine import Peak
+from hpctrain.watch.metrics import StepMetrics, peak_rss_bytes
+from hpctrain.watch.reporter import Reporter
+from hpctrain.watch.statuses import is_done
+from hpctrain.watch.stragglers import Stragglers
+from hpctrain.watch.watchdog import Watchdog
 from hpctrain.words import command
 
 TRACED_SPANS = 1_000_000

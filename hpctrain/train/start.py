@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.entries import master_entries
-from hpctrain.checkpoint.exchange import MODEL_ONLY
-from hpctrain.checkpoint.source import load_source
+from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
+from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.synchronize import check_replicas
-from hpctrain.train.build import Engine
 
 
 def start_from_source(deck: Deck, engine: Engine) -> str:

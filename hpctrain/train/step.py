@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
+from hpctrain.engine.build import Engine
 from hpctrain.model.transformer import Inputs
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.context import context_piece
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.vocabulary import LossTerms
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
-from hpctrain.train.build import Engine
 
 
 @dataclass

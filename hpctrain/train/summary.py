@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Corpus, Engine
+from hpctrain.engine.keeping import introduce_keeping
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.train.batch_size import samples_of
-from hpctrain.train.build import Corpus, Engine
-from hpctrain.train.keeping import introduce_keeping
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import command
 

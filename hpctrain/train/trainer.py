@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
 from hpctrain.train.batch_size import batch_at
-from hpctrain.train.build import Engine
 from hpctrain.train.memory import ActivationPeak
 from hpctrain.train.step import Step, StepResult, TrainState
 

@@ -24,10 +24,10 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.parallel.shard import Shard
 from hpctrain.plan.model import bare_model
-from hpctrain.train.build import Engine, build_engine
 from hpctrain.train.trainer import Trainer
 
 TOLERANCE = 1e-5

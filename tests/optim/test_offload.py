@@ -13,11 +13,11 @@ from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
+from hpctrain.engine.offload import host_store
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
+from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import SLOTS, OffloadedAdamW, piece_elements, working_bytes
-from hpctrain.sharding.scratch import Flat, ScratchTensor
-from hpctrain.train.offload import host_store
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 3

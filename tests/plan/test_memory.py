@@ -9,8 +9,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
-from hpctrain.sharding.accounts import storage_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 VOCABULARY = 61

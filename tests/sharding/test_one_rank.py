@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.world import World
-from hpctrain.sharding.recompute import Recompute
-from hpctrain.sharding.scratch import Scratch
+from hpctrain.memory.recompute import Recompute
+from hpctrain.memory.scratch import Scratch
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 STEPS = 10

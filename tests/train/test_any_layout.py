@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.sharding.scratch import to_fill, to_read
+from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 

@@ -15,8 +15,8 @@ from hpctrain.comm.group import Group, Work
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import make_mesh
 from hpctrain.parallel.linear import RowLinear
-from hpctrain.train.build import make_mesh
 from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
 from tests.engines import LLAMA, reference, shared_losses, small_deck, trainer
 

@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.comm import host_memory
 from hpctrain.comm.world import World
+from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train import room
-from hpctrain.train.build import make_mesh
 from hpctrain.train.room import build_within_memory
 from tests.engines import DECK, small_deck
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.entries import master_entries
-from hpctrain.checkpoint.exchange import import_model
-from hpctrain.checkpoint.source import settled_keys
+from hpctrain.checkpoint.exchange.convert import import_model
+from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck
-from hpctrain.train.build import Engine, build_engine, make_mesh
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
 from tests.model.test_against_transformers import gpt2_reference, llama_reference

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.train.build import open_corpus
+from hpctrain.engine.build import open_corpus
 from hpctrain.train.summary import introduction, warms_again
 from tests.engines import small_deck, trainer
 

@@ -17,7 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.watchdog import Watchdog
+from hpctrain.watch.watchdog import Watchdog
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.model.test_against_transformers import llama_reference
 

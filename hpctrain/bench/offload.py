@@ -1,0 +1,123 @@
+"""`hpctrain bench offload`: the update of optimizer state in files beside what disk and processor allow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine, make_mesh
+from hpctrain.engine.offload import open_scratch
+from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
+from hpctrain.train.room import build_within_memory
+from hpctrain.units import format_bytes, format_seconds
+
+CHUNK_BYTES = 16 << 20
+DEFAULT_VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians over the rounds, of the slowest rank. `bytes_moved`: read and written by a rank in an update.
+
+    `disk_seconds`: to read and write as many bytes, by themselves. `compute_seconds`: the same update with
+    its state in memory. `share`: their sum, in which nothing overlaps, over `update_seconds`.
+    """
+
+    bytes_moved: int
+    disk_seconds: float
+    compute_seconds: float
+    update_seconds: float
+    share: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        rate = format_bytes(self.bytes_moved / self.disk_seconds)
+        return [
+            f"optimizer state moved a rank   {format_bytes(self.bytes_moved)}",
+            f"disk alone, {THREADS} threads          {format_seconds(self.disk_seconds)} ({rate}/s)",
+            f"update alone, state in memory  {format_seconds(self.compute_seconds)}",
+            f"bound, one after the other     {format_seconds(self.disk_seconds + self.compute_seconds)}",
+            f"update, state in files         {format_seconds(self.update_seconds)}",
+            f"share of the bound             {self.share:.0%} (more than 100%: they overlap)",
+        ]
+
+
+def bench_offload(
+    world: World, path: Path, overrides: Sequence[str], rounds: int, output: Path | None
+) -> None:
+    """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns."""
+    with world.agreement():
+        deck = read_deck(path, overrides, read_source=settled_keys)
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    files, memory = (_engine(deck, world, place) for place in ("disk", "device"))
+    assert files.offload.scratch is not None
+    size = sum(file.stat().st_size for file in files.offload.scratch.folder.glob("optimizer-*"))
+    scratch = open_scratch(deck, world, size)
+    with world.agreement():
+        file = scratch.file("measured", size)
+    buffers = [torch.zeros(min(CHUNK_BYTES, size), dtype=torch.uint8) for _ in range(THREADS)]
+    turns: list[tuple[Callable[[], None], list[float]]] = [
+        (lambda: _move(file, buffers), []),
+        (lambda: memory.optimizer.step(1e-6, 1.0), []),
+        (lambda: files.optimizer.step(1e-6, 1.0), []),
+    ]
+    for number in range(rounds + 1):
+        for run, seconds in turns:
+            spent = _seconds(world, run)
+            if number:  # the first round fills caches
+                seconds.append(spent)
+    disk, compute, update = (median(seconds) for _, seconds in turns)
+    shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in turns), strict=True)]
+    figures = Figures(2 * size, disk, compute, update, median(shares))
+    scratch.close()
+    files.close()
+    with world.agreement():
+        if world.rank == 0:
+            print("\n".join(figures.lines()), flush=True)
+            if output is not None:
+                output.write_text(json.dumps(asdict(figures), indent=1), encoding="utf-8")
+
+
+def _engine(deck: Deck, world: World, place: str) -> Engine:
+    """An engine whose gradients are random and whose optimizer state lives in `place`."""
+    wanted = {"optimizer": place, "parameters": "device"}
+    deck = deck.model_copy(update={"memory": deck.memory.model_copy(update=wanted)})
+    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
+    for bucket in engine.buckets:
+        bucket.own_gradients.normal_(std=1e-3)
+    return engine
+
+
+def _move(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
+    """Read the whole file, then write it, as many chunks at a time as there are buffers."""
+    chunk = buffers[0].numel()
+    for start in (file.start_read, file.start_write):
+        transfers: list[Transfer] = []
+        for number, first in enumerate(range(0, file.size, chunk)):
+            if number >= len(buffers):
+                transfers[number - len(buffers)].wait()
+            part = buffers[number % len(buffers)][: file.size - first]
+            transfers.append(start(first, part))
+        for transfer in transfers:
+            transfer.wait()
+
+
+def _seconds(world: World, run: Callable[[], None]) -> float:
+    """Seconds of the slowest rank."""
+    world.everyone.barrier()
+    began = time.perf_counter()
+    run()
+    spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    return float(world.everyone.all_reduce(spent, "max"))

@@ -1,0 +1,140 @@
+"""What the simulator says a pipeline's step takes, from stages measured alone, beside what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from rich.table import Table
+
+from hpctrain.engine.build import Engine
+from hpctrain.engine.layer_times import Replay, medians, share_parts
+from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.train.step import Step, TrainState
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds; medians over the rounds.
+
+    `forward` and `backward` are those of one micro-batch in each stage, all its chunks together.
+    `predicted` is the simulated pipeline and `rest`: synchronization and step, as they were measured.
+    `ratio` is measured over predicted, taken within each round.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    communication: float
+    pipeline: float
+    rest: float
+    predicted: float
+    measured: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class _Round:
+    times: Times
+    pipeline: float
+    rest: float
+    measured: float
+
+    @property
+    def communication(self) -> float:
+        assert isinstance(self.times.communication, float)
+        return self.times.communication
+
+    @property
+    def predicted(self) -> float:
+        return self.pipeline + self.rest
+
+
+class StageProbe:
+    """Measures the stages of an engine after each round of its steps.
+
+    All ranks work at the same time, as they do in a step, since those of a node share its memory; but none
+    waits for another: each does the actions of its stage in their order on stand-ins for messages.
+    """
+
+    def __init__(self, engine: Engine, step: Step) -> None:
+        self.engine = engine
+        state, mesh = TrainState(), engine.mesh
+        micro = next(
+            iter(
+                step.batches.step(
+                    0,
+                    step.micro_size * mesh.size("data"),
+                    mesh.coordinate("data"),
+                    mesh.size("data"),
+                    step.micro_size,
+                )
+            )
+        )
+        scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
+        batch = step.prepare(micro, scale, step.dropout_source(state, 0))
+        self.replay = Replay(engine.models, engine.groups, batch)
+        self.rounds: list[_Round] = []
+
+    def __call__(self, seconds: float, phases: dict[str, float]) -> None:
+        """Take note of a round: seconds a step, and of each phase of it, on this rank. Collective."""
+        engine, schedule = self.engine, self.engine.plan
+        world = engine.world
+        # One backward pass more than will come, so that no bucket is ever final.
+        engine.synchronizer.start(schedule.micro_batches + 1)
+        world.everyone.barrier()
+        measured = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
+        times = share_parts(medians(measured), schedule, engine.mesh, self.replay.hidden)
+        # The stage that ends last does not wait for others before it synchronizes.
+        figures = [
+            -phases.get("synchronize", 0.0),
+            phases.get("step", 0.0),
+            phases.get("other", 0.0),
+            seconds,
+        ]
+        shared = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
+        rest = -shared[0] + shared[1] + shared[2]
+        self.rounds.append(_Round(times, simulate(schedule, times).cost, rest, shared[3]))
+
+    def prediction(self) -> Prediction:
+        """All rounds together."""
+        rounds = self.rounds
+        by_stage = [[self._of_stages(one.times, backward) for one in rounds] for backward in (False, True)]
+        forward, backward = (
+            [1e3 * median(column) for column in zip(*rows, strict=True)] for rows in by_stage
+        )
+        communication, pipeline, rest, predicted, measured = (
+            1e3 * median(float(getattr(one, name)) for one in rounds)
+            for name in ("communication", "pipeline", "rest", "predicted", "measured")
+        )
+        ratio = median(one.measured / one.predicted for one in rounds)
+        return Prediction(forward, backward, communication, pipeline, rest, predicted, measured, ratio)
+
+    def _of_stages(self, times: Times, backward: bool) -> list[float]:
+        schedule = self.engine.plan
+        seconds = [0.0] * schedule.stage_count
+        for part in range(schedule.parts):
+            passes = (times.input_gradient, times.weight_gradient) if backward else (times.forward,)
+            for values in passes:
+                assert not isinstance(values, (int, float))
+                seconds[schedule.home(part)[0]] += values[part]
+        return seconds
+
+
+def table(prediction: Prediction) -> Table:
+    """The stages, a row each."""
+    rows = Table("stage, alone", box=None)
+    for title in ("forward ms", "backward ms"):
+        rows.add_column(title, justify="right")
+    for stage, (forward, backward) in enumerate(zip(prediction.forward, prediction.backward, strict=True)):
+        rows.add_row(str(stage), f"{forward:.2f}", f"{backward:.2f}")
+    return rows
+
+
+def sentence(prediction: Prediction) -> str:
+    """The prediction and what came of it."""
+    return (
+        f"a step: {prediction.predicted:.1f} ms predicted ({prediction.pipeline:.1f} simulated from these "
+        f"times and {prediction.communication:.2f} a message, {prediction.rest:.1f} measured outside the "
+        f"pipeline), {prediction.measured:.1f} measured: {prediction.ratio:.3f} of the prediction"
+    )

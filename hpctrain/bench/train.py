@@ -1,0 +1,337 @@
+"""`hpctrain bench train`: tokens/s, MFU and time by phase, variants side by side in one run.
+
+All variants are built first and then take turns, so that the machine's drift meets them alike; what
+counts is the ratio within a round. One alone shows the memory that it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.table import Table
+
+from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
+from hpctrain.bench.torch_model import RIVALS, torch_step
+from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
+from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.peers import start_gloo, stop_gloo
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.errors import HpctrainError
+from hpctrain.memory.live import LiveActivations
+from hpctrain.memory.saved import gpt_activation_bytes
+from hpctrain.model.attention import Rotary
+from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.report.terminal import stdout_console
+from hpctrain.train.room import build_within_memory
+from hpctrain.train.trainer import Trainer
+from hpctrain.train.verify import on_one_rank
+from hpctrain.units import format_bytes, format_count
+from hpctrain.watch.machine import measure_gemm_flops
+from hpctrain.watch.metrics import peak_rss_bytes
+
+DEFAULT_VOCABULARY = 320
+OWN = "deck"
+PHASES = ("forward", "backward", "synchronize", "step", "other")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Something to time: `step` does one step on all ranks, `tokens` is this rank's part of its tokens.
+
+    `phases` gives the seconds spent in each phase since it was last asked. `split` are the blocks of each
+    part of the model; `probe` measures the stages of a pipeline.
+    """
+
+    name: str
+    step: Callable[[], object]
+    tokens: float
+    phases: Callable[[], dict[str, float]]
+    split: tuple[int, ...] = ()
+    probe: StageProbe | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase.
+
+    `pipeline` is the simulator's prediction, of a variant with stages. `peak_bytes` is the most memory that
+    a rank had in use, of a variant alone in its process.
+    """
+
+    name: str
+    tokens_per_s: list[float]
+    mfu: float
+    phase_ms: dict[str, float]
+    pipeline: Prediction | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to measure beside the deck's own layout, and how long.
+
+    `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
+    over data ranks only. `variants`: the same deck with further changes, `KEY=VALUE` separated by spaces.
+    `against`: others' ways, by the names of `torch_model.RIVALS`, `torch_pipeline.PIPELINE_RIVALS` and
+    `torch_sharded.SHARDED_RIVALS`. `only`: none of these but the one of this name, or the deck's own
+    layout, "deck".
+    """
+
+    steps: int
+    rounds: int
+    no_sync: bool = False
+    data_parallel: bool = False
+    against: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    only: str | None = None
+
+
+def bench_train(
+    world: World, path: Path, overrides: Sequence[str], wish: Comparison, output: Path | None
+) -> int:
+    """Time a deck's training step on random tokens; the exit code."""
+    with world.agreement():
+        deck = _with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    mesh = make_mesh(deck, world)
+    with world.agreement():
+        names, changed = _chosen(wish), _changed(path, overrides, wish)
+    gloo = any(name in wish.against for name in names)
+    if gloo:
+        start_gloo(world)
+    variants: list[Variant] = []
+    for name in names:
+        if name in wish.against:
+            split = variants[0].split if variants else ()
+            variants.append(_rival(name, deck, world, split))
+        elif name == "no-sync":
+            variants.append(_independent(deck, world))
+        elif name == "data-parallel":
+            copies = Mesh(world, {"data": world.size})
+            variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
+        elif name in changed:
+            other = changed[name]
+            variants.append(_training(name, other, world, make_mesh(other, world)))
+        else:
+            variants.append(_training(_layout_name(mesh), deck, world, mesh))
+    dtype = DTYPES[deck.precision.compute]
+    peak = _mean(world, measure_gemm_flops(dtype, world.device))
+    measured = _measure(world, variants, wish)
+    memory = _peak_bytes(world) if len(variants) == 1 else None
+    peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
+    flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
+    figures = [
+        Figures(
+            variant.name,
+            rates,
+            median(rates) * flops / (peak * world.size),
+            phases,
+            variant.probe.prediction() if variant.probe is not None else None,
+            memory,
+        )
+        for variant, rates, phases in measured
+    ]
+    if gloo:
+        stop_gloo()
+    # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
+    activations = _activations(deck, world, mesh) if wish.only is None else ""
+    if world.rank == 0:
+        _show(deck, world, figures, peak)
+        if activations:
+            print(activations)
+        if output is not None:
+            output.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _with_vocabulary(deck: Deck) -> Deck:
+    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
+    return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+
+
+def _chosen(wish: Comparison) -> list[str]:
+    """The names of what to measure, in order; HpctrainError where `only` is none of them."""
+    names = [OWN]
+    names += ["data-parallel"] if wish.data_parallel else []
+    names += ["no-sync"] if wish.no_sync else []
+    names += [*wish.variants, *wish.against]
+    if wish.only is None:
+        return names
+    if wish.only not in names:
+        raise HpctrainError(f"--only {wish.only}: is not among what is compared: {', '.join(names)}")
+    return [wish.only]
+
+
+def _changed(path: Path, overrides: Sequence[str], wish: Comparison) -> dict[str, Deck]:
+    """The deck of each of the wish's variants."""
+    return {
+        changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()], read_source=settled_keys))
+        for changes in wish.variants
+    }
+
+
+def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
+    """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
+    step: Callable[[], object]
+    if name in PIPELINE_RIVALS:
+        step = pipeline_step(name, deck, world, split)
+    elif name in SHARDED_RIVALS:
+        step = sharded_step(name, deck, world)
+    else:
+        step = torch_step(RIVALS[name], deck, world)
+    return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
+
+
+def _peak_bytes(world: World) -> int:
+    """The most memory that a rank of the world has had in use: of its GPU, or resident. Collective."""
+    own = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else peak_rss_bytes()
+    return int(world.everyone.all_reduce(torch.tensor(own), "max").item())
+
+
+def _layout_name(mesh: Mesh) -> str:
+    used = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
+    return " x ".join(used) or "one rank"
+
+
+def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
+    """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
+    assert deck.model.vocabulary is not None
+    engine, _ = build_within_memory(deck, world, mesh)
+    source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed)
+    batches = Batches(source, deck.run.seed)
+    trainer = Trainer(deck, engine, batches)
+    batch = deck.batch.global_size // share
+
+    def one() -> None:
+        trainer.train_step(batch)
+
+    def phases() -> dict[str, float]:
+        seconds = dict(world.ledger.phase_seconds)
+        world.ledger.reset()
+        return seconds
+
+    probe = StageProbe(engine, trainer.step) if mesh.size("pipeline") > 1 else None
+    tokens = batch * deck.batch.sequence / world.size
+    return Variant(name, one, tokens, phases, engine.placement.split, probe)
+
+
+def _independent(deck: Deck, world: World) -> Variant:
+    """Every rank trains alone on its share of the batch: what there is to reach without communication."""
+    alone = world.alone()
+    return _training("no-sync", on_one_rank(deck), alone, Mesh(alone, {}), share=world.size)
+
+
+def _measure(
+    world: World, variants: Sequence[Variant], wish: Comparison
+) -> list[tuple[Variant, list[float], dict[str, float]]]:
+    """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""
+    rates: list[list[float]] = [[] for _ in variants]
+    phases: list[dict[str, float]] = [{} for _ in variants]
+    for turn in range(wish.rounds + 1):
+        for index, variant in enumerate(variants):
+            world.everyone.barrier()
+            variant.phases()
+            started = time.perf_counter()
+            for _ in range(wish.steps if turn else 1):
+                variant.step()
+            seconds = (time.perf_counter() - started) / wish.steps
+            rate = variant.tokens / seconds
+            spent = variant.phases()
+            # Ranks that wait for each other take as long as the slowest; independent ones add up.
+            total = _mean(world, rate) * world.size
+            if turn:
+                rates[index].append(total)
+                for phase, part in spent.items():
+                    phases[index][phase] = phases[index].get(phase, 0.0) + part
+                if variant.probe is not None:
+                    variant.probe(seconds, {phase: part / wish.steps for phase, part in spent.items()})
+    count = wish.steps * wish.rounds
+    return [
+        (variant, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
+        for variant, rate, phase_sums in zip(variants, rates, phases, strict=True)
+    ]
+
+
+def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
+    """What one layer keeps for backward on this rank, measured, and by the published formula. Collective."""
+    engine = build_engine(deck, world, mesh)
+    shape, micro, tensor = engine.shape, deck.batch.micro_size, mesh.size("tensor")
+    local, context = deck.layout.sequence_parallel, mesh.size("context")
+    rows = shape.sequence // context // (tensor if local else 1)
+    dtype = DTYPES[deck.precision.compute]
+    x = torch.randn(rows, micro, shape.hidden, dtype=dtype, device=world.device, requires_grad=True)
+    positions = engine.positions.chunk(tensor)[mesh.coordinate("tensor")] if local else engine.positions
+    samples = torch.arange(micro, device=world.device)
+    source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
+    rotary = None
+    if shape.family == "llama":
+        rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
+    first = engine.model.block_list()[0]
+    with engine.residency.held(first.unit):
+        parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+        with LiveActivations(lambda: parameters) as saved:
+            first(x, rotary, source, positions)
+    text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
+    if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
+        formula = gpt_activation_bytes(shape, micro, tensor, local)
+        text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"
+    return text
+
+
+def _mean(world: World, value: float) -> float:
+    total = world.everyone.all_reduce(torch.tensor(value, dtype=torch.float64))
+    return float(total.item()) / world.size
+
+
+def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> None:
+    shape = ModelShape.of(deck, deck.model.vocabulary or 0)
+    console = stdout_console()
+    console.print(
+        f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
+        f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
+    )
+    rates = Table("variant", box=None)
+    for title in ("tokens/s", "lowest", "highest", "mfu", "ratio"):
+        rates.add_column(title, justify="right")
+    for row in figures:
+        ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
+        rates.add_row(
+            row.name,
+            format_count(median(row.tokens_per_s)),
+            format_count(min(row.tokens_per_s)),
+            format_count(max(row.tokens_per_s)),
+            f"{row.mfu:.1%}",
+            f"{median(ratios):.1%}",
+        )
+    console.print(rates)
+    console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
+    phases = Table("ms a step", box=None)
+    for phase in PHASES:
+        phases.add_column(phase, justify="right")
+    for row in figures:
+        if row.phase_ms:
+            phases.add_row(row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES))
+    console.print(phases)
+    for row in figures:
+        if row.pipeline is not None:
+            console.print(table(row.pipeline))
+            console.print(sentence(row.pipeline))
+        if row.peak_bytes is not None:
+            console.print(f"{row.name}: a rank had at most {format_bytes(row.peak_bytes)} of memory in use")

@@ -1,0 +1,295 @@
+"""Models out of checkpoints into Hugging Face folders, and back: a piece of one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.checkpoint import checksum
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.exchange.hugging_face import Counterpart, config_of, counterparts
+from hpctrain.checkpoint.exchange.safetensors_folder import (
+    CONFIG,
+    INDEX,
+    NAMES,
+    Placed,
+    index_of,
+    new_file,
+    shared_out,
+    write_text,
+)
+from hpctrain.checkpoint.exchange.source import ModelFolder, open_model, stored_shape, tensor_shapes
+from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files, tokenizer_text
+from hpctrain.checkpoint.extract import Source, opened
+from hpctrain.checkpoint.layout import Entry, Index, rectangles
+from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.structure import Stored, Structure, examine
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.outcome import told_as
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import delete_folder, files_named, synchronize
+from hpctrain.memory.scratch import Flat
+from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.shard import Shard
+from hpctrain.units import format_bytes, format_count
+
+PIECE_BYTES = 16 << 20
+"""Of a tensor that are in memory at a time."""
+
+_OWN_FILE = files_named(
+    r"(generation_)?config\.json|tokenizer(_config)?\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
+
+MODEL_ONLY = "model_only"
+"""In the state of a checkpoint that holds no training state."""
+
+
+def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None, most: int) -> str:
+    """Write the model of a checkpoint as a Hugging Face folder, complete or not there; collective.
+
+    `dtype` is "fp32", "bf16", "fp16" or None, that of the checkpoint; files have at most `most` bytes of
+    tensors each, unless one tensor is larger. Ranks write whole files in turn. Checksums are compared.
+    Returns what was written, in words. HpctrainError where `transformers` has no such model or the folder
+    has files, InputOutputError where something cannot be read or written.
+    """
+    group = world.everyone
+    structure = examine(checkpoint, group)
+    with together(group):
+        _require_empty(folder)
+        shape = stored_shape(structure)
+        wanted = _wanted_type(structure, dtype)
+        text = structure.state.get("tokenizer")
+        texts = _texts(shape, wanted, text if isinstance(text, str) else None)
+        theirs = counterparts(shape.family, tensor_shapes(shape, world))
+        sources = _sources(structure, theirs, wanted)
+    files = shared_out([Placed(each.name, NAMES[wanted], each.shape) for each in theirs], most)
+    by_name = {each.name: each for each in theirs}
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        with told_as(temporary, folder):
+            with together(group):
+                if group.rank == 0:
+                    _delete_left(temporary)
+                    temporary.mkdir(parents=True)
+            with together(group), opened(structure.path) as source:
+                for name, tensors in list(files.items())[group.rank :: group.size]:
+                    for tensor, view in new_file(temporary / name, tensors):
+                        _copy(source, structure, sources, by_name[tensor], view, wanted)
+            with together(group):
+                if group.rank == 0:
+                    if len(files) > 1:
+                        texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
+                    for name, content in texts.items():
+                        write_text(temporary / name, content)
+                    synchronize(temporary)
+                    temporary.replace(folder)
+                    synchronize(folder.absolute().parent)
+    finally:
+        if group.rank == 0:
+            with suppress(HpctrainError, OSError):
+                _delete_left(temporary)
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    told = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
+    name = next(name for name, each in DTYPES.items() if each == wanted)
+    return (
+        f"{folder}: {shape.family}, {format_count(shape.parameters)} parameters, {name}, "
+        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {told}"
+    )
+
+
+def import_model(world: World, folder: Path, out: Path, replace: bool = False) -> str:
+    """Write the model of a Hugging Face folder as a checkpoint of a model alone; collective.
+
+    Returns what was written, in words. Errors as in `open_model` and `checkpoint.write.save`;
+    HpctrainError where the file exists and may not be replaced.
+    """
+    group = world.everyone
+    with together(group):
+        if out.exists() and not replace:
+            raise HpctrainError(f"{out}: exists already; --force replaces it")
+        model = open_model(folder, world)
+        text, missing = tokenizer_text(folder, model.shape.vocabulary)
+        state = {
+            MODEL_ONLY: True,
+            "imported_from": str(folder),
+            **deck_state(_model_deck(model.shape, out, folder)),
+            "tokenizer": text,
+        }
+    entries = [
+        Entry(
+            f"/model/{part.name}",
+            Shard.whole(part.name, part.shape),
+            cast("Flat", FolderTensor(model, part.name, part.shape, 0, prod(part.shape))),
+            copy=group.rank,
+            copies=group.size,
+        )
+        for each in model.counterparts
+        for part in each.parts
+    ]
+    save(out, group, entries, state, PIECE_BYTES)
+    shape = model.shape
+    told = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
+    return (
+        f"{out}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f'{format_bytes(out.stat().st_size)}, {told}; to train it, [model] from = "{out}"'
+    )
+
+
+@dataclass(frozen=True)
+class FolderTensor:
+    """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder.
+
+    It has what `save` asks of values that do not lie in memory, as a ScratchTensor does.
+    """
+
+    model: ModelFolder
+    name: str
+    shape: Index
+    first: int
+    length: int
+    dtype: torch.dtype = torch.float32
+
+    def __getitem__(self, part: slice) -> FolderTensor:
+        start, last, step = part.indices(self.length)
+        assert step == 1
+        return FolderTensor(self.model, self.name, self.shape, self.first + start, max(0, last - start))
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.length
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """Where `load` puts it."""
+        return torch.device("cpu")
+
+    def load(self) -> Tensor:
+        """Read into new memory."""
+        found = rectangles(self.shape, self.first, self.first + self.length)
+        return torch.cat([self.model.read(self.name, start, shape).reshape(-1) for start, shape in found])
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HpctrainError(f"{folder}: holds something already; name a new folder, or empty this one")
+
+
+def _delete_left(temporary: Path) -> None:
+    """Delete what an export that did not end has written; HpctrainError where something else is with it."""
+    if temporary.exists():
+        others = delete_folder(temporary, _OWN_FILE)
+        if others:
+            raise HpctrainError(
+                f"{temporary}: is where the files are written first, and holds {others[0]}, which no export "
+                "wrote; move that elsewhere, or name another folder"
+            )
+
+
+def _wanted_type(structure: Structure, dtype: str | None) -> torch.dtype:
+    if dtype is not None:
+        return DTYPES[dtype]
+    kinds = {stored.kind for name, stored in structure.datasets.items() if name.startswith("/model/")}
+    kind = getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
+    return kind if kind in NAMES else torch.float32
+
+
+def _sources(
+    structure: Structure, theirs: Sequence[Counterpart], wanted: torch.dtype
+) -> Mapping[str, Stored]:
+    """The dataset of each of our tensors: that of the wanted type, or else the most exact one."""
+    problems: list[str] = []
+    found: dict[str, Stored] = {}
+    for part in (part for each in theirs for part in each.parts):
+        stored = structure.datasets.get(f"/model/{part.name}")
+        if stored is None:
+            problems.append(f"{structure.path}: /model/{part.name}: not in this checkpoint")
+            continue
+        if getattr(torch, stored.kind) != wanted:
+            stored = structure.datasets.get(f"/master/{part.name}", stored)
+        if stored.shape != part.shape:
+            problems.append(
+                f"{structure.path}: {stored.dataset}: has shape {list(stored.shape)}, expected "
+                f"{list(part.shape)} by its deck"
+            )
+        found[part.name] = stored
+    if problems:
+        raise HpctrainError(problems[0] + (f" (and {len(problems) - 1} more differ)" if problems[1:] else ""))
+    return found
+
+
+def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dict[str, str]:
+    """Every file but the tensors', by name."""
+    end = None if tokenizer is None else Tokenizer(tokenizer).end_of_document
+    config = config_of(shape, str(wanted).removeprefix("torch."), end)
+    generation = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
+    texts = {
+        CONFIG: json.dumps(config, indent=2) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    }
+    return texts if tokenizer is None else {**texts, **tokenizer_files(tokenizer, shape.sequence)}
+
+
+def _copy(
+    source: Source,
+    structure: Structure,
+    sources: Mapping[str, Stored],
+    theirs: Counterpart,
+    view: NDArray[Any],
+    wanted: torch.dtype,
+) -> None:
+    """Fill one tensor of a file, given as its bits, and compare what was read with its checksums."""
+    target = view.T if theirs.transposed else view
+    bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    for part in theirs.parts:
+        stored = sources[part.name]
+        sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
+        rows, width = stored.shape[0], prod(stored.shape[1:])
+        step = max(1, PIECE_BYTES // (width * stored.item_bytes))
+        for row in range(0, rows, step):
+            local = (min(step, rows - row), *stored.shape[1:])
+            start = (row, *(0 for _ in stored.shape[1:]))
+            values = torch.empty(prod(local), dtype=getattr(torch, stored.kind))
+            piece = Shard(part.name, stored.shape, start, local)
+            source.fill(Entry(stored.dataset, piece, values), stored, sums)
+            converted = values.to(wanted)
+            if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
+                raise HpctrainError(
+                    f"{structure.path}: {stored.dataset}: has values beyond the range of fp16; "
+                    "--dtype bf16 or fp32 would do"
+                )
+            words = converted.view(bits).numpy().view(view.dtype).reshape(local)
+            target[part.first + row : part.first + row + local[0]] = words
+        if not np.array_equal(sums, structure.sums[stored.pieces]):
+            raise InputOutputError(
+                f"{structure.path}: {stored.dataset} is damaged: it differs from its checksums"
+            )
+
+
+def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
+    """A deck of a model alone: what a deck needs besides is there in form only."""
+    names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
+    names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
+    lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
+    lines += [f"{name} = {toml_value(getattr(shape, name))}" for name in names]
+    lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {shape.sequence}"]
+    return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)

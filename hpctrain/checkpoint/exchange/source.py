@@ -1,0 +1,220 @@
+"""Models to start from: folders of Hugging Face's and checkpoints of ours; each rank reads its pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.exchange.hugging_face import (
+    BUFFERS,
+    HEAD,
+    PREFIX,
+    Counterpart,
+    Part,
+    counterparts,
+    shape_of,
+)
+from hpctrain.checkpoint.exchange.safetensors_folder import (
+    CONFIG,
+    PICKLES,
+    TYPES,
+    TensorFolder,
+    open_folder,
+    read_json,
+    refuse_pickle,
+)
+from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
+from hpctrain.checkpoint.extract import BUFFER_BYTES
+from hpctrain.checkpoint.layout import Entry, Index, blocks
+from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer, parameter_list
+from hpctrain.parallel.groups import LayerGroups
+
+# Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
+_ROWS = {
+    "embedding.tokens.weight": "vocabulary",
+    "head.weight": "vocabulary",
+    "embedding.positions.weight": "sequence",
+}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The tensors of a Hugging Face folder in our names and our orientation, as fp32."""
+
+    folder: TensorFolder
+    shape: ModelShape
+    config: dict[str, Any]
+    counterparts: list[Counterpart]
+    parts: Mapping[str, tuple[Counterpart, Part]]
+
+    def read(self, name: str, start: Index, shape: Index) -> Tensor:
+        """The rectangle `shape` at `start` of one of our tensors."""
+        theirs, part = self.parts[name]
+        start = (start[0] + part.first, *start[1:])
+        if theirs.transposed:
+            return self.folder.read(theirs.name, start[::-1], shape[::-1]).t().float()
+        return self.folder.read(theirs.name, start, shape).float()
+
+
+def settled_keys(path: str) -> dict[str, object]:
+    """The keys of a deck that the model at `path` settles; what the deck's reader asks for.
+
+    HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
+    """
+    shape = source_shape(Path(path))
+    names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
+    names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
+    return {f"model.{name}": getattr(shape, name) for name in names} | {"batch.sequence": shape.sequence}
+
+
+def source_tokenizer(path: Path) -> tuple[str | None, str]:
+    """The text of the tokenizer of a model to start from; or None and, in words, why it is not known.
+
+    HpctrainError, InputOutputError where there is no such model.
+    """
+    if not _is_checkpoint(path):
+        return folder_tokenizer(path)
+    text = examine(path).state.get("tokenizer")
+    return (text, "") if isinstance(text, str) else (None, "it has none")
+
+
+def source_shape(path: Path) -> ModelShape:
+    """The shape of the model in a Hugging Face folder or a checkpoint; touches no tensor."""
+    if path.suffix == ".safetensors":
+        raise HpctrainError(f"{path}: tensors alone; name their folder, which has a {CONFIG} too")
+    return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_config(path)[1]
+
+
+def stored_shape(structure: Structure) -> ModelShape:
+    """The shape that the deck of a checkpoint describes."""
+    path = structure.path
+    deck = stored_deck(structure.state, path)
+    if deck.model.vocabulary is None:
+        raise HpctrainError(f"{path}: its deck: model.vocabulary is missing")
+    if deck.model.layers > len(structure.datasets):
+        raise HpctrainError(
+            f"{path}: its deck: model.layers = {deck.model.layers}, but the file holds "
+            f"{len(structure.datasets)} tensors"
+        )
+    return ModelShape.of(deck, deck.model.vocabulary)
+
+
+def open_model(path: Path, world: World) -> ModelFolder:
+    """Open a Hugging Face folder whose tensors are those that its config describes; this rank alone.
+
+    Errors as in `open_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
+    another shape or type.
+    """
+    config, shape = _folder_config(path)
+    folder = open_folder(path)
+    if shape.layers > len(folder.tensors):
+        raise HpctrainError(
+            f"{path / CONFIG}: describes {shape.layers} layers, but the files hold "
+            f"{len(folder.tensors)} tensors"
+        )
+    theirs = counterparts(shape.family, tensor_shapes(shape, world))
+    prefix = PREFIX[shape.family]
+    if not any(name.startswith(prefix) for name in folder.tensors):
+        theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
+    found = list(_differences(folder, theirs, shape))
+    if found:
+        raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if found[1:] else ""))
+    parts = {part.name: (each, part) for each in theirs for part in each.parts}
+    return ModelFolder(folder, shape, config, theirs, parts)
+
+
+def tensor_shapes(shape: ModelShape, world: World) -> dict[str, Index]:
+    """Names and global shapes of all tensors of a model, in its order."""
+    mesh = Mesh(world.alone(), {}, "mpi")
+    model = Transformer(shape, LayerGroups(mesh.group("tensor"), mesh.group("context")))
+    return {parameter.shard.name: parameter.shard.shape for parameter in parameter_list(model)}
+
+
+def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShape:
+    """Fill fp32 entries `/model/<name>` with the weights at `path`, each rank its pieces; collective.
+
+    Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
+    beyond the entries' are left out. Checksums of a checkpoint are compared. Returns the source's shape.
+    Errors, the same on all ranks, as in `source_shape`, `open_model` and `checkpoint.read.load`.
+    """
+    group = world.everyone
+    if not _is_checkpoint(path):
+        with together(group):
+            model = open_model(path, world)
+            for entry in entries:
+                _fill(_fitted(entry, model.shape), model)
+        return model.shape
+    structure = examine(path, group)
+    with together(group):
+        shape = stored_shape(structure)
+    place = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
+    fitted = [_fitted(entry, shape) for entry in entries]
+    fitted = [replace(entry, dataset=f"{place}/{entry.shard.name}") for entry in fitted]
+    load(structure, group, fitted, zero_padding=False)
+    return shape
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path means a file of ours; else it means a folder."""
+    return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and path.suffix not in PICKLES
+
+
+def _folder_config(path: Path) -> tuple[dict[str, Any], ModelShape]:
+    refuse_pickle(path)
+    if not (path / CONFIG).is_file():
+        hint = "; of a run, name one of its checkpoints" if (path / "checkpoints").is_dir() else ""
+        raise HpctrainError(f"{path}: no Hugging Face folder, it has no {CONFIG}{hint}")
+    config = read_json(path / CONFIG)
+    return config, shape_of(config, str(path / CONFIG))
+
+
+def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: ModelShape) -> Iterator[str]:
+    """What the config's model has and the folder does not, or the other way round."""
+    expected = {each.name: each.shape for each in theirs}
+    for name, size in expected.items():
+        found = folder.tensors.get(name)
+        if found is None:
+            yield f"{folder.path}: {name}: not in these files, expected with shape {list(size)} by {CONFIG}"
+        elif found.shape != size:
+            yield (
+                f"{folder.path / found.file}: {name}: has shape {list(found.shape)}, expected {list(size)} "
+                f"by {CONFIG}"
+            )
+        elif found.kind not in TYPES:
+            yield f"{folder.path / found.file}: {name}: is {found.kind}; must be {', '.join(TYPES)}"
+    for name, found in folder.tensors.items():
+        ignored = re.fullmatch(BUFFERS[shape.family], name) or (shape.tied and name == HEAD)
+        if name not in expected and not ignored:
+            yield f"{folder.path / found.file}: {name}: in this file, but not in the model of {CONFIG}"
+
+
+def _fitted(entry: Entry, shape: ModelShape) -> Entry:
+    """The entry as a piece of the source's tensor: what lies beyond that is padding to it."""
+    shard = entry.shard
+    if shard.name not in _ROWS:
+        return entry
+    rows = int(getattr(shape, _ROWS[shard.name]))
+    return replace(entry, shard=replace(shard, shape=(rows, *shard.shape[1:])))
+
+
+def _fill(entry: Entry, model: ModelFolder) -> None:
+    """Read an entry's values; padding stays as it is."""
+    assert entry.kind == "float32", entry.kind
+    for block in blocks(entry):
+        for chunk in block.cut(BUFFER_BYTES // 4):
+            with chunk.filling(entry.values) as bits:
+                bits.view(torch.float32).copy_(model.read(entry.shard.name, chunk.start, chunk.shape))

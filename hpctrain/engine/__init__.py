@@ -1,0 +1,1 @@
+"""From a deck to the objects that compute: model, buckets, optimizer, groups."""

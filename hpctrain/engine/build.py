@@ -1,0 +1,273 @@
+"""From a deck to the objects of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.fit import token_problems
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.freeze import freeze
+from hpctrain.engine.keeping import make_keeping, open_shelf
+from hpctrain.engine.offload import Offload, make_optimizer, open_offload
+from hpctrain.engine.place import Placement, place_layers
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.errors import HpctrainError
+from hpctrain.memory.recompute import Recompute
+from hpctrain.memory.scratch import Scratch, to_fill
+from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.initialize import initialize
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
+from hpctrain.optim.adamw import Optimizer
+from hpctrain.optim.loss_scale import LossScale
+from hpctrain.optim.schedule import LearningRate
+from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.residency import Residency
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.split import build_parts
+from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.gather import make_residency
+from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who computes what, before anything large is there: what backward keeps, the layers' groups, the model's
+    shape, where its layers go, and the pipeline schedule of the deck's batch.
+    """
+
+    keeping: Recompute
+    groups: LayerGroups
+    shape: ModelShape
+    placement: Placement
+    plan: Schedule
+
+
+@dataclass
+class Engine:
+    """Everything that computes: model, gradients, optimizer, on one mesh.
+
+    `models` are the parts of this rank's pipeline stage, by chunk; `plan` is the pipeline schedule of the
+    deck's batch.
+    """
+
+    world: World
+    mesh: Mesh
+    shape: ModelShape
+    groups: LayerGroups
+    models: list[Transformer]
+    buckets: list[Bucket]
+    synchronizer: GradientSynchronizer
+    residency: Residency
+    optimizer: Optimizer
+    offload: Offload
+    activation_files: Scratch | None
+    loss_scale: LossScale
+    learning_rate: LearningRate
+    positions: torch.Tensor
+    placement: Placement
+    plan: Schedule
+
+    @property
+    def schedule(self) -> Callable[[int], Schedule]:
+        """The pipeline schedule of a number of micro-batches."""
+        return self.placement.schedule
+
+    @property
+    def model(self) -> Transformer:
+        """The stage's first part: all of the model where there is one stage."""
+        return self.models[0]
+
+    def close(self) -> None:
+        """Remove the files in place of memory; nothing can be computed afterwards."""
+        for scratch in (self.offload.scratch, self.activation_files):
+            if scratch is not None:
+                scratch.close()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The sequences of a run: to train on, and held out (None where nothing is)."""
+
+    file: TokenFile
+    train: Batches
+    validation: Batches | None
+
+
+def make_mesh(deck: Deck, world: World) -> Mesh:
+    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
+    return Mesh(world, axis_sizes(deck, world.size), transport=deck.communication.transport)
+
+
+def open_corpus(deck: Deck, world: World) -> Corpus:
+    """Open the token file on every rank and settle its split; errors are agreed over all ranks."""
+    with world.agreement():
+        file = TokenFile(deck.data.tokens)
+        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
+        if problems:
+            raise HpctrainError(problems)
+        sequence, held_out = deck.batch.sequence, deck.data.validation
+        train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
+        validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
+    return Corpus(file, train, validation if held_out else None)
+
+
+def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
+    """The deck with its vocabulary: the one given, or the token file's."""
+    if deck.model.vocabulary is not None:
+        return deck
+    model = deck.model.model_copy(update={"vocabulary": file.vocabulary})
+    return deck.model_copy(update={"model": model})
+
+
+def arrange(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled, or given. Collective; may measure layers."""
+    settled = vocabulary if vocabulary is not None else deck.model.vocabulary
+    assert settled is not None
+    with world.agreement():
+        keeping = make_keeping(deck, world)
+    groups = LayerGroups(
+        tensor=mesh.group("tensor"),
+        context=mesh.group("context"),
+        sequence_parallel=deck.layout.sequence_parallel,
+        context_form=deck.layout.context_form,
+        keeping=keeping,
+    )
+    shape = ModelShape.of(deck, settled)
+    placement = place_layers(deck, shape, groups, mesh, DTYPES[deck.precision.compute])
+    plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
+    return Arrangement(keeping, groups, shape, placement, plan)
+
+
+def build_engine(
+    deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None, roughness: float = 0.0
+) -> Engine:
+    """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed.
+
+    `roughness` is what `initialize` adds to biases and norm weights.
+    """
+    return assemble(deck, world, mesh, arrange(deck, world, mesh, vocabulary), roughness)
+
+
+def assemble(
+    deck: Deck, world: World, mesh: Mesh, arrangement: Arrangement, roughness: float = 0.0
+) -> Engine:
+    """As `build_engine`, of what was arranged for this deck."""
+    groups, shape, plan = arrangement.groups, arrangement.shape, arrangement.plan
+    dtype = DTYPES[deck.precision.compute]
+    models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
+    freeze(deck, world, models)
+    sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
+    sharding = make_sharding(deck, mesh)
+    pool = Pool(sharding.group.empty)
+    offload = open_offload(deck, world, models, sharding, dtype)
+    with world.agreement():
+        buckets = [
+            bucket
+            for model in models
+            for bucket in make_buckets(
+                model.units(),
+                sharding,
+                dtype,
+                deck.communication.bucket_bytes,
+                gradient_dtype=dtype if deck.precision.gradients == "compute" else torch.float32,
+                pool=pool,
+                store=offload.parameters,
+            )
+        ]
+        optimizer = make_optimizer(deck, buckets, offload.optimizer, world.agreement)
+    units = [block.unit for model in models for block in model.block_list()]
+    residency = make_residency(buckets, units, deck.memory.keep_gathered)
+    for model in models:
+        model.residency = residency
+    _initialize(world, models, optimizer, deck.run.seed, roughness)
+    if deck.stability.check_parameters:
+        check_replicas(buckets, groups.tensor, world.everyone)
+    each = deck.memory.accumulate == "sliced"
+    rate = deck.learning_rate
+    scaled = deck.precision.compute == "fp16"
+    return Engine(
+        world=world,
+        mesh=mesh,
+        shape=shape,
+        groups=groups,
+        models=models,
+        placement=arrangement.placement,
+        plan=plan,
+        buckets=buckets,
+        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline"), each),
+        residency=residency,
+        optimizer=optimizer,
+        offload=offload,
+        activation_files=open_shelf(
+            deck, world, arrangement.keeping, shape, models, plan, mesh.coordinate("pipeline"), dtype
+        ),
+        loss_scale=LossScale(
+            deck.precision.initial_loss_scale if scaled else 1.0,
+            deck.precision.loss_scale_window if scaled else 0,
+        ),
+        learning_rate=LearningRate(
+            peak=rate.peak,
+            warmup=rate.warmup,
+            decay=rate.decay,
+            decay_steps=rate.decay_steps,
+            floor=rate.floor,
+            reference_batch=rate.reference_batch,
+        ),
+        positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
+    )
+
+
+def make_sharding(deck: Deck, mesh: Mesh) -> Sharding:
+    """Over which ranks the deck's ZeRO stage cuts parameters, gradients and optimizer state. Collective."""
+    everyone, world = mesh.group("data", "context"), mesh.world
+    stage, size = deck.layout.zero, everyone.size
+    if stage and deck.layout.zero_group is not None:
+        size = zero_group_size(deck, mesh)
+    if stage == 0 or size == everyone.size:
+        return Sharding(stage, everyone, mesh.part("data", 1))
+    first = everyone.rank // size * size
+    group = world.split(everyone.axes, everyone.ranks[first : first + size], mesh.transport, everyone)
+    same = everyone.ranks[everyone.rank % size :: size]
+    return Sharding(stage, group, world.split(("replicas",), same, mesh.transport, everyone))
+
+
+def zero_group_size(deck: Deck, mesh: Mesh) -> int:
+    """Ranks of one ZeRO group; HpctrainError on all ranks where the data x context ranks do not make such."""
+    everyone, wish = mesh.group("data", "context"), deck.layout.zero_group
+    if wish != "node":
+        size = wish
+    else:
+        nodes = everyone.all_gather_object(mesh.world.node)
+        size = nodes.count(nodes[0])
+        if nodes != [nodes[place // size * size] for place in range(len(nodes))] or len(nodes) % size:
+            raise HpctrainError(
+                deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
+            )
+    assert isinstance(size, int) and everyone.size % size == 0, (size, everyone.size)
+    return size
+
+
+def _initialize(
+    world: World, models: Sequence[Transformer], optimizer: Optimizer, seed: int, roughness: float
+) -> None:
+    """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
+    targets = (
+        (segment.parameter, piece, offset + first)
+        for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
+        for segment, values, offset in bucket.owned(moments.master)
+        if values.numel()
+        for first, piece in to_fill(values)
+    )
+    with world.agreement():
+        initialize(targets, models[0].shape, seed, roughness)
+    optimizer.publish()

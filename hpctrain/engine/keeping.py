@@ -1,0 +1,111 @@
+"""What a run keeps of its forward passes for backward, and where; what that costs and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.deck.check import NO_HOST_ACTIVATIONS
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.offload import open_scratch
+from hpctrain.errors import HpctrainError
+from hpctrain.memory.activations import ActivationStore
+from hpctrain.memory.recompute import Recompute
+from hpctrain.memory.saved import ActivationBytes, activation_bytes
+from hpctrain.memory.scratch import Scratch
+from hpctrain.memory.shelf import DiskShelf, HostShelf
+from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.transformer import Transformer
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.simulate import peak_activations
+from hpctrain.units import format_bytes, format_count
+
+
+def make_keeping(deck: Deck, world: World) -> Recompute:
+    """The deck's choice; HpctrainError where the device cannot do it. `open_shelf` gives it its place."""
+    memory = deck.memory
+    if memory.activations == "host" and world.device.type == "cpu":
+        raise HpctrainError(deck.problem("memory.activations", NO_HOST_ACTIVATIONS))
+    plain = memory.activations == "keep" and memory.activation_format == "exact"
+    return Recompute(memory.recompute, None if plain else ActivationStore(memory.activation_format))
+
+
+def open_shelf(
+    deck: Deck,
+    world: World,
+    keeping: Recompute,
+    shape: ModelShape,
+    models: Sequence[Transformer],
+    plan: Schedule,
+    stage: int,
+    dtype: torch.dtype,
+) -> Scratch | None:
+    """Make the place where activations wait; the files, where there are any. Collective.
+
+    HpctrainError on all ranks where the folder cannot be used, or has no room for what waits at once.
+    """
+    where, store = deck.memory.activations, keeping.store
+    if where == "keep" or store is None:
+        return None
+    if where == "host":
+        store.shelf = HostShelf(world.device)
+        return None
+    sizes = bytes_of(deck, shape, dtype, world.device.type, deck.memory.recompute)
+    most = max((sizes.of_part(len(model.block_list())) for model in models), default=0)
+    need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
+    scratch = open_scratch(deck, world, need)
+    with world.agreement():
+        store.shelf = DiskShelf(scratch, need, world.device)
+    return scratch
+
+
+def bytes_of(
+    deck: Deck, shape: ModelShape, dtype: torch.dtype, device: str, recompute: Recomputed
+) -> ActivationBytes:
+    """What autograd saves of a micro-batch on the deck's layout with this recomputation."""
+    layout = deck.layout
+    return activation_bytes(
+        shape,
+        deck.batch.micro_size,
+        dtype,
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+        context_form=layout.context_form,
+        recompute=recompute,
+        device=device,
+    )
+
+
+def introduce_keeping(
+    deck: Deck, shape: ModelShape, models: Sequence[Transformer], plan: Schedule, stage: int
+) -> list[str]:
+    """What recomputation and the waiting of activations mean for this rank, for the log."""
+    memory, lines = deck.memory, []
+    parameter = next(models[0].parameters())
+    sizes = {
+        wish: bytes_of(deck, shape, parameter.dtype, parameter.device.type, wish)
+        for wish in ("none", memory.recompute)
+    }
+    alive = peak_activations(plan)[stage]
+    parts = [(len(model.block_list()), model.part.embeds, model.part.predicts) for model in models]
+    kept = {wish: int(alive * sum(size.of_part(*part) for part in parts)) for wish, size in sizes.items()}
+    now = kept[memory.recompute]
+    if memory.recompute != "none":
+        extra = shape.recomputed_flops_per_token(memory.recompute)
+        tokens = deck.batch.global_size * deck.batch.sequence
+        lines.append(
+            f"recomputation ({memory.recompute}): {100 * extra / shape.flops_per_token:.1f}% more FLOPs, "
+            f"{format_count(extra * tokens)} a step, which MFU does not count; "
+            f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(kept['none'])}"
+        )
+    if memory.activations != "keep":
+        place = "a file" if memory.activations == "disk" else "host memory"
+        form = "" if memory.activation_format == "exact" else f" as {memory.activation_format}"
+        lines.append(f"activations, at most {format_bytes(now)} before compression, wait in {place}{form}")
+    elif memory.activation_format != "exact":
+        lines.append(f"activations wait as {memory.activation_format}: gradients are approximate")
+    return lines

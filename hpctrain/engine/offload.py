@@ -1,0 +1,147 @@
+"""Where a run's optimizer state and parameters live: on the device, in host memory, or in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.deck.check import NO_HOST
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.memory.scratch import Flat, Scratch, ScratchTensor, check_room
+from hpctrain.model.transformer import Transformer
+from hpctrain.optim.adamw import AdamW, Optimizer
+from hpctrain.optim.offload import OffloadedAdamW, state_elements
+from hpctrain.sharding.bucket import Bucket, Sharding, Store, bucket_layouts
+from hpctrain.units import format_bytes
+
+Agreement = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What makes the memory of what does not live on the device, None where it does.
+
+    `scratch` holds the files; `introduction` says what is where, for the log.
+    """
+
+    optimizer: Store | None = None
+    parameters: Store | None = None
+    scratch: Scratch | None = None
+    introduction: str = ""
+
+
+def open_offload(
+    deck: Deck, world: World, models: Sequence[Transformer], sharding: Sharding, dtype: torch.dtype
+) -> Offload:
+    """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
+    with world.agreement():
+        if world.device.type == "cpu":
+            problems = [
+                deck.problem(f"memory.{key}", NO_HOST)
+                for key in ("optimizer", "parameters")
+                if getattr(deck.memory, key) == "host"
+            ]
+            if problems:
+                raise HpctrainError(problems)
+    optimizer_bytes, parameter_bytes = offloaded_bytes(deck, world.device, models, sharding, dtype)
+    sizes = {"optimizer": optimizer_bytes, "parameters": parameter_bytes}
+    scratch = None
+    if "disk" in (deck.memory.optimizer, deck.memory.parameters):
+        on_disk = sum(size for key, size in sizes.items() if getattr(deck.memory, key) == "disk")
+        scratch = open_scratch(deck, world, on_disk)
+    stores: dict[str, Store | None] = {"optimizer": None, "parameters": None}
+    said = []
+    for key, words in (("optimizer", "optimizer state"), ("parameters", "parameters")):
+        where = getattr(deck.memory, key)
+        if where == "disk":
+            assert scratch is not None
+            stores[key] = file_store(scratch, key)
+            said.append(f"{words} ({format_bytes(sizes[key])} a rank) in {offload_folder(deck)}")
+        elif where == "host":
+            stores[key] = host_store
+            said.append(f"{words} ({format_bytes(sizes[key])} a rank) in host memory")
+    return Offload(stores["optimizer"], stores["parameters"], scratch, ", ".join(said))
+
+
+def offloaded_bytes(
+    deck: Deck, device: torch.device, models: Sequence[Transformer], sharding: Sharding, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of this rank's optimizer state and of its parameters' slices that do not live on the device.
+
+    From the layout alone; `models` need no memory.
+    """
+    memory, stage, ranks = deck.memory, sharding.stage, sharding.group.size
+    optimizer = parameters = 0
+    values_on = device if memory.parameters == "device" else torch.device("cpu")
+    for model in models:
+        for layout in bucket_layouts(
+            model.units(), ranks, deck.communication.bucket_bytes, by_unit=stage == 3
+        ):
+            own = layout.length if stage == 0 else layout.length // ranks
+            if memory.optimizer != "device":
+                optimizer += 4 * state_elements(dtype, values_on, own)
+            if memory.parameters != "device":
+                parameters += dtype.itemsize * own
+    return optimizer, parameters
+
+
+def offload_folder(deck: Deck) -> Path:
+    """The folder of a run's files in place of memory."""
+    return Path(deck.memory.offload_dir or f"{deck.run.dir}/offload")
+
+
+def open_scratch(deck: Deck, world: World, need: int) -> Scratch:
+    """This rank's files in the deck's offload folder, for `need` bytes; collective.
+
+    HpctrainError on all ranks where the folder cannot be written to or has no room for all ranks of a node.
+    """
+    needs = world.everyone.all_gather_object((world.node, need))
+    of_node = sum(bytes_ for node, bytes_ in needs if node == world.node)
+    folder = offload_folder(deck)
+    with world.agreement():
+        if world.local_rank == 0:
+            check_room(folder, of_node)
+    with world.agreement():
+        return Scratch(folder, world.rank)
+
+
+def file_store(scratch: Scratch, name: str) -> Store:
+    """Makes zeros in files of that name, numbered."""
+    numbers = count()
+
+    def make(length: int, dtype: torch.dtype) -> Flat:
+        file = scratch.file(f"{name}-{next(numbers)}", length * dtype.itemsize)
+        return ScratchTensor(file, 0, length, dtype)
+
+    return make
+
+
+def host_store(length: int, dtype: torch.dtype) -> Flat:
+    """Makes zeros in host memory that a GPU reads and writes directly."""
+    return torch.zeros(length, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def make_optimizer(
+    deck: Deck, buckets: Sequence[Bucket], store: Store | None, agreement: Agreement
+) -> Optimizer:
+    """The deck's optimizer, with its state where `store` makes it or, without one, on the device."""
+    keys = deck.optimizer
+    betas = (keys.beta1, keys.beta2)
+    if store is None:
+        return AdamW(buckets, betas=betas, epsilon=keys.epsilon, weight_decay=keys.weight_decay)
+    return OffloadedAdamW(
+        buckets,
+        betas=betas,
+        epsilon=keys.epsilon,
+        weight_decay=keys.weight_decay,
+        store=store,
+        buffer_bytes=deck.memory.offload_buffer,
+        agreement=agreement,
+    )

@@ -1,0 +1,80 @@
+"""Where the layers of a deck go, and the schedule that runs them; by measured times where they matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.layer_times import LayerTimes, measure_layers
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.generate import SEARCHED
+from hpctrain.pipeline.split import balanced_split, even_split
+from hpctrain.pipeline.wanted import make_schedule, outline
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The schedule of a number of micro-batches, and the blocks of each part of the model, in order.
+
+    `times` are those that were measured for them, None where none were needed.
+    """
+
+    schedule: Callable[[int], Schedule]
+    split: tuple[int, ...]
+    times: LayerTimes | None = None
+
+    def __str__(self) -> str:
+        text = f"layers of each part: {', '.join(map(str, self.split))}"
+        if self.times is not None:
+            kinds = (
+                ("block", self.times.block),
+                ("embedding", self.times.embedding),
+                ("head", self.times.head),
+            )
+            text += "; measured, a micro-batch: " + ", ".join(
+                f"{name} {1e3 * passes.total:.3g} ms" for name, passes in kinds
+            )
+        return text
+
+
+def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
+    """The deck with a split that was found before, where it wants a balanced one."""
+    if split is None or deck.layout.split != "balanced":
+        return deck
+    return deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": tuple(split)})})
+
+
+def place_layers(
+    deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh, dtype: torch.dtype
+) -> Placement:
+    """The deck's schedule and split, the same on all ranks. Collective.
+
+    Measures for `layout.split = "balanced"` and for schedules that are searched for; the latter's order
+    then varies from run to run, but not what it computes. Raises as `make_schedule` does.
+    """
+    layout, data = deck.layout, mesh.size("data")
+    searched = layout.pipeline > 1 and layout.schedule in SEARCHED
+    micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * data))
+    schedule = None if searched else make_schedule(deck, data)
+    form = outline(deck) if schedule is None else schedule(micro_batches)
+    wanted = layout.split
+    times = None
+    if searched or (wanted == "balanced" and form.parts > 1):
+        times = measure_layers(shape, groups, mesh, deck.batch.micro_size, dtype)
+    if wanted == "balanced" and times is not None:
+        ends = times.embedding.total, times.head.total
+        split = tuple(balanced_split(shape.layers, times.block.total, *ends, form))
+    elif wanted is None or wanted == "balanced":
+        split = tuple(even_split(shape.layers, form.parts))
+    else:
+        split = wanted
+    if schedule is None:
+        assert times is not None
+        schedule = make_schedule(deck, data, times.of_parts(split))
+    return Placement(schedule, split, times)

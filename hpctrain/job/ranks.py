@@ -1,0 +1,232 @@
+"""What a batch job for a deck asks a scheduler for: nodes, ranks, cores, GPUs, memory, time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.deck.check_world import check_world, data_ranks, world_problems
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.job.words import word_problems
+from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.named import named_problems
+from hpctrain.units import format_bytes, parse_bytes, parse_seconds
+from hpctrain.words import command
+
+Scheduler = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
+Launcher = Literal["srun", "mpirun"]
+
+SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "pbs", "lsf", "flux", "kubernetes")
+ON_A_RANGE = ("slurm", "lsf")
+"""Schedulers that start a job on as many nodes of a range as they have."""
+
+MEMORY_MARGIN = 1.25
+"""Asked for, over what is predicted: the file cache of what ranks read counts as theirs."""
+
+SHARED_MEMORY = 1 << 30
+"""Bytes of /dev/shm in a pod, and as much for every four ranks."""
+
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))?")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user says of a job, beside the deck; None: by the deck's [machine], or a default.
+
+    `nodes` are the fewest and the most; `variants` are further `--set` arguments, one tuple for each task
+    of an array of jobs; `directives` are further options for the scheduler, `modules` what the script loads.
+    On Kubernetes, `volume` is a claim and where it is mounted, `shared_memory` the size of /dev/shm in bytes.
+    """
+
+    scheduler: Scheduler
+    nodes: tuple[int, int] = (1, 1)
+    seconds: int | None = None
+    launcher: Launcher | None = None
+    ranks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    account: str | None = None
+    partition: str | None = None
+    variants: tuple[tuple[str, ...], ...] = ()
+    directives: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    image: str | None = None
+    volume: tuple[str, str] | None = None
+    shared_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that fits the deck. `fitting` are the numbers of nodes, rising, that its layout can use.
+
+    `memory` is in bytes a node, None where nothing is known of it. `warnings` are sentences for the user.
+    """
+
+    wish: Wish
+    path: Path
+    overrides: tuple[str, ...]
+    deck: Deck
+    launcher: Launcher
+    ranks_per_node: int
+    gpus_per_node: int
+    fitting: tuple[int, ...]
+    memory: int | None
+    warnings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The deck's title as schedulers and shells take it."""
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.deck.run.title).strip("-.") or "hpctrain"
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a pod's /dev/shm at most: through it MPI and NCCL pass what stays within a node."""
+        return self.wish.shared_memory or max(SHARED_MEMORY, self.ranks_per_node * SHARED_MEMORY // 4)
+
+    @property
+    def seconds(self) -> int:
+        """Time of the job, an hour where none is given."""
+        return self.wish.seconds or 3600
+
+    @property
+    def data(self) -> int:
+        """Data ranks on the most nodes."""
+        return data_ranks(self.deck, self.fitting[-1] * self.ranks_per_node)
+
+
+def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
+    """The job that a deck and a wish make; HpctrainError with all that does not fit."""
+    _check(wish, path, overrides)
+    deck = read_deck(path, overrides, read_source=settled_keys, further=named_problems)
+    machine = deck.machine
+    gpus = wish.gpus_per_node if wish.gpus_per_node is not None else machine.gpus_per_node or 0
+    ranks = wish.ranks_per_node or machine.ranks_per_node or gpus
+    if not ranks:
+        raise HpctrainError(
+            f"{path}: how many ranks a node is to have is not said: give --ranks-per-node, or "
+            "machine.ranks_per_node or machine.gpus_per_node in the deck"
+        )
+    least, most = wish.nodes
+    check_world(deck, most * ranks)
+    for variant in wish.variants:
+        read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
+    fitting = tuple(n for n in range(least, most + 1) if not world_problems(deck, n * ranks))
+    memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
+    return Job(
+        wish=wish,
+        path=path,
+        overrides=tuple(overrides),
+        deck=deck,
+        launcher=wish.launcher or ("srun" if wish.scheduler == "slurm" else "mpirun"),
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
+        fitting=fitting,
+        memory=memory,
+        warnings=(*_placement(deck, most, ranks, gpus), *warnings),
+    )
+
+
+def parse_time(text: str) -> int:
+    """Seconds of a job's time: "45 min", "1 h 30 min", or as schedulers write it, "1:30:00", "2-12:00:00".
+
+    Two numbers with a colon are hours and minutes. HpctrainError for anything else.
+    """
+    clock = _CLOCK.fullmatch(text.strip())
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    elif text.strip().isdigit():
+        # Slurm would take it for minutes, a deck for seconds.
+        raise HpctrainError(f'--time {text}: of which unit? write "{text} min", or hours as "1:30:00"')
+    else:
+        total = ceil(parse_seconds(text))
+    if total < 60:
+        raise HpctrainError(f"--time {text}: must be a minute or more")
+    return total
+
+
+def parse_shared_memory(text: str) -> int:
+    """Bytes of a size such as "8 GiB"; HpctrainError for anything else, and for less than 1 MiB."""
+    size = parse_bytes(text)
+    if size < 1 << 20:
+        raise HpctrainError(f"--shared-memory {text}: must be 1 MiB or more")
+    return size
+
+
+def parse_volume(text: str) -> tuple[str, str]:
+    """The claim of a volume, and where it is mounted: "NAME:/path", or "NAME" for /work."""
+    claim, _, mount = text.partition(":")
+    return claim, mount or "/work"
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """The fewest and the most nodes of "4" or of "1-4"; HpctrainError for anything else."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < least <= most:
+        raise HpctrainError(f'--nodes {text}: write a number such as 4, or the fewest and the most, "1-4"')
+    return least, most
+
+
+def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
+    problems = word_problems(wish, path, overrides)
+    least, most = wish.nodes
+    if least < most and wish.scheduler not in ON_A_RANGE:
+        problems.append(
+            f"--nodes {least}-{most}: {wish.scheduler} starts a job on a fixed number of nodes; "
+            f"write --nodes {most} (slurm and lsf take a range)"
+        )
+    if wish.variants and wish.scheduler != "slurm":
+        problems.append(
+            f"--variant: arrays of jobs are written for slurm alone, not for {wish.scheduler}; "
+            "write one script for each variant, with --set"
+        )
+    if wish.launcher == "srun" and wish.scheduler != "slurm":
+        problems.append(f"--launcher srun: belongs to slurm, not to {wish.scheduler}; use mpirun")
+    if problems:
+        raise HpctrainError(problems)
+
+
+def _placement(deck: Deck, nodes: int, ranks: int, gpus: int) -> list[str]:
+    """What is possible, but slow."""
+    warnings = []
+    tensor = deck.layout.tensor
+    if nodes > 1 and ranks % tensor:
+        would = max(size for size in range(1, tensor + 1) if ranks % size == 0 and tensor % size == 0)
+        warnings.append(
+            f"layout.tensor = {tensor} does not divide the {ranks} ranks of a node, so that tensor ranks "
+            f"talk between nodes in every layer; layout.tensor = {would} or "
+            f"{-(-ranks // tensor) * tensor} ranks a node would keep them together"
+        )
+    if 0 < gpus < ranks:
+        warnings.append(f"{ranks} ranks share the {gpus} GPUs of a node; one rank a GPU is faster")
+    if gpus and deck.run.device == "cpu":
+        warnings.append(f'the {gpus} GPUs of a node are of no use with run.device = "cpu"')
+    return warnings
+
+
+def _memory(
+    path: Path, overrides: Sequence[str], deck: Deck, ranks: int, ranks_per_node: int
+) -> tuple[int | None, list[str]]:
+    """Bytes a node to ask for, and a warning where the node has less than is predicted.
+
+    Nothing is predicted where the vocabulary would come from a token file that is not there yet.
+    """
+    given = deck.machine.memory
+    if deck.model.vocabulary is None and not Path(deck.data.tokens).exists():
+        return given, []
+    plan = plan_deck(path, ranks, overrides, ranks_per_node, advised=False)
+    predicted = plan.memory.largest.memory.total * ranks_per_node
+    if given is not None and predicted > given:
+        return given, [
+            f"the {ranks_per_node} ranks of a node are predicted to hold {format_bytes(predicted)}, more "
+            f"than machine.memory = {format_bytes(given)}; "
+            f"{command('plan', path, '--ranks', ranks)} tells what would save most"
+        ]
+    return given or ceil(predicted * MEMORY_MARGIN), []

@@ -1,0 +1,93 @@
+"""What of a user's words may stand in a batch script, where lines and words mean something.
+
+Shells are given every text as one quoted word; schedulers' directives have no quoting that all of them share,
+so that what stands in one must be a word by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.characters import control_problem
+
+if TYPE_CHECKING:
+    from hpctrain.job.ranks import Wish
+
+_WORD = re.compile(r"\w[\w.,:@+/-]*")
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_NAMES = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*")
+
+
+def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]:
+    """What in a wish, the deck's path and its `--set` arguments a script cannot carry, one sentence each."""
+    variants = [" ".join(variant) for variant in wish.variants]
+    given = [
+        ("the deck", str(path)),
+        *_all("--set", overrides),
+        *_all("--variant", variants),
+        *_options(wish),
+    ]
+    problems = [f"{name} {text}: {problem}" for name, text in given if (problem := control_problem(text))]
+    return problems or [*_directive_problems(wish), *_kubernetes_problems(wish)]
+
+
+def _all(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
+    return [(name, text) for text in texts]
+
+
+def _options(wish: Wish) -> list[tuple[str, str]]:
+    one = {
+        "--account": wish.account,
+        "--partition": wish.partition,
+        "--image": wish.image,
+        "--volume": None if wish.volume is None else ":".join(wish.volume),
+    }
+    found = [(name, text) for name, text in one.items() if text is not None]
+    return [*found, *_all("--directive", wish.directives), *_all("--module", wish.modules)]
+
+
+def _directive_problems(wish: Wish) -> Iterator[str]:
+    if wish.scheduler != "kubernetes":
+        for name, text in (("--account", wish.account), ("--partition", wish.partition)):
+            if text is not None and not _WORD.fullmatch(text):
+                yield (
+                    f"{name} {text}: must be one word of letters, digits and . , : @ + / - _, not begun by a "
+                    "sign; what else a scheduler takes can be given by --directive"
+                )
+    for text in wish.directives:
+        if not re.match(r"--?\w", text):
+            yield f'--directive {text}: must be an option of {wish.scheduler}, such as "--qos=high"'
+    for text in wish.modules:
+        if not text.strip() or text.startswith("-"):
+            yield f"--module {text}: must be the name of a module, such as openmpi/5"
+
+
+def _kubernetes_problems(wish: Wish) -> Iterator[str]:
+    if wish.scheduler != "kubernetes":
+        given = {"--image": wish.image, "--volume": wish.volume, "--shared-memory": wish.shared_memory}
+        for name, value in given.items():
+            if value is not None:
+                yield f"{name}: belongs to kubernetes, not to {wish.scheduler}; leave it out"
+        return
+    if wish.directives:
+        yield "--directive: kubernetes has no directives; edit the file instead"
+    if wish.modules:
+        yield "--module: on kubernetes all that hpctrain needs is in the image; name one by --image"
+    for name, text in (("--account", wish.account), ("--partition", wish.partition)):
+        if text is not None and not _LABEL.fullmatch(text):
+            yield (
+                f"{name} {text}: must be a name as kubernetes has them: at most 63 small letters, digits and "
+                "hyphens, with a letter or digit at both ends"
+            )
+    if wish.image is not None and not _IMAGE.fullmatch(wish.image):
+        yield f"--image {wish.image}: must be an image's name, such as registry.example.org/hpctrain:1"
+    if wish.volume is not None:
+        claim, mount = wish.volume
+        if not _NAMES.fullmatch(claim):
+            yield f"--volume {claim}: must begin with a claim's name: small letters, digits, hyphens and dots"
+        if not mount.startswith("/") or ":" in mount:
+            yield f"--volume {claim}:{mount}: must be mounted at a path that begins with /, without colons"

@@ -1,0 +1,52 @@
+"""The memory of a rank by kind: what a plan predicts and what a run holds are told in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from hpctrain.memory.scratch import Flat
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes of one rank by kind.
+
+    `parameter`: values that layers compute with, in the compute format. `gradient`: their sums. `optimizer`:
+    moments, and master weights where these are not the parameters themselves. `activation`: what autograd
+    keeps for backward, at its peak. `buffer`: memory that communication and gathered or opened buckets take
+    turns in. `other`: what computing needs in passing, and on a CPU the interpreter, its libraries,
+    what the allocator keeps free, and what a checkpoint copies while training goes on.
+    """
+
+    parameter: int = 0
+    gradient: int = 0
+    optimizer: int = 0
+    activation: int = 0
+    buffer: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.kinds().values())
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, in order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def row(self) -> dict[str, int]:
+        """As written into JSON: `parameter_bytes` and so on, and `total_bytes`."""
+        return {f"{kind}_bytes": size for kind, size in self.kinds().items()} | {"total_bytes": self.total}
+
+
+def storage_bytes(tensors: Iterable[Flat | None]) -> int:
+    """Bytes of the memory behind tensors, each storage once; what lies in files takes none."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

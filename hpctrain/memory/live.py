@@ -1,0 +1,91 @@
+"""What is held for backward, counted while it is held: by autograd, and by weight gradients that wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from hpctrain.memory.activations import ActivationStore
+from hpctrain.parallel.weight_grad import WeightGradientQueue
+
+
+class LiveActivations:
+    """Counts the bytes that are kept for backward while this is active: now, and at the most.
+
+    A storage that is kept several times counts once. Those of the tensors that `without` returns, such as
+    parameters, do not count. What the weight gradients of `queue` need counts until they are computed, and of
+    what `store` takes charge of, that which is in memory.
+    """
+
+    def __init__(
+        self,
+        without: Callable[[], Iterable[Tensor]],
+        queue: WeightGradientQueue | None = None,
+        store: ActivationStore | None = None,
+    ) -> None:
+        self.bytes = self.peak = 0
+        self._without, self._queue, self._store = without, queue, store
+        self._kept: Counter[int] = Counter()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, Kept.unpack)
+
+    def __enter__(self) -> LiveActivations:
+        if self._queue is not None:
+            self._queue.watch = self.keep
+        if self._store is not None:
+            self._store.watch = self.keep
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        if self._queue is not None:
+            self._queue.watch = None
+        if self._store is not None:
+            self._store.watch = None
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Count a tensor for as long as what this returns is there."""
+        return Kept(self, tensor)
+
+    def enter(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage that is kept once more; whether it counts at all."""
+        address = storage.data_ptr()
+        if not self._kept[address]:
+            if any(address == other.untyped_storage().data_ptr() for other in self._without()):
+                return False
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+        self._kept[address] += 1
+        return True
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """A storage is kept once less."""
+        address = storage.data_ptr()
+        self._kept[address] -= 1
+        if not self._kept[address]:
+            self.bytes -= storage.nbytes()
+
+
+class Kept:
+    """One tensor that is kept, for as long as this is there."""
+
+    def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:
+        # A Parameter is kept as itself: its memory changes hands while it is not gathered. Anything else is
+        # kept by an alias, as an output of the node that keeps it would keep itself alive.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.owner = owner
+        self.counted = owner.enter(self.tensor.untyped_storage())
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved."""
+        return self.tensor
+
+    def __del__(self) -> None:
+        if self.counted:
+            self.owner.leave(self.tensor.untyped_storage())

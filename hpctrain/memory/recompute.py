@@ -1,0 +1,98 @@
+"""Recomputation: what backward needs is computed again instead of kept (arXiv 1604.06174, 2205.05198)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.memory.activations import ActivationStore, Segment
+from hpctrain.model.shape import Recomputed
+from hpctrain.parallel.backward import End
+from hpctrain.parallel.keeping import Keeping, Layer
+
+
+def segment_size(recompute: Recomputed, layers: int) -> int:
+    """Layers of one segment, of which only the input is kept; 0 where all layers keep what they save."""
+    if recompute in {"none", "selective"} or not layers:
+        return 0
+    if recompute == "full":
+        return 1
+    return ceil(sqrt(layers)) if recompute == "sqrt" else min(int(recompute), layers)
+
+
+class Recompute(Keeping):
+    """Keeps the inputs of segments of layers, or of the core of attention ("selective").
+
+    Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held
+    back, and parameters gathered for a while, inside of a segment as outside. With a `store`, what segments
+    (or blocks, where these are kept) save waits there.
+    """
+
+    def __init__(self, recompute: Recomputed, store: ActivationStore | None = None) -> None:
+        self.recompute, self.store = recompute, store
+
+    def run(self, layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
+        """All layers of x; each segment again in its backward."""
+        size = segment_size(self.recompute, len(layers))
+        if not torch.is_grad_enabled() or (not size and self.store is None):
+            return super().run(layers, x, shared)
+        compute = partial(again, shared=shared) if size else super().run
+        segment: Segment | None = None
+        for first in range(0, len(layers), size or 1):
+            layer = layers[first : first + (size or 1)]
+            if self.store is None:
+                x = compute(layer, x)
+            else:
+                with self.store.saving(x, shared, before=segment) as segment:
+                    x = compute(layer, x)
+        return x
+
+    def attend(
+        self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The core of attention; with "selective", again in its backward."""
+        if self.recompute != "selective" or not torch.is_grad_enabled():
+            return compute(*inputs, *shared)
+        result: Tensor = _Again.apply(compute, *inputs, *shared)
+        return result
+
+
+def again(layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor]) -> Tensor:
+    """The layers of x, computed again in backward."""
+    if not x.requires_grad and any(p.requires_grad for layer in layers for p in layer.parameters):
+        x = x.detach().requires_grad_()  # so that backward comes by
+
+    def compute(x: Tensor, *_: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer.compute(x)
+        return x
+
+    result: Tensor = _Again.apply(compute, x, *shared)
+    return result
+
+
+class _Again(torch.autograd.Function):
+    """`compute(*tensors)`, of which only the tensors are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*tensors)
+        return compute(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        tensors = [
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(saved, ctx.needs_input_grad[1:], strict=True)
+        ]
+        with torch.enable_grad():
+            end = End(ctx.compute(*tensors))
+        end.backward(gradient)
+        return (None, *(tensor.grad for tensor in tensors))

@@ -1,0 +1,247 @@
+"""The folder of a run: whose it is, and that one job alone writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import shlex
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from hpctrain.checkpoint.names import checkpoints
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.files import JSON_BYTES, delete_folder, files_named, open_regular, parse_json, read_text
+from hpctrain.watch.run_files import (
+    LOCK,
+    MARKER,
+    is_run,
+    listed,
+    mark,
+    names_of_a_run,
+    refuse_unfit,
+    remove_run,
+)
+from hpctrain.watch.status import STATUS_FILE
+from hpctrain.words import command_line
+
+_SECONDS_PER_LOOK = 0.1
+
+_LOCK_BYTES = 1000
+_UNKNOWN = "unknown"
+
+# What file systems without locks say.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
+    """Whether what an earlier run wrote is to be deleted before this one begins.
+
+    That is where it is to be replaced (`fresh`), and where it ended before its first checkpoint; on a file
+    system without locks, where nothing tells whether it has, only with `again`. HpctrainError where the
+    folder holds what the run would write over.
+    """
+    folder = Path(deck.run.dir)
+    _refuse_file(deck)
+    refuse_unfit(folder)
+    ended_early = again or not checkpoints(folder / "checkpoints")
+    ended_early = ended_early and is_run(folder) and bool(names_of_a_run(folder))
+    if ended_early and not (fresh or again or is_free(folder)):
+        with lock_folder(folder):  # only where the file system has no locks
+            told = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
+            raise HpctrainError(deck.problem("run.dir", f"{told} with `--fresh`"))
+    if ended_early or (fresh and folder.is_dir() and any(folder.iterdir())):
+        return True
+    refuse_other_run(deck)
+    return False
+
+
+def _refuse_file(deck: Deck) -> None:
+    """Raise where a run's folder, or one above it, is no folder."""
+    for path in (folder := Path(deck.run.dir), *folder.parents):
+        if path.exists() and not path.is_dir():
+            above = "" if path == folder else f"lies below {path}, which "
+            raise HpctrainError(deck.problem("run.dir", f"{above}is a file, not a folder"))
+
+
+def clear_folder(deck: Deck, fresh: bool, again: bool) -> str:
+    """Make a run's folder ready for its beginning, on rank 0; in words, what stays there of others.
+
+    Errors as in `replaces`, by which it goes.
+    """
+    if not replaces(deck, fresh, again):
+        return ""
+    folder = Path(deck.run.dir)
+    stays = replace_run(deck)
+    refuse_other_run(deck)
+    if not fresh:
+        told = "%s: replaces a run that ended before its first checkpoint"
+        logging.getLogger("hpctrain").warning(told, folder)
+    return f"{folder}: no run wrote {listed(stays)}, so that stays" if stays else ""
+
+
+def replace_run(deck: Deck) -> list[str]:
+    """Delete the run in the folder of a deck; the names of what stays. Errors as in `remove_run`."""
+    folder = Path(deck.run.dir)
+    needed = [deck.data.tokens, deck.layout.schedule, *([deck.model.source] if deck.model.source else [])]
+    if not is_run(folder):  # nothing is locked, as that would write
+        return remove_run(folder, needed)
+    with lock_folder(folder):  # is kept, since others may wait for it
+        return remove_run(folder, needed)
+
+
+def delete_run(folder: Path) -> None:
+    """Delete a run for good, and its folder, if nothing else is in it. Errors as in `remove_run`."""
+    if is_run(folder):
+        with lock_folder(folder):
+            if not remove_run(folder):
+                delete_folder(folder, files_named(f"{re.escape(LOCK)}|{re.escape(MARKER)}"))
+
+
+def refuse_other_run(deck: Deck) -> None:
+    """Raise if the run's folder holds another run, or files that it would write over."""
+    folder = Path(deck.run.dir)
+    there = names_of_a_run(folder)
+    if is_run(folder) and {"deck.toml", "metrics.jsonl", "checkpoints"}.intersection(there):
+        go_on = way_on(folder, next(iter(checkpoints(folder / "checkpoints")), None))
+        told = f"holds another run already; go on with it by `{go_on}`, replace it with `--fresh`, or choose"
+        raise HpctrainError(deck.problem("run.dir", f"{told} another run.dir or run.title"))
+    if there and not is_run(folder):
+        raise HpctrainError(
+            deck.problem(
+                "run.dir",
+                f"is no run's folder, yet holds {listed(there)}, which the run would write over; choose "
+                "another run.dir or run.title",
+            )
+        )
+
+
+def way_on(folder: Path, newest: Path | None) -> str:
+    """The command that goes on with a run whose job has ended; "" where there is none.
+
+    `newest` is its newest good checkpoint. Without any, the run begins again.
+    """
+    place = _started_in(folder)
+    elsewhere = place is not None and place != Path.cwd()
+    # The deck's relative paths, that of the run too, are meant from there.
+    own = folder.resolve() if elsewhere else folder
+    if newest is None:
+        if not (folder / "deck.toml").exists():
+            return ""
+        fresh = ["--fresh"] if checkpoints(folder / "checkpoints") else []
+        here = ["--set", f"run.dir={own}"] if elsewhere else []
+        line = command_line("run", own / "deck.toml", *here, *fresh)
+    elif newest.parent.absolute() == (folder / "checkpoints").absolute():
+        line = command_line("resume", own)
+    else:
+        line = command_line("resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={own}")
+    return f"cd {shlex.quote(str(place))} && {line}" if elsewhere else line
+
+
+def _started_in(folder: Path) -> Path | None:
+    """The folder where a run was started, if it tells, and it is there."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        place = Path(parse_json(read_text(folder / STATUS_FILE, JSON_BYTES))["started_in"])
+        return place if place.is_absolute() and place.is_dir() else None
+    return None
+
+
+def no_way_on(folder: Path) -> str:
+    """Why nothing can go on from a run's folder that has no good checkpoint, and what to do instead."""
+    told, again = f"{folder / 'checkpoints'}: holds no good checkpoint to go on from", way_on(folder, None)
+    if holder := _holder(folder):
+        return f"{told}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
+    return f"{told}; begin again by `{again}`" if again else told
+
+
+def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
+    """Raise if a run that goes on from a checkpoint would write over what is not its own."""
+    folder = Path(deck.run.dir)
+    _refuse_file(deck)
+    refuse_unfit(folder)
+    own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+    if not own or not (is_run(folder) or names_of_a_run(folder) == ["checkpoints"]):
+        refuse_other_run(deck)
+
+
+def take_folder(folder: Path) -> TextIO:
+    """Make the run's folder, if it is not there, hold it as `lock_folder` does, and mark it as a run's.
+
+    HpctrainError also where what the run is to write is there as a link or as no regular file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    refuse_unfit(folder)
+    lock = lock_folder(folder)
+    mark(folder)
+    return lock
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Hold the folder until what this returns is closed, or the process ends, however it ends.
+
+    HpctrainError if another process holds it. Where the file system has no locks, that is logged.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    stream = os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+", encoding="utf-8")
+    try:
+        _lock(stream)
+    except BlockingIOError:
+        stream.close()
+        holder = _holder(folder)
+        raise HpctrainError(
+            f"{folder}: another job writes to this run folder ({holder or _UNKNOWN}); "
+            "let it end, or choose another run.dir or run.title"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            stream.close()
+            raise
+        logging.getLogger("hpctrain").warning(
+            "%s: this file system has no locks: nothing keeps a second job out of the folder", folder
+        )
+    job = os.environ.get("SLURM_JOB_ID")
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else ""))
+    stream.flush()
+    return stream
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process holds the folder. Where the file system has no locks, it counts as held."""
+    try:
+        with open_regular(folder / LOCK) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _holder(folder: Path) -> str:
+    """Which job holds the folder, in words; "" where none does, or where the file system does not tell."""
+    try:
+        with open_regular(folder / LOCK) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError, ValueError):
+            return read_text(folder / LOCK, _LOCK_BYTES).strip() or _UNKNOWN
+        return _UNKNOWN
+    except OSError:
+        pass
+    return ""
+
+
+def _lock(stream: TextIO) -> None:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Who looks whether it is free holds it for a moment.
+        time.sleep(_SECONDS_PER_LOOK)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,244 @@
+"""What rank 0 prints while it trains: a live bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
+from hpctrain.units import format_count, format_seconds
+from hpctrain.watch.log import show_warnings
+from hpctrain.watch.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Style = Literal["auto", "bar", "lines"]
+
+STYLE_VARIABLE = "HPCTRAIN_PROGRESS"
+"""Environment variable that settles the style "auto": bar or lines."""
+
+_SECONDS_PER_DRAWING = 0.1
+_STEPS_OF_AVERAGE = 100
+_BAR_COLUMNS = (8, 40)
+_LESS_THAN_BAR = 3  # fields of greater numbers give way to the bar
+
+
+class Progress:
+    """Shows the steps `start` + 1 to `steps` of a run; rank 0 makes one, and nothing else prints meanwhile.
+
+    `style` "auto" draws a bar where a person watches a terminal (the environment variable HPCTRAIN_PROGRESS
+    may say otherwise) and prints one line every `log_every` steps elsewhere. Warnings of `logger` are shown
+    above the bar. A screen that goes away ends the showing, never the run.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        start: int = 0,
+        *,
+        log_every: int = 10,
+        style: Style = "auto",
+        logger: logging.Logger | None = None,
+        output: TextIO | None = None,
+        terminal: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.steps = steps
+        self.start = start
+        self.log_every = max(1, log_every)
+        self._output: TextIO | None = sys.stdout if output is None else output
+        self._clock = clock
+        self._began = clock()
+        self._logger = logger
+        self._stamps: deque[float] = deque(maxlen=_STEPS_OF_AVERAGE + 1)
+        self._latest: StepMetrics | None = None
+        self._validation: float | None = None
+        self._skipped = 0
+        self._activity = ""
+        self._drawn = -math.inf
+        self._closing = False
+        if terminal is None and style != "lines":
+            terminal = find_terminal()
+        self.style = _choose(style, terminal)
+        self._terminal = terminal
+        self._console: Console | None = None
+        if self.style == "bar":
+            self._console = bar_console(self._output)
+            if logger is not None and terminal is not None and terminal.takes_errors:
+                show_warnings(logger, self.message)
+            self._draw()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step that was done; between drawings this costs a few microseconds."""
+        now = self._clock()
+        self._stamps.append(now)
+        self._latest = metrics
+        self._activity = ""
+        self._skipped += metrics.skipped
+        if metrics.validation_loss is not None:
+            self._validation = metrics.validation_loss
+        if self.style == "bar":
+            if now - self._drawn >= _SECONDS_PER_DRAWING or metrics.step == self.steps:
+                self._draw()
+        elif metrics.step in {self.start + 1, self.steps} or metrics.step % self.log_every == 0:
+            self._write(self._line(metrics) + "\n")
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Show the validation loss after a step, in nats per token."""
+        self._validation = loss
+        self.message(f"{self._count(step)}  validation loss {loss:.4f}")
+
+    def message(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        if self.style == "bar":
+            width = None if self._terminal is None else self._terminal.columns()
+            shown = "\n".join(fit(text, width))
+            self._write(f"\r\x1b[K{shown}\n")
+            self._draw()
+        else:
+            self._write("\n".join(fit(text, columns())) + "\n")
+
+    def working(self, activity: str) -> None:
+        """Say on the bar what takes long now ("evaluating"), until the next step; lines leave it out."""
+        if self.style == "bar":
+            self._activity = activity
+            self._draw()
+
+    def seconds_left(self) -> float | None:
+        """Expected wall time of the steps still to do, by the last hundred with all that came between."""
+        if self._latest is None:
+            return None
+        passed = len(self._stamps) - 1
+        each = (self._stamps[-1] - self._stamps[0]) / passed if passed else self._latest.seconds
+        return each * max(0, self.steps - self._latest.step)
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen and give warnings back to stderr."""
+        if self._console is not None:
+            self._activity, self._closing = "", True
+            self._draw()
+            self._write("\n")
+            self._console = None
+            self.style = "lines"
+            if self._logger is not None:
+                show_warnings(self._logger, None)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _count(self, step: int) -> str:
+        return f"step {step:>{len(str(self.steps))}}/{self.steps}"
+
+    def _line(self, metrics: StepMetrics) -> str:
+        columns = [
+            self._count(metrics.step),
+            f"loss {_number(metrics.loss, 4):>7}",
+            f"grad norm {_number(metrics.grad_norm, 3):>7}",
+            f"lr {metrics.lr:.2e}",
+            f"{format_count(metrics.tokens_per_s):>5} tokens/s",
+        ]
+        if metrics.mfu is not None:
+            columns.append(f"mfu {metrics.mfu:4.0%}")
+        columns.append(self._time(metrics, "left {}", "took {}"))
+        if metrics.skipped:
+            columns.append("(skipped)")
+        elif self._skipped:
+            columns.append(f"({self._skipped} skipped)")
+        return "  ".join(columns)
+
+    def _time(self, metrics: StepMetrics, left: str, took: str) -> str:
+        if metrics.step >= self.steps:
+            return took.format(_whole_seconds(self._clock() - self._began))
+        return left.format(_whole_seconds(self.seconds_left() or 0))
+
+    def _bar_fields(self) -> list[tuple[int, str, str]]:
+        """What the bar tells from left to right: (importance, style, text); the most important has 0."""
+        metrics = self._latest
+        if metrics is None:
+            told = self._activity or ("no step was made" if self._closing else "starting")
+            return [(0, "bold", self._count(self.start)), (1, "cyan", told)]
+        fields = [
+            (0, "bold", self._count(metrics.step)),
+            (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
+        ]
+        if self._validation is not None:
+            fields.append((5, "green", f"validation {_number(self._validation, 4)}"))
+        fields.append((6, "", f"grad norm {_number(metrics.grad_norm, 3)}"))
+        fields.append((3, "", f"{format_count(metrics.tokens_per_s):>5} tokens/s"))
+        if metrics.mfu is not None:
+            fields.append((7, "", f"mfu {metrics.mfu:.0%}"))
+        if self._skipped:
+            fields.append((4, "red", f"{self._skipped} skipped"))
+        fields.append((2, "cyan", self._activity or self._time(metrics, "{} left", "in {}")))
+        return fields
+
+    def _draw(self) -> None:
+        if self._console is None or self._output is None:
+            return
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        # A line that fills the last column would make some terminals wrap.
+        room = (DEFAULT_COLUMNS if self._terminal is None else self._terminal.columns()) - 1
+        fields = self._bar_fields()
+        while _columns(fields) > room - _BAR_COLUMNS[0] - 1 and max(fields)[0] > _LESS_THAN_BAR:
+            fields.remove(max(fields))
+        while _columns(fields) > room and len(fields) > 1:
+            fields.remove(max(fields))
+        console = self._console
+        console.width = room + 1
+        bar = min(_BAR_COLUMNS[1], room - _columns(fields) - 1)
+        with console.capture() as drawing:
+            for index, (_, style, text) in enumerate(fields):
+                if index == 1 and bar >= _BAR_COLUMNS[0]:
+                    done = self.start if self._latest is None else self._latest.step
+                    console.print(" ", ProgressBar(self.steps, done, width=bar), sep="", end="")
+                gap = "  " if index else ""
+                console.print(Text(gap + text, style)[:room], end="", no_wrap=True, crop=False)
+        self._write(f"\r{drawing.get()}\x1b[K")
+        self._drawn = self._clock()
+
+    def _write(self, text: str) -> None:
+        if self._output is None:
+            return
+        encoding = getattr(self._output, "encoding", None) or "utf-8"
+        try:
+            self._output.write(text.encode(encoding, "replace").decode(encoding))
+            self._output.flush()
+        except (OSError, ValueError):
+            self._output = None
+
+
+def _choose(style: Style, terminal: Terminal | None) -> Literal["bar", "lines"]:
+    if style == "auto":
+        wish = os.environ.get(STYLE_VARIABLE, "").strip().lower()
+        if wish in {"bar", "lines"}:
+            return "bar" if wish == "bar" else "lines"
+        blind = os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
+        return "lines" if terminal is None or blind else "bar"
+    return style
+
+
+def _columns(fields: list[tuple[int, str, str]]) -> int:
+    return sum(len(text) for _, _, text in fields) + 2 * (len(fields) - 1)
+
+
+def _number(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if not math.isfinite(value) or abs(value) < 1000 else f"{value:.1e}"
+
+
+def _whole_seconds(seconds: float) -> str:
+    return format_seconds(max(1, round(seconds)))

@@ -1,0 +1,116 @@
+"""What a run tells while it trains: log, metrics, terminal and status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.report.terminal import columns, fit
+from hpctrain.watch.log import close_log, open_log
+from hpctrain.watch.metrics import MetricsWriter, StepMetrics
+from hpctrain.watch.progress import Progress
+from hpctrain.watch.status import Status
+
+_ACTIVITIES = {"evaluating": "evaluating", "checkpointing": "writing a checkpoint"}
+
+
+class Reporter:
+    """Rank 0 tells everything; the other ranks have a log for their warnings alone."""
+
+    def __init__(self, world: World, deck: Deck, start: int, facts: Mapping[str, Any], resumed: bool) -> None:
+        """Open all files; collective. `start` is the step to go on from, `facts` go into the status."""
+        self.world, self.deck, self.start = world, deck, start
+        folder = Path(deck.run.dir)
+        self.metrics: MetricsWriter | None = None
+        self.progress: Progress | None = None
+        with world.agreement():
+            self.log = open_log(folder, world.rank)
+            if world.rank == 0:
+                self.metrics = MetricsWriter(folder / "metrics.jsonl", start if resumed else None)
+        self.status = Status(folder if world.rank == 0 else None, facts)
+
+    def begin(self) -> None:
+        """From here on steps are shown."""
+        if self.world.rank == 0:
+            run = self.deck.run
+            self.progress = Progress(run.steps, self.start, log_every=run.log_every, logger=self.log)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Lines for the log and the terminal."""
+        for line in lines:
+            self.log.info("%s", line)
+            if self.progress is not None:
+                self.progress.message(line)
+            elif self.world.rank == 0:
+                with suppress(OSError):  # a screen that has gone away is no reason to end a run
+                    print(*fit(line, columns()), sep="\n", flush=True)
+
+    def working(self, state: Literal["evaluating", "checkpointing"]) -> None:
+        """What takes long now."""
+        if self.progress is not None:
+            self.progress.working(_ACTIVITIES[state])
+        self.status.change(state)
+
+    def saved(self, checkpoint: Path | None) -> None:
+        """A checkpoint was written, or begun; the newest complete one."""
+        self.status.change("running", checkpoint=_text(checkpoint))
+
+    def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
+        """A step that was done, on rank 0; `longest` are the seconds of the longest recent one."""
+        assert self.metrics is not None
+        assert self.progress is not None
+        self.metrics.write(row)
+        self.progress.step(row)
+        if row.validation_loss is not None:
+            self.progress.evaluation(row.step, row.validation_loss)
+        self.status.step(
+            step=row.step,
+            loss=row.loss,
+            tokens_per_s=row.tokens_per_s,
+            seconds_left=self.progress.seconds_left(),
+            step_seconds=longest,
+            checkpoint=_text(checkpoint),
+        )
+
+    def stepped(self) -> None:
+        """No other step comes: what is said from here on stands below the bar."""
+        if self.progress is not None:
+            self.progress.close()
+
+    def ended(self, checkpoint: Path | None, stopped: str = "") -> None:
+        """All steps are done; or the run stops before, for the reason `stopped`."""
+        if stopped:
+            self.status.change("stopped", checkpoint=_text(checkpoint), reason=stopped)
+        else:
+            self.status.change("done", checkpoint=_text(checkpoint), seconds_left=0.0)
+
+    def failed(self, error: BaseException, checkpoint: Path | None) -> None:
+        """The run ends by an error; the newest complete checkpoint."""
+        told = f"{type(error).__name__}: {error}"
+        if isinstance(error, HpctrainError):
+            told = next(iter(error.problems), "nobody reads its output")
+        elif isinstance(error, KeyboardInterrupt):
+            told = "interrupted a second time"
+        self.status.change("failed", checkpoint=_text(checkpoint), reason=told)
+
+    def hangs(self, reason: str) -> None:
+        """The run ends by its watchdog, which calls this while the main thread hangs."""
+        self.status.change("failed", reason=reason)
+
+    def close(self) -> None:
+        """Close all files."""
+        if self.progress is not None:
+            self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.status.close()
+        close_log(self.log)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

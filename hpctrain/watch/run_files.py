@@ -1,0 +1,225 @@
+"""What a run writes into its folder, by name, and deleting an earlier run: these files, and no others.
+
+A file that a run is to write is named here. The folder itself stays, with its marker and with its lock, which
+another job may be waiting for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpctrain.characters import escaped
+from hpctrain.errors import HpctrainError
+from hpctrain.files import delete_files, delete_folder, files_named
+from hpctrain.memory.scratch import delete_offload_folder, delete_scratch, is_scratch
+
+MARKER = ".hpctrain-run"
+"""Name of the file that tells a run's folder from any other."""
+
+LOCK = "lock"
+"""Name of the file that is locked while a job writes to the folder; it tells which one."""
+
+CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"
+"""Names of the empty files in a run's folder that ask as SIGUSR1 and SIGUSR2 do."""
+
+_MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"
+
+_CHECKPOINTS, _OFFLOAD, _PLOTS = "checkpoints", "offload", "plots"
+
+_FILE = (
+    r"deck\.toml|metrics\.jsonl(\.new)?|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
+    r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
+)
+_WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")
+_CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
+_LINKS = ("latest", ".latest.tmp")
+_PICTURE = r"(loss|learning_rate|throughput|grad_norm|schedule)\.png"
+
+_AT_LEAST = {"deck.toml", "log.txt", LOCK}
+"""What every run wrote before there was a marker."""
+
+_NAMES_TOLD = 5
+
+
+def mark(folder: Path) -> None:
+    """Say in a run's folder that it is one."""
+    path = folder / MARKER
+    if not os.path.lexists(path):
+        path.write_text(_MARK, encoding="utf-8")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run wrote here: it has the marker, or files that runs had together before they had one."""
+    names = _names(folder)
+    if MARKER in names:
+        return (folder / MARKER).is_file() and not (folder / MARKER).is_symlink()
+    return "deck.toml" in names and bool(names & {LOCK, "metrics.jsonl"})
+
+
+def names_of_a_run(folder: Path) -> list[str]:
+    """What is in a folder, if it is there, by the names that a run gives; but for lock and marker.
+
+    A run's own folder of checkpoints counts where there are any.
+    """
+    found = {name for name in _names(folder) if re.fullmatch(_FILE, name)}
+    inner = _names(folder / _CHECKPOINTS)
+    if any(re.fullmatch(_CHECKPOINT, name) for name in inner) or (
+        os.path.lexists(folder / _CHECKPOINTS) and not is_run(folder)
+    ):
+        found.add(_CHECKPOINTS)
+    return sorted(found)
+
+
+def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
+    """Delete an earlier run, whose folder is locked; the names of what is not a run's, and stays.
+
+    HpctrainError, with nothing deleted, where the folder is no run's or is not for runs alone, where it has
+    no marker and holds more than a run, and where a file that is `needed` would go.
+    """
+    if not is_run(folder):
+        raise HpctrainError(
+            f"{folder}: holds no run (no {MARKER}), so nothing in it is deleted; choose another run.dir"
+        )
+    place, kind = folder.resolve(), _kind(folder)
+    if kind:
+        raise HpctrainError(
+            f"{folder}: is {kind}, where no earlier run is deleted; choose another run.dir, or delete by "
+            f"hand what a run wrote there ({listed(names_of_a_run(folder))})"
+        )
+    foreign, names = list(_foreign(folder)), _names(folder)
+    if MARKER not in names and (foreign or not names >= _AT_LEAST):
+        besides = f", and besides {listed(foreign)}" if foreign else ""
+        raise HpctrainError(
+            f"{folder}: holds what may be a run, without {MARKER}{besides}, so nothing in it is deleted; "
+            "choose another run.dir, or delete the run by hand"
+        )
+    blocking = [name for name in foreign if re.fullmatch(f"checkpoints/({_CHECKPOINT})", name)]
+    if blocking:
+        _refuse(folder, blocking)
+    for name in needed:
+        path = Path(name).resolve()
+        pattern = {place: _FILE, place / _CHECKPOINTS: _CHECKPOINT}.get(path.parent)
+        if pattern is not None and re.fullmatch(pattern, path.name):
+            raise HpctrainError(
+                f"{folder}: {name}, which this run is to read, belongs to the run that would be deleted; "
+                "move it elsewhere, or choose another run.dir"
+            )
+    _delete(folder)
+    return foreign
+
+
+def refuse_unfit(folder: Path) -> None:
+    """HpctrainError where a run that writes to this folder would write through a link, or wait for a pipe.
+
+    A run's own folders may be links to where there is more room.
+    """
+    if not folder.is_dir():
+        return
+    with os.scandir(folder) as entries:
+        unfit = sorted(entry.name for entry in entries if _is_unfit(entry))
+    if unfit:
+        _refuse(folder, unfit)
+
+
+def _refuse(folder: Path, names: Sequence[str]) -> NoReturn:
+    raise HpctrainError(
+        f"{folder}: holds {listed(names)}, which no run wrote (it is a link or no regular file) but one "
+        "would write; move that elsewhere, or choose another run.dir"
+    )
+
+
+def _is_unfit(entry: os.DirEntry[str]) -> bool:
+    if entry.name in _OWN:
+        return not entry.is_dir()
+    return bool(_WRITTEN.fullmatch(entry.name)) and not entry.is_file(follow_symlinks=False)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = len(names) - _NAMES_TOLD
+    return escaped(", ".join(names[:_NAMES_TOLD])) + (f" and {more} more" if more > 0 else "")
+
+
+def is_request(entry: os.DirEntry[str]) -> bool:
+    """Whether it asks a run for something: an empty file of such a name. Others are not the run's."""
+    if entry.name not in {CHECKPOINT_FILE, STOP_FILE} or not entry.is_file(follow_symlinks=False):
+        return False
+    return entry.stat(follow_symlinks=False).st_size == 0
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _kind(folder: Path) -> str:
+    """What a folder is, where it is none of a run's own; "" for a plain one."""
+    place = folder.resolve()
+    if folder.is_symlink():
+        return "a symbolic link"
+    if Path.cwd().is_relative_to(place):
+        return "the current folder, or one above it"
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  (Path.home fails where there is none)
+    if home.is_relative_to(place):
+        return "the home folder, or one above it"
+    mounted = _mount_points()
+    if place.is_mount() or str(place) in mounted:
+        return "a mount point"
+    for name in (_CHECKPOINTS, _OFFLOAD, _PLOTS):
+        if (folder / name).is_symlink():
+            return f"a folder whose {name} is a symbolic link"
+        if (place / name).is_mount() or str(place / name) in mounted:
+            return f"a folder whose {name} is a mount point"
+    return ""
+
+
+def _mount_points() -> set[str]:
+    """As the kernel tells them: those too that lie on the file system of their parents."""
+    try:
+        lines = (
+            Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        )
+    except OSError:
+        return set()
+    return {re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4]) for line in lines}
+
+
+def _foreign(folder: Path) -> Iterator[str]:
+    """What is not a run's, relative to its folder, in order."""
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if not entry.is_dir(follow_symlinks=False):
+                if entry.name not in {LOCK, MARKER} and not _own_file(entry):
+                    yield entry.name
+            elif entry.name in _OWN:
+                with os.scandir(entry.path) as inner:
+                    names = sorted(each.name for each in inner if not _OWN[entry.name](each))
+                yield from (f"{entry.name}/{name}" for name in names)
+            else:
+                yield f"{entry.name}/"
+
+
+def _delete(folder: Path) -> None:
+    for name in (_CHECKPOINTS, _PLOTS):
+        if (folder / name).is_dir():
+            delete_folder(folder / name, _OWN[name])
+    if (folder / _OFFLOAD).is_dir():
+        for each in (folder / _OFFLOAD).iterdir():
+            delete_scratch(each)
+        delete_offload_folder(folder / _OFFLOAD)
+    delete_files(folder, _own_file)
+
+
+def _own_file(entry: os.DirEntry[str]) -> bool:
+    return files_named(_FILE)(entry) or is_request(entry)
+
+
+def _own_checkpoint(entry: os.DirEntry[str]) -> bool:
+    return files_named(_CHECKPOINT)(entry) or (entry.name in _LINKS and entry.is_symlink())
+
+
+_OWN = {_CHECKPOINTS: _own_checkpoint, _PLOTS: files_named(_PICTURE), _OFFLOAD: is_scratch}
+"""What is a run's in the folders that it makes."""

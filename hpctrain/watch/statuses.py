@@ -1,0 +1,172 @@
+"""`hpctrain status`: where runs stand, from their folders alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hpctrain.characters import escaped
+from hpctrain.checkpoint.names import checkpoints
+from hpctrain.errors import EXIT_DONE, InputOutputError
+from hpctrain.files import parse_json, read_text
+from hpctrain.report.table import fitted
+from hpctrain.report.terminal import columns, fit
+from hpctrain.units import format_count, format_seconds
+from hpctrain.watch.folder import is_free, way_on
+from hpctrain.watch.status import ACTIVE, STATUS_FILE
+from hpctrain.words import command
+
+ENDED = ("stopped", "failed", "lost")
+"""States of a run that has no job, and steps left to do."""
+
+STATUS_BYTES = 1 << 20
+
+LATE_STEPS = 10
+LATE_SECONDS = 30.0
+"""A run is stalled when no step has ended for so many times the time of a step and so many seconds more."""
+
+
+def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
+    """Show a table, or a JSON list, of the runs in these folders; the exit code.
+
+    InputOutputError, once the others are shown, with every folder that has no readable status.
+    """
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            rows.append(read_status(folder))
+        except InputOutputError as error:
+            problems += error.problems
+    if as_json:
+        show(json.dumps(rows, indent=1))
+    elif rows:
+        show(statuses_text(rows))
+    if problems:
+        raise InputOutputError(problems)
+    return EXIT_DONE
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The status of a run, with `folder` and, of one that has a job, `seconds_since_step`.
+
+    Its state is "lost" where the file says that it has a job, but nothing holds the folder, and "stalled"
+    where no step has ended for long. `checkpoint` is the newest good one even where the run could not write
+    so; of a run that ended before its last step, `go_on` is the command that goes on with it, or "".
+    """
+    path = folder / STATUS_FILE
+    try:
+        status: dict[str, Any] = parse_json(read_text(path, STATUS_BYTES))
+        status |= {"folder": str(folder), **_judged(status, folder)}
+        newest = _newest_good(folder, status.get("checkpoint"))
+    except OSError as error:
+        below = f"; {command('status')} takes the folders of runs, as {folder}/*" if _has_runs(folder) else ""
+        told = f"{path}: cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
+        raise InputOutputError(told) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
+    status["checkpoint"] = None if newest is None else str(newest)
+    if status["state"] in ENDED:
+        status["go_on"] = way_on(folder, newest)
+    return status
+
+
+def _has_runs(folder: Path) -> bool:
+    """Whether runs lie in folders of this one."""
+    try:
+        return any((below / STATUS_FILE).is_file() for below in folder.iterdir())
+    except OSError:
+        return False
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run says that it has done all of its steps."""
+    try:
+        return bool(parse_json(read_text(folder / STATUS_FILE, STATUS_BYTES))["state"] == "done")
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _judged(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What becomes of the state as the file tells it."""
+    state, step_time, written = status["state"], status.get("step_time"), _seconds_since(status["time"])
+    if state not in ACTIVE:
+        return {}
+    late = LATE_STEPS * (status.get("step_seconds") or 0.0) + LATE_SECONDS
+    since = None if step_time is None else _seconds_since(step_time)
+    # From another node, a file system with locks of each node's own shows every folder as free.
+    certain = status.get("host") == socket.gethostname() or written > late
+    if certain and is_free(folder):
+        state = "lost"
+    elif state == "running" and since is not None and since > late:
+        state = "stalled"
+    return {"state": state, "seconds_since_step": since}
+
+
+def _newest_good(folder: Path, told: str | None) -> Path | None:
+    """The newest whole checkpoint of a run that told of this one, which was verified when it was written."""
+    for path in checkpoints(folder / "checkpoints"):
+        if told is not None and path.name == Path(told).name:
+            return path
+        from hpctrain.checkpoint.keep import is_whole  # with torch, which takes seconds
+
+        if is_whole(path):
+            return path
+    return Path(told) if told is not None and Path(told).is_file() else None
+
+
+def statuses_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, and below it what there is to say of single runs."""
+    head = ("run", "state", "step", "loss", "tokens/s", "left", "last step", "ranks", "job", "checkpoint")
+    cells = [head, *map(_cells, rows)]
+    notes = [f"{row['folder']}: {note}" for row in rows for note in _notes(row)]
+    width = columns()
+    told = [line for note in notes for line in fit(note, width)]
+    lines = [*fitted(cells, (0, 1, 8, 9), width), *([""] if notes else []), *told]
+    return "\n".join(map(escaped, lines))  # anybody may have written such a file
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    active = "seconds_since_step" in row and row["state"] != "lost"
+    left, since = row.get("seconds_left"), row.get("seconds_since_step")
+    loss, rate = row.get("loss"), row.get("tokens_per_s")
+    return (
+        row["folder"],
+        row["state"],
+        f"{row.get('step', 0)}/{row.get('steps', '?')}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if rate is None or not active else format_count(rate),
+        "" if left is None or not active else format_seconds(round(left)),
+        _ago(since) if since is not None else _date(row.get("step_time")),
+        str(row.get("ranks", "")),
+        row.get("job") or f"process {row.get('pid')} on {row.get('host')}",
+        row.get("checkpoint") or "none",
+    )
+
+
+def _notes(row: dict[str, Any]) -> list[str]:
+    notes = [str(row["reason"])] if row.get("reason") else []
+    if row["state"] == "lost":
+        notes.append("its job ended without a word")
+    if row.get("go_on"):
+        notes.append(f"go on by `{row['go_on']}`")
+    if row["state"] == "stalled":
+        notes.append(f"steps took {format_seconds(row.get('step_seconds') or 0.0)} before")
+    return notes + [slow["words"] for slow in row.get("stragglers") or []]
+
+
+def _seconds_since(text: str) -> float:
+    then = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return max(0.0, (datetime.now(timezone.utc) - then).total_seconds())
+
+
+def _ago(seconds: float) -> str:
+    return f"{format_seconds(round(seconds))} ago" if seconds >= 1 else "now"
+
+
+def _date(text: str | None) -> str:
+    return "" if text is None else text.replace("T", " ").removesuffix("Z")

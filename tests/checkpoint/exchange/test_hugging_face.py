@@ -1,0 +1,415 @@
+"""Hugging Face folders made by `transformers`, imported and exported; folders that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.entries import model_entries, training_entries
+from hpctrain.checkpoint.exchange import convert as exchange
+from hpctrain.checkpoint.exchange import source
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.source import source_shape
+from hpctrain.checkpoint.layout import Entry
+from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.read import deck_text
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.shard import Shard
+from hpctrain.sharding.bucket import Sharding, make_buckets
+from tests.engines import small_deck
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"tie_word_embeddings": True}),
+    "gpt2-untied": ("GPT2", {"tie_word_embeddings": False, "n_inner": 40, "layer_norm_epsilon": 1e-3}),
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-grouped": ("Llama", {"num_key_value_heads": 2, "rope_theta": 300.0, "rms_norm_eps": 1e-3}),
+    "llama-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "GPT2": {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "Llama": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    },
+}
+
+
+def reference(name: str, **changes: Any) -> torch.nn.Module:
+    """A model of `transformers` with random weights, biases and norms too."""
+    kind, keys = MODELS[name]
+    keys = SIZES[kind] | keys | {"bos_token_id": None, "eos_token_id": None} | changes
+    config = getattr(transformers, f"{kind}Config")(**keys)
+    torch.manual_seed(7)
+    model = {"GPT2": transformers.GPT2LMHeadModel, "Llama": transformers.LlamaForCausalLM}[kind](config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def saved(model: torch.nn.Module, folder: Path, **arguments: Any) -> Path:
+    model.save_pretrained(folder, **arguments)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by the library's own reader."""
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in safetensors_torch.load_file(file).items()
+    }
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def our_model(path: Path, world: World) -> Transformer:
+    """The model of a checkpoint, on one rank."""
+    lone = world.alone()
+    mesh = Mesh(lone, {})
+    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    model = Transformer(source_shape(path), groups)
+    whole = Sharding.whole(mesh.group("data", "context"), mesh.group("pipeline"))
+    buckets = make_buckets(model.units(), whole, torch.float32, 10_000, trained=False)
+    load(path, lone.everyone, model_entries(buckets, mesh))
+    return model
+
+
+def rewritten(path: Path, out: Path, state: dict[str, Any], world: World) -> None:
+    """The tensors of a checkpoint under another state."""
+    with h5py.File(path) as file:
+        found: dict[str, Tensor] = {}
+        file["model"].visititems(
+            lambda name, item: (
+                found.update({name: torch.from_numpy(item[()])}) if isinstance(item, h5py.Dataset) else None
+            )
+        )
+    entries = [
+        Entry(f"/model/{name}", Shard.whole(name, tuple(tensor.shape)), tensor.reshape(-1))
+        for name, tensor in found.items()
+    ]
+    save(out, world.alone().everyone, entries, state)
+
+
+TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_path: Path) -> None:
+    model = reference(name)
+    theirs = saved(model, tmp_path / "theirs")
+    import_model(world, theirs, tmp_path / "model.h5")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        logits = our_model(tmp_path / "model.h5", world).logits(TOKENS)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+        told = export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+        assert "fp32" in told and "1 file," in told and "without a tokenizer" in told
+        assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(theirs))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert type(again) is type(model)
+        assert torch.equal(again.eval()(TOKENS).logits, expected)
+    import_model(world, tmp_path / "ours", tmp_path / "again.h5")
+    with h5py.File(tmp_path / "model.h5") as one, h5py.File(tmp_path / "again.h5") as other:
+        assert (one["checksums"][...] == other["checksums"][...]).all()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-grouped"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_in_many_files_and_small_pieces(
+    name: str, dtype: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces smaller than a row, so that every kind of rectangle is read."""
+    for module in (exchange, source):
+        monkeypatch.setattr(module, "PIECE_BYTES" if module is exchange else "BUFFER_BYTES", 100)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    theirs = saved(reference(name).to(half), tmp_path / "theirs", max_shard_size="8KB")
+    assert (theirs / "model.safetensors.index.json").exists()
+    import_model(world, theirs, tmp_path / "model.h5")
+    export_model(world, tmp_path / "model.h5", tmp_path / "ours", dtype, 8000)
+    files = sorted(file.name for file in (tmp_path / "ours").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(theirs))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == half
+    export_model(world, tmp_path / "model.h5", tmp_path / "single", None, 10**9)
+    widened = {tensor: value.float() for tensor, value in tensors_of(theirs).items()}
+    assert_same_bits(tensors_of(tmp_path / "single"), widened)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("layout.tensor=2", "layout.sequence_parallel=true"),
+        ("layout.pipeline=2", "model.family=llama", "model.key_value_heads=2", "model.mlp=48"),
+        ("layout.zero=3", "precision.compute=bf16", "model.tied=false"),
+    ],
+    ids=["tensor", "pipeline", "zero-bf16"],
+)
+def test_what_a_layout_saved_is_what_transformers_computes(
+    overrides: tuple[str, ...], world: World, mpi_tmp_path: Path
+) -> None:
+    deck = small_deck(*overrides)
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    path = mpi_tmp_path / "run.h5"
+    entries = training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing=True)
+    save(path, world.everyone, entries, {"deck": deck_text(deck), "tokenizer": "bytes"})
+    half = "precision.compute=bf16" in overrides
+    export_model(world, path, mpi_tmp_path / "default", None, 20_000)
+    export_model(world, path, mpi_tmp_path / "single", "fp32", 20_000)
+    if world.rank == 0:
+        exact = transformers.AutoModelForCausalLM.from_pretrained(mpi_tmp_path / "single").eval()
+        rounded = tensors_of(mpi_tmp_path / "default")
+        for name, tensor in tensors_of(mpi_tmp_path / "single").items():
+            assert rounded[name].dtype == (torch.bfloat16 if half else torch.float32)
+            assert torch.equal(tensor.to(rounded[name].dtype), rounded[name]), name
+        import_model(world.alone(), mpi_tmp_path / "single", mpi_tmp_path / "again.h5")
+        with torch.no_grad():
+            logits = our_model(path if not half else mpi_tmp_path / "again.h5", world).logits(TOKENS)
+            torch.testing.assert_close(logits, exact(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_are_a_tokenizer_of_transformers(world: World, tmp_path: Path) -> None:
+    model = reference("llama", vocab_size=257)
+    theirs = saved(model, tmp_path / "theirs")
+    import_model(world, theirs, tmp_path / "model.h5")
+    state = read_state(tmp_path / "model.h5")
+    assert state["model_only"] and state["tokenizer"] is None
+    with_bytes = {**state, "tokenizer": "bytes"}
+    del with_bytes["versions"]
+    rewritten(tmp_path / "model.h5", tmp_path / "bytes.h5", with_bytes, world)
+    told = export_model(world, tmp_path / "bytes.h5", tmp_path / "ours", None, 10**9)
+    assert told.endswith("with its tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    text = "Grüße,  <tab>\t\n\0 日本 \x7f"
+    assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.eos_token_id == 256 and len(tokenizer) == 257
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["eos_token_id"] == 256
+
+
+def test_a_tokenizer_travels_both_ways(world: World, tmp_path: Path) -> None:
+    theirs = saved(reference("gpt2", vocab_size=300), tmp_path / "theirs")
+    text = Tokenizer.train(["the quick brown fox " * 20], 270).text
+    (theirs / "tokenizer.json").write_text(text)
+    assert import_model(world, theirs, tmp_path / "model.h5").count("with its tokenizer") == 1
+    export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == text
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer.encode("quick fox", add_special_tokens=False) == Tokenizer(text).encode("quick fox")
+    (theirs / "tokenizer.json").write_text(Tokenizer.train(["jumps over the lazy dog" * 9], 280).text)
+    small = saved(reference("gpt2"), tmp_path / "small")
+    shutil.copy(theirs / "tokenizer.json", small)
+    told = import_model(world, small, tmp_path / "small.h5")
+    assert "without a tokenizer (tokenizer.json has " in told and "ids, the model 61)" in told
+
+
+def test_files_of_the_first_gpt2_and_of_older_llamas(world: World, tmp_path: Path) -> None:
+    """Names without a prefix, masks among the tensors; rope_theta beside rope_scaling, heads not given."""
+    model = reference("gpt2")
+    old = saved(model, tmp_path / "old")
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors_of(old).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    safetensors_torch.save_file(tensors, old / "model.safetensors")
+    change(old, {"architectures": None, "tie_word_embeddings": None, "n_inner": None})
+    import_model(world, old, tmp_path / "old.h5")
+    with torch.no_grad():
+        logits = our_model(tmp_path / "old.h5", world).logits(TOKENS)
+        torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+    older = saved(reference("llama", rope_theta=77.0), tmp_path / "older")
+    changes = {"rope_parameters": None, "rope_theta": 77.0, "num_key_value_heads": None, "head_dim": None}
+    change(older, changes, rope_scaling=None)
+    assert source_shape(older).rope_base == 77.0
+    assert source_shape(older).key_value_heads == 4
+
+
+def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
+    """Set keys of config.json; None removes one, but for those given by name."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if key not in changes or value is not None}
+    (folder / "config.json").write_text(json.dumps(config | nulls))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("gpt2", "activation_function", "relu", "activation_function = 'relu': the gpt2 models"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", "n_layer", 10**9, "n_layer = 1000000000: must be a whole number from 1 to"),
+        ("gpt2", "n_layer", 50_000, "describes 50000 layers, but the files hold 28 tensors"),
+        ("gpt2", "n_head", 5, "n_head = 5: must divide n_embd = 32"),
+        ("gpt2", "n_embd", True, "n_embd = True: must be a whole number"),
+        ("gpt2", "layer_norm_epsilon", -1, "layer_norm_epsilon = -1: must be a number above 0"),
+        ("gpt2", "tie_word_embeddings", "yes", "tie_word_embeddings = 'yes': must be true or false"),
+        ("gpt2", "architectures", ["GPT2Model"], "architectures = ['GPT2Model'], model_type = 'gpt2'"),
+        ("llama", "architectures", ["MistralForCausalLM"], "hpctrain has GPT2LMHeadModel and Llama"),
+        ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("llama", "attention_bias", True, "attention_bias = True"),
+        ("llama", "mlp_bias", True, "mlp_bias = True"),
+        ("llama", "sliding_window", 4096, "sliding_window = 4096"),
+        ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling = {'type': 'linear'"),
+        ("llama", "rope_parameters", {"rope_type": "llama3"}, "rope_parameters = {'rope_type': 'llama3'}"),
+        ("llama", "head_dim", 16, "head_dim = 16: must be hidden_size / num_attention_heads = 8"),
+        ("llama", "num_key_value_heads", 3, "num_key_value_heads = 3: must divide"),
+        ("llama", "quantization_config", {"bits": 4}, "quantization_config = {'bits': 4}"),
+        ("llama", "vocab_size", 62, "model.embed_tokens.weight: has shape [61, 32], expected [62, 32]"),
+        ("llama", "num_hidden_layers", 3, "model.layers.2.input_layernorm.weight: not in these files"),
+        ("llama", "num_hidden_layers", 1, "model.layers.1.input_layernorm.weight: in this file, but not"),
+    ],
+)
+def test_configs_that_are_refused(
+    name: str, key: str, value: object, told: str, world: World, tmp_path: Path
+) -> None:
+    folder = saved(reference(name), tmp_path / "theirs")
+    change(folder, {key: value})
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, folder, tmp_path / "model.h5")
+    assert caught.value.exit_code == 2
+    assert any(told in problem for problem in caught.value.problems), caught.value.problems
+    assert not (tmp_path / "model.h5").exists()
+
+
+def _index(folder: Path, edit: Callable[[dict[str, str]], None]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def _cut(file: Path, count: int) -> None:
+    file.write_bytes(file.read_bytes()[:-count])
+
+
+def _header(file: Path, old: bytes, new: bytes) -> None:
+    data = file.read_bytes()
+    assert len(old) == len(new) and old in data
+    file.write_bytes(data.replace(old, new, 1))
+
+
+def _second(folder: Path) -> Path:
+    return next(folder.glob("model-00002-of-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "told"),
+    [
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "../evil.safetensors"})), 2, "../evil"),
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "/etc/passwd"})), 2, "'/etc/passwd'"),
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": 3})), 2, "in 3: must be"),
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "a.bin"})), 2, "in 'a.bin': must be"),
+        (lambda f: _index(f, lambda m: m.update({"lm_head.weight": "no.safetensors"})), 3, "no such file"),
+        (lambda f: _index(f, lambda m: m.update({"extra": min(m.values())})), 2, "does not hold extra"),
+        (lambda f: _index(f, lambda m: m.pop("model.norm.weight") and None), 2, "holds model.norm.weight"),
+        (lambda f: _index(f, lambda m: m.clear()), 3, "it has no weight_map"),
+        (lambda f: _cut(_second(f), 5), 3, "damaged or truncated safetensors"),
+        (lambda f: _second(f).write_bytes(b""), 3, "damaged or truncated safetensors"),
+        (lambda f: _second(f).write_bytes(b"\xff" * 4000), 3, "damaged or truncated safetensors"),
+        (lambda f: _header(_second(f), b'"F32"', b'"I32"'), 2, "is I32; must be F32, BF16, F16"),
+        (lambda f: _cut(f / "config.json", 30), 3, "config.json: damaged or truncated: it is not JSON"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), 3, "it is not JSON"),
+        (lambda f: (f / "config.json").write_text("[1]"), 3, "it is not a JSON object"),
+        (lambda f: (f / "config.json").unlink(), 2, "no Hugging Face folder, it has no config.json"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), 2, "holds no weights"),
+    ],
+)
+def test_folders_that_are_refused(
+    spoil: Callable[[Path], object], code: int, told: str, world: World, tmp_path: Path
+) -> None:
+    folder = saved(reference("llama"), tmp_path / "theirs", max_shard_size="8KB")
+    spoil(folder)
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, folder, tmp_path / "model.h5")
+    assert caught.value.exit_code == code
+    assert any(told in problem for problem in caught.value.problems), caught.value.problems
+    assert not (tmp_path / "model.h5").exists()
+
+
+def test_pickles_are_never_read(world: World, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    folder = saved(reference("gpt2"), tmp_path / "theirs")
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
+    for path in (folder, folder / "pytorch_model.bin"):
+        with pytest.raises(
+            HpctrainError, match=r"pytorch_model\.bin: weights in a pickle can run code"
+        ) as caught:
+            import_model(world, path, tmp_path / "model.h5")
+        assert f'save_pretrained("{folder}-safetensors")' in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_exports_that_are_refused_leave_nothing(
+    world: World, tmp_path: Path, flip: Callable[..., None]
+) -> None:
+    theirs = saved(reference("gpt2"), tmp_path / "theirs")
+    path = tmp_path / "model.h5"
+    import_model(world, theirs, path)
+    with pytest.raises(HpctrainError, match="exists already; --force replaces it"):
+        import_model(world, theirs, path)
+    import_model(world, theirs, path, replace=True)
+    with pytest.raises(HpctrainError, match="theirs: holds something already; name a new folder"):
+        export_model(world, path, theirs, None, 10**9)
+
+    state = {**read_state(path), "tokenizer": "bytes"}
+    state.pop("versions")
+    grouped = state["deck"].replace("key_value_heads = 4", "key_value_heads = 2")
+    rewritten(path, tmp_path / "grouped.h5", {**state, "deck": grouped}, world)
+    with pytest.raises(HpctrainError, match=r"key_value_heads = 2: the GPT-2 of transformers has as many"):
+        export_model(world, tmp_path / "grouped.h5", tmp_path / "ours", None, 10**9)
+    reading = f'include = "{tmp_path / "secret"}"\n' + state["deck"]
+    rewritten(path, tmp_path / "reading.h5", {**state, "deck": reading}, world)
+    with pytest.raises(HpctrainError, match="a deck that is stored in a file cannot include others"):
+        export_model(world, tmp_path / "reading.h5", tmp_path / "ours", None, 10**9)
+
+    with h5py.File(path) as file:
+        offset = file["model/blocks.1.feed_forward.up.weight"].id.get_offset()
+    flip(path, offset + 9)
+    with pytest.raises(InputOutputError, match=r"/model/blocks.1.feed_forward.up.weight is damaged"):
+        export_model(world, path, tmp_path / "ours", None, 10**9)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "grouped.h5", "model.h5", "reading.h5", "theirs"
+    ]  # fmt: skip
+
+
+def test_values_beyond_fp16_are_refused(world: World, tmp_path: Path) -> None:
+    model = reference("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] = 1e5
+    import_model(world, saved(model, tmp_path / "theirs"), tmp_path / "model.h5")
+    with pytest.raises(HpctrainError, match=r"/model/final_norm.weight: has values beyond the range of fp16"):
+        export_model(world, tmp_path / "model.h5", tmp_path / "ours", "fp16", 10**9)
+    assert not (tmp_path / "ours").exists()

@@ -1,0 +1,186 @@
+"""Measured times of layers, and decks whose layers and schedules follow them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.deck.read import read_deck
+from hpctrain.engine.build import make_mesh
+from hpctrain.engine.layer_times import LayerTimes, PassTimes, measure_layers, share_parts
+from hpctrain.engine.place import with_split
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.simulate import simulate
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.train.run import resume, run_deck
+from tests.engines import LLAMA, small_deck, trainer
+
+TIMES = LayerTimes(PassTimes(1, 2, 3), PassTimes(10, 20, 30), PassTimes(100, 200, 300), 0.5)
+
+
+def measure(world: World, *overrides: str) -> LayerTimes:
+    deck = small_deck(*overrides)
+    mesh = make_mesh(deck, world)
+    groups = LayerGroups(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
+    return measure_layers(ModelShape.of(deck, 61), groups, mesh, deck.batch.micro_size, torch.float32)
+
+
+def test_times_of_parts_are_those_of_their_layers() -> None:
+    times = TIMES.of_parts([2, 1, 4])
+    assert times.forward == [12, 1, 104]
+    assert times.input_gradient == [24, 2, 208]
+    assert times.weight_gradient == [36, 3, 312]
+    assert times.communication == 0.5
+    assert TIMES.of_parts([1]).forward == [111]
+    assert TIMES.head.total == 600
+
+
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_work_takes_time(world: World, family: tuple[str, ...]) -> None:
+    alone = world.alone()
+    small = measure(alone, *family)
+    # 256 times the weights and a mlp that dwarfs attention: no machine does that in twice the time.
+    large = measure(alone, *family, "model.hidden=512", "model.mlp=2048", "batch.micro_size=4")
+    for times in (small, large):
+        for passes in (times.block, times.embedding, times.head):
+            assert passes.forward > 0 and passes.input_gradient > 0 and passes.weight_gradient >= 0
+        assert times.communication == 0
+    assert large.block.total > 2 * small.block.total
+    assert large.block.weight_gradient > large.block.total / 10
+    assert large.block.total > large.embedding.total
+
+
+def test_nothing_is_left(world: World) -> None:
+    def buckets() -> int:
+        gc.collect()
+        return sum(type(item) is Bucket for item in gc.get_objects())
+
+    before = buckets()
+    measure(world.alone())
+    assert buckets() == before
+
+
+def test_neither_measured_nor_drawn_at_random_where_it_does_not_matter(world: World) -> None:
+    state = torch.get_rng_state()
+    engine = trainer(world.alone(), small_deck("layout.split=balanced", "model.layers=3")).engine
+    assert engine.placement.split == (3,)
+    assert engine.placement.times is None
+    measure(world.alone())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_split_found_before_is_kept_only_for_balanced_decks() -> None:
+    balanced, given = (
+        small_deck("layout.pipeline=2", "model.layers=5", f"layout.split={split}")
+        for split in ("balanced", "[2, 3]")
+    )
+    assert with_split(balanced, [4, 1]).layout.split == (4, 1)
+    assert with_split(balanced, None).layout.split == "balanced"
+    assert with_split(given, [4, 1]).layout.split == (2, 3)
+
+
+def test_a_split_that_does_not_add_up_is_refused() -> None:
+    with pytest.raises(HpctrainError, match=r"layout.split=\[2, 2\]: adds up to 4, not model.layers = 5"):
+        small_deck("layout.pipeline=2", "model.layers=5", "layout.split=[2, 2]")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("layout.schedule=interleaved",), ("layout.schedule=v-half", "layout.split=")],
+    ids=["1f1b", "interleaved", "searched"],
+)
+def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...]) -> None:
+    deck = small_deck(f"layout.pipeline={world.size}", "model.layers=9", "layout.split=balanced", *layout)
+    run = trainer(world, deck)
+    placement = run.engine.placement
+    chosen = world.everyone.all_gather_object(
+        (placement.split, placement.times, str(run.engine.schedule(4)), str(run.engine.plan))
+    )
+    assert placement.times is not None
+    assert len(set(chosen)) == 1
+    assert sum(placement.split) == 9 and min(placement.split) >= 1
+    even = trainer(world, deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": None})}))
+    losses = [[result.loss for result in one.train(3)] for one in (run, even)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] != losses[0][1]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    ("embedding", "head", "split"),
+    [(0.0, 5.0, (7, 2)), (0.0, 7.9, (8, 1)), (4.0, 1.0, (3, 6)), (0.0, 1.0, (5, 4))],
+)
+def test_the_slowest_stage_takes_no_longer_than_it_must(
+    world: World, monkeypatch: pytest.MonkeyPatch, embedding: float, head: float, split: tuple[int, int]
+) -> None:
+    """Of given times: seconds of the ends, where a block takes one."""
+    times = LayerTimes(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)), 0.0)
+    monkeypatch.setattr("hpctrain.engine.place.measure_layers", lambda *_: times)
+    deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
+    engine = trainer(world, deck).engine
+    assert engine.placement.split == split
+    assert engine.model.part.last - engine.model.part.first == split[world.rank]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_with_tensor_ranks(world: World) -> None:
+    times = measure(world, f"layout.tensor={world.size}", "layout.sequence_parallel=true")
+    assert len(set(world.everyone.all_gather_object(times))) == 1
+    assert times.block.total > 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parts_are_told_by_the_stages_that_have_them(world: World) -> None:
+    deck = small_deck(f"layout.pipeline={world.size}", "model.layers=8")
+    mesh = make_mesh(deck, world)
+    schedule = generate("dualpipe-v", world.size, 2 * world.size)
+    stage = mesh.coordinate("pipeline")
+    mine = {
+        (kind, chunk): 1.0 + schedule.part(stage, chunk) + number
+        for chunk in range(2)
+        for number, kind in enumerate("FBIW")
+    }
+    times = share_parts(mine, schedule, mesh, torch.zeros(4, 1, 2))  # type: ignore[arg-type]
+    assert times.forward == [1.0 + part for part in range(schedule.parts)]
+    assert times.input_gradient == [3.0 + part for part in range(schedule.parts)]
+    assert times.weight_gradient == [4.0 + part for part in range(schedule.parts)]
+    assert isinstance(times.communication, float) and times.communication > 0
+    assert simulate(schedule, times).cost > 0
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_balanced_run_keeps_its_split_until_its_layout_changes(world: World, mpi_tmp_path: Path) -> None:
+    path, folder = mpi_tmp_path / "deck.toml", mpi_tmp_path / "run"
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
+        path.write_text(
+            f'[run]\nsteps = 2\ndir = "{folder}"\n[model]\nfamily = "gpt2"\nlayers = 5\nhidden = 32\n'
+            f'heads = 4\n[data]\ntokens = "{mpi_tmp_path / "tokens.h5"}"\n[layout]\npipeline = {world.size}\n'
+            'split = "balanced"\n[batch]\nglobal_size = 8\nsequence = 32\n[machine]\npeak_flops = 1e10\n'
+        )
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+    run_deck(world, path, [])
+    assert read_deck(folder / "deck.toml").layout.split == "balanced"
+
+    def told() -> list[str]:
+        lines = (folder / "log.txt").read_text().splitlines() if world.rank == 0 else []
+        found: list[str] = world.everyone.broadcast_object([x for x in lines if "layers of each part: " in x])
+        return [line.split("each part: ")[1] for line in found]
+
+    first = told()[-1]
+    assert "measured, a micro-batch: block " in first
+    resume(world, folder, ["run.steps=3"])
+    assert told()[-1] == first.split(";")[0]  # not measured again
+    resume(world, folder, ["run.steps=4", "layout.pipeline=1"])
+    resume(world, folder, ["run.steps=5", f"layout.pipeline={world.size}"])
+    assert "measured" in told()[-1]

@@ -1,0 +1,272 @@
+"""Batch scripts of what users may write: every text stays one word, and what would be a line is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
+from hpctrain.job.ranks import Job, Wish, plan_job
+from hpctrain.job.script import path_word, script
+from tests.engines import DECK
+
+LEGAL = (
+    'zq"x',
+    "zq'x",
+    "zq'\"'\"x",
+    "zq$(touch owned)x",
+    "zq`touch owned`x",
+    "zq;touch owned;x",
+    "zq && touch owned x",
+    "zq|x>owned",
+    "zq${HOME}x",
+    "zq$$(OMP_NUM_THREADS)x",
+    "zq  two words",
+    "-zq",
+    "--zq=x",
+    "#zq",
+    "zq #x",
+    "zq%j%x",
+    "zq{{id}}@{account}",
+    "zq\\x\\",
+    "zq*?[x]",
+    "zq: x",
+    "'zq'",
+    '"zq" #x',
+    "zqé漢字🚀",
+    "zq~!x",
+    "zq(x)<y",
+)
+CONTROL = (
+    "zq\ntouch owned",
+    "zq\n#SBATCH --wrap=x",
+    "zq\r\nx",
+    "zq\rx",
+    "zq\tx",
+    "zq\x00x",
+    "zq\x1b[2Jx",
+    "zq\x7fx",
+    "zq\x85x",
+    "zq\x9bx",
+    "zq\u2028x",
+    "zq\u2029x",
+    "zq\u202ex",
+    "zq\udcffx",
+    "zq\ufffex",
+)
+KINDS: Mapping[str, dict[str, Any]] = {
+    "mpirun": {"scheduler": "slurm", "launcher": "mpirun", "nodes": (1, 2)},
+    "srun": {"scheduler": "slurm"},
+    "gpu": {"scheduler": "slurm", "gpus_per_node": 2},
+    "sweep": {"scheduler": "slurm", "variants": (("run.seed=1",), ("run.seed=2", "run.steps=3"))},
+    "pbs": {"scheduler": "pbs"},
+    "lsf": {"scheduler": "lsf", "nodes": (1, 2)},
+    "flux": {"scheduler": "flux"},
+    "kubernetes": {"scheduler": "kubernetes"},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_deck(value: str) -> Path:
+    path = Path(f"{value}.toml")
+    path.write_text(DECK)
+    return path
+
+
+def planned(kind: str, value: str, **fields: Any) -> Job:
+    """A job with the value as the name and title of its deck, and in a setting."""
+    wish: dict[str, Any] = {"ranks_per_node": 2, **KINDS[kind], **fields}
+    if kind != "kubernetes":
+        wish.setdefault("modules", (value.lstrip("-"),))
+    settings = [f"run.title={toml_value(value)}", f"memory.offload_dir={toml_value(value)}"]
+    return plan_job(write_deck(value), ["model.vocabulary=", *settings], Wish(**wish))
+
+
+def written(kind: str, value: str, **fields: Any) -> str:
+    command = shlex.join(["hpctrain", "job", value])
+    return script(planned(kind, value, **fields), f"{value}/bin/hpctrain", f"{value}.sh", command)
+
+
+def shell_of(kind: str, text: str) -> str:
+    """What bash gets of a script."""
+    if kind != "kubernetes":
+        return text
+    job = yaml.safe_load(text)
+    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    variables = {"OMP_NUM_THREADS": "1"}
+
+    def expanded(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\((\w+)\)", expanded, launcher["args"][0])
+
+
+def lines(text: str, value: str, name: str) -> list[list[str]]:
+    """The words of every line that is no comment, the value and the job's name standing as "plain".
+
+    In settings the value may have TOML's escapes and quotes, and as a path "./" before it.
+    """
+    forms = (toml_value(value)[1:-1], value, value.lstrip("-"), name, "./plain")
+    found = []
+    for line in text.splitlines():
+        if not line.lstrip().startswith("#"):
+            words = shlex.split(line.removesuffix("\\"), comments=False)
+            for form in forms:
+                words = [word.replace(form, "plain") for word in words]
+            found.append([word.replace('"', "") for word in words])
+    return found
+
+
+@kinds
+def test_what_is_legal_stays_one_word(kind: str) -> None:
+    plain = written(kind, "plain")
+    expected = lines(shell_of(kind, plain), "plain", "plain")
+    for value in LEGAL:
+        text = written(kind, value)
+        shell = shell_of(kind, text)
+        checked = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True)
+        assert (checked.returncode, checked.stderr) == (0, ""), value
+        name = planned(kind, value).name
+        found = lines(shell, value, name)
+        assert found == expected, value
+        assert len(text.splitlines()) == len(plain.splitlines()), value
+        directives = [row for row in text.splitlines() if re.match(r"#(SBATCH|PBS|BSUB)|# flux:", row)]
+        assert [row.replace(name, "plain") for row in directives] == [
+            row for row in plain.splitlines() if re.match(r"#(SBATCH|PBS|BSUB)|# flux:", row)
+        ], value
+
+
+def test_shells_hand_it_on_as_it_was(folder: Path) -> None:
+    """The stand-in of the launcher notes its arguments; nothing else is run."""
+    (folder / "bin").mkdir()
+    for name in ("srun", "mpirun"):
+        (folder / f"bin/{name}").write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$HERE/words"\n')
+        (folder / f"bin/{name}").chmod(0o755)
+    (folder / "bin/module").symlink_to("/bin/true")
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HERE": str(folder), "PBS_O_WORKDIR": str(folder)}
+    environment |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "1"}
+    environment |= {"SLURM_JOB_END_TIME": "1", "PBS_NODEFILE": "hosts"}
+    for value in LEGAL:
+        for kind in ("sweep", "pbs"):
+            text = written(kind, value)
+            done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, (value, done.stderr)
+            words = (folder / "words").read_text().split("\0")[:-1]
+            words = words[words.index("run") - 1 :]
+            deck = f"./{value}.toml" if value.startswith("-") else f"{value}.toml"
+            assert words[:4] == [f"{value}/bin/hpctrain", "run", deck, "--resume"]
+            title = f"run.title={toml_value(value)}"
+            assert title in words
+            if kind == "sweep":
+                from hpctrain.deck.read import read_deck
+
+                again = read_deck(Path(f"{value}.toml"), words[5::2])
+                assert (again.run.title, again.run.seed, again.run.steps) == (f"{value}-1", 2, 3)
+                assert again.run.dir == f"runs/{value}-1"
+    assert not (folder / "owned").exists()
+
+
+@kinds
+def test_control_characters_are_refused_wherever_they_stand(kind: str) -> None:
+    wish = {"ranks_per_node": 2, **KINDS[kind]}
+    path = write_deck("plain")
+    plain = plan_job(path, ["model.vocabulary="], Wish(**wish))
+    for value in CONTROL:
+        refused = (
+            lambda value: plan_job(path, [f"run.title={value}"], Wish(**wish)),
+            lambda value: plan_job(Path(f"{value}.toml"), [], Wish(**wish)),
+            lambda value: plan_job(path, [], Wish(**wish, account=value)),
+            lambda value: plan_job(path, [], Wish(**wish, partition=value)),
+            lambda value: plan_job(path, [], Wish(**wish, directives=(f"--{value}",))),
+            lambda value: plan_job(path, [], Wish(**wish, modules=(value,))),
+            lambda value: plan_job(path, [], Wish(**wish, image=value)),
+            lambda value: plan_job(path, [], Wish(**wish, volume=("claim", f"/{value}"))),
+            lambda value: plan_job(path, [], Wish(**(wish | {"variants": ((f"run.title={value}",),)}))),
+            lambda value: script(plain, "hpctrain", value, "hpctrain job"),
+            lambda value: script(plain, value, "FILE", "hpctrain job"),
+            lambda value: script(plain, "hpctrain", "FILE", f"hpctrain job {value}"),
+        )
+        for number, act in enumerate(refused):
+            with pytest.raises(HpctrainError, match="control character") as caught:
+                act(value)
+            assert all(problem.isprintable() for problem in caught.value.problems), (number, value)
+
+
+@kinds
+@pytest.mark.parametrize("field", ["account", "partition"])
+def test_directives_carry_words_alone(kind: str, field: str) -> None:
+    for value in (*LEGAL, "", "two words"):
+        if value != "zqé漢字🚀" or kind == "kubernetes":
+            with pytest.raises(HpctrainError, match=f"--{field} .*must be"):
+                planned(kind, "plain", **{field: value})
+    good = "physics-2" if kind == "kubernetes" else "physics_2:a,b@host.org"
+    assert good in written(kind, "plain", **{field: good})
+
+
+@kinds
+def test_directives_modules_and_a_pods_parts(kind: str) -> None:
+    if kind == "kubernetes":
+        parts = {
+            "image": "registry.example.org:5000/hpctrain@sha256:12",
+            "volume": ("data.1", "/my data"),
+            "shared_memory": 8 << 30,
+        }
+        text = written(kind, "plain", account="physics", partition="123", **parts)
+        job = yaml.safe_load(text)
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "123"
+        for role in ("Launcher", "Worker"):
+            pod = job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
+            assert pod["containers"][0]["image"] == parts["image"]
+            assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/my data"
+            assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "data.1"
+        assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8192Mi"}
+        for wrong in (
+            {"directives": ("--x",)},
+            {"modules": ("gcc",)},
+            {"image": "-x"},
+            {"volume": ("x", "y")},
+        ):
+            with pytest.raises(HpctrainError, match=r"--(directive|module|image|volume)"):
+                planned(kind, "plain", **wrong)
+        return
+    text = written(kind, "plain", directives=("--qos=high", "-x"), modules=("gcc", "openmpi/5"))
+    begin = {"pbs": "#PBS", "lsf": "#BSUB", "flux": "# flux:"}.get(kind, "#SBATCH")
+    assert f"\n{begin} --qos=high\n{begin} -x\n\n" in text
+    assert "\nmodule load gcc openmpi/5 || exit 2\n" in text
+    head, _, body = text.partition("module load")
+    assert head.count(begin) > 5
+    assert begin not in body
+    for wrong in (
+        {"directives": ("qos=high",)},
+        {"modules": ("-x",)},
+        {"image": "x"},
+        {"shared_memory": 1 << 30},
+    ):
+        with pytest.raises(HpctrainError, match=r"--(directive|module|image|shared-memory)"):
+            planned(kind, "plain", **wrong)
+
+
+@pytest.mark.parametrize("title", ["123", "true", "___", "Null", "a" * 150])
+def test_a_pods_name_is_a_text_and_short(title: str) -> None:
+    name = yaml.safe_load(written("kubernetes", title))["metadata"]["name"]
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name)
+
+
+def test_a_path_is_no_option() -> None:
+    assert path_word("-x y.sh") == "'./-x y.sh'"
+    assert os.path.normpath("./-x") == "-x"

@@ -1,0 +1,186 @@
+"""Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import InputOutputError
+from hpctrain.memory.activations import UNDER_WAY, ActivationStore, Segment, Stored
+from hpctrain.memory.recompute import Recompute
+from hpctrain.memory.scratch import Scratch
+from hpctrain.memory.shelf import DiskShelf
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+STEPS = 2
+SIZES = ("model.layers=5", "batch.global_size=8", "model.dropout=0.1")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskShelf]:
+    """Too small at first, so that it has to grow."""
+    scratch = Scratch(mpi_tmp_path / "offload", world.rank)
+    yield DiskShelf(scratch, 100_000, CPU)
+    scratch.close()
+
+
+def layouts(ranks: int) -> list[tuple[str, ...]]:
+    return {
+        1: [()],
+        2: [
+            ("layout.zero=3",),
+            ("layout.tensor=2", "layout.sequence_parallel=true"),
+            ("layout.pipeline=2", "layout.schedule=zb-h1"),
+        ],
+        4: [
+            ("layout.context=2", "layout.zero=3"),
+            ("layout.tensor=2", "layout.sequence_parallel=true", "layout.zero=3"),
+            ("layout.pipeline=2", "layout.schedule=zb-v", "layout.chunks=2", "layout.zero=3"),
+        ],
+    }.get(ranks, [("layout.zero=3",)])
+
+
+def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
+    training = trainer(world, deck)
+    keeping = training.engine.groups.keeping
+    assert isinstance(keeping, Recompute)
+    keeping.store = store
+    return training
+
+
+def in_file(shelf: DiskShelf) -> ActivationStore:
+    store = ActivationStore(smallest=16)
+    store.shelf = shelf
+    return store
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
+def test_a_file_changes_no_bit(world: World, disk: DiskShelf, model: str, recompute: str) -> None:
+    for layout in layouts(world.size):
+        sizes = (*SIZES, *layout, f"memory.recompute={recompute}", *(LLAMA if model == "llama" else ()))
+        kept = storing(world, small_deck(*sizes), None)
+        losses = [step.loss for step in kept.train(STEPS)]
+        waiting = storing(world, small_deck(*sizes), in_file(disk))
+        assert [step.loss for step in waiting.train(STEPS)] == losses, layout
+        parameters = kept.parameters()
+        for name, values in waiting.parameters().items():
+            assert torch.equal(values, parameters[name]), (layout, name)
+    assert not living()
+
+
+def living() -> list[Stored]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is Stored]
+
+
+def one_loss(training: Trainer) -> torch.Tensor:
+    micro = training.deck.batch.micro_size
+    batch = training.step.prepare(
+        next(training.step.batches.step(0, micro, 0, 1, micro)),
+        torch.ones(()),
+        training.step.dropout_source(training.state, 0),
+    )
+    training.engine.synchronizer.start(1)
+    return training.engine.model.loss(batch.inputs, batch.terms)
+
+
+@pytest.mark.mpi(max_size=1)
+def test_only_the_last_segments_stay_in_memory(world: World, disk: DiskShelf) -> None:
+    training = storing(world.alone(), small_deck(*SIZES, "model.layers=8"), in_file(disk))
+    loss = one_loss(training)
+    held = living()
+    of_segment = {id(stored.segment): 0 for stored in held}
+    for stored in held:
+        of_segment[id(stored.segment)] += stored.length * stored.dtype.itemsize
+    assert len(of_segment) == 8 and len(set(of_segment.values())) == 1
+    in_memory = sum(stored.values.nbytes for stored in held if stored.values is not None)
+    assert in_memory == UNDER_WAY * next(iter(of_segment.values()))
+    regions = disk.bytes
+    del held, stored
+    loss.backward()
+    assert not living()
+    one_loss(training).backward()
+    assert disk.bytes == regions, "places are used again"
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, disk: DiskShelf) -> None:
+    training = storing(world.alone(), small_deck(*SIZES), in_file(disk))
+    loss = one_loss(training)
+    for file in disk.scratch.folder.iterdir():
+        os.truncate(file, 100)
+    with pytest.raises(InputOutputError, match=r"activations-\d+: .* was cut short"):
+        loss.backward()
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fewer_bits_change_training_a_little(
+    world: World, disk: DiskShelf, form: str, recompute: str
+) -> None:
+    deck = small_deck(*SIZES, f"memory.recompute={recompute}", "batch.global_size=16")
+    exact = [step.loss for step in storing(world, deck, None).train(4)]
+    in_memory = [step.loss for step in storing(world, deck, ActivationStore(form, 16)).train(4)]
+    assert in_memory[0] == exact[0]  # forward is exact
+    assert in_memory[1:] != exact[1:]
+    assert in_memory == pytest.approx(exact, abs=1e-3 if form == "bf16" else 1e-2)
+    store = ActivationStore(form, 16)
+    store.shelf = disk
+    assert [step.loss for step in storing(world, deck, store).train(4)] == in_memory
+
+
+def test_only_activations_are_compressed() -> None:
+    rows, micro, hidden, heads = 32, 2, 16, 4
+    segment = Segment(torch.zeros(rows, micro, hidden), [], None)
+    compressed = [(rows, micro, hidden), (2 * rows, micro, 5), (micro, heads, rows, 4)]
+    exact = [(rows, micro, 1), (micro, heads, rows), (micro, heads, rows, 1), (rows,), (heads, 3)]
+    for shape in (*compressed, *exact):
+        view = segment.pack(torch.zeros(shape), "int8", 0)
+        assert not isinstance(view, torch.Tensor)
+        assert view.stored.form == ("int8" if shape in compressed else "exact"), shape
+    for dtype in (torch.bool, torch.int64):
+        view = segment.pack(torch.zeros(rows, micro, hidden, dtype=dtype), "int8", 0)
+        assert not isinstance(view, torch.Tensor) and view.stored.form == "exact"
+
+
+def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
+    shared, x = torch.randn(8, 4), torch.randn(8, 2, 64)
+    segment = Segment(x, [shared], None)
+    first, second = (segment.pack(view, "exact", 1024) for view in (x[:, :, :32], x.transpose(0, 1)))
+    assert not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor)
+    assert first.stored is second.stored
+    assert torch.equal(first.unpack(), x[:, :, :32]) and torch.equal(second.unpack(), x.transpose(0, 1))
+    small = torch.randn(3)
+    assert segment.pack(shared, "exact", 0) is shared
+    assert segment.pack(small, "exact", 1024) is small
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_deck_sends_them_to_its_folder(world: World, mpi_tmp_path: Path) -> None:
+    folder = mpi_tmp_path / "offload"
+    model = ("model.hidden=128", "batch.sequence=128", "model.layers=4")
+    kept = trainer(world, small_deck(*model, "memory.recompute=2"))
+    losses = [step.loss for step in kept.train(STEPS)]
+    deck = small_deck(*model, "memory.recompute=2", "memory.activations=disk", f"memory.offload_dir={folder}")
+    waiting = trainer(world, deck)
+    assert [step.loss for step in waiting.train(STEPS)] == losses
+    files = [file for own in folder.iterdir() if own.is_dir() for file in own.iterdir()]
+    world.everyone.barrier()
+    assert len(files) == world.size
+    assert {file.stat().st_size for file in files} == {2 * 4 * 128 * 2 * 128}, "two segments' inputs"
+    assert all(file.read_bytes().strip(b"\0") for file in files)
+    world.everyone.barrier()
+    waiting.engine.close()
+    world.everyone.barrier()
+    assert not folder.exists() or not list(folder.iterdir())

@@ -1,0 +1,50 @@
+"""Errors of compressed activations against their stated bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.memory.compress import BLOCK, compress, compressed_bytes, expand
+
+
+def values(length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of very different sizes, as an outlier among activations makes them."""
+    generator = torch.Generator().manual_seed(length)
+    plain = torch.randn(length, generator=generator, dtype=torch.float64)
+    return (plain * 10.0 ** (3 * torch.randn(length, generator=generator, dtype=torch.float64))).to(dtype)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["exact", "bf16", "int8"])
+def test_errors_stay_below_the_bounds(form: str, dtype: torch.dtype, length: int) -> None:
+    x = values(length, dtype)
+    stored = compress(x, form)
+    assert (stored.dtype, stored.numel()) == (torch.uint8, compressed_bytes(length, dtype.itemsize, form))
+    again = expand(stored, form, length, dtype)
+    assert again.dtype == dtype and again.shape == x.shape
+    error = (again.double() - x.double()).abs()
+    if form == "exact" or (form == "bf16" and dtype == torch.bfloat16):
+        assert torch.equal(again, x)
+    elif form == "bf16":
+        assert (error <= 2**-8 * x.double().abs()).all()
+        assert error.max() > 0
+    else:
+        largest = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(BLOCK)]).double()
+        rounding = 2**-8 * again.double().abs() if dtype == torch.bfloat16 else 1e-6 * largest
+        assert (error <= largest / 254 + rounding).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    assert expand(compress(torch.zeros(300), "int8"), "int8", 300, torch.float32).eq(0).all()
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_spoils_its_block_and_no_other(wrong: float) -> None:
+    x = torch.randn(3 * BLOCK)
+    x[BLOCK + 5] = wrong
+    again = expand(compress(x, "int8"), "int8", x.numel(), x.dtype)
+    assert not again[BLOCK : 2 * BLOCK].isfinite().any()
+    assert again[:BLOCK].isfinite().all() and again[2 * BLOCK :].isfinite().all()
+    assert not expand(compress(x, "bf16"), "bf16", x.numel(), x.dtype)[BLOCK + 5].isfinite()

@@ -1,0 +1,49 @@
+"""Saved activations against the published formulas, on every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.memory.live import LiveActivations
+from hpctrain.memory.saved import gpt_activation_bytes, statistics_bytes
+from hpctrain.parallel.random import DropoutSource
+from tests.engines import small_deck, trainer
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("local", [False, True])
+def test_bytes_of_a_layer_are_those_of_the_formula(world: World, dropout: float, local: bool) -> None:
+    tensor = world.size
+    if local and tensor == 1:
+        return
+    deck = small_deck(
+        "precision.compute=bf16",
+        f"model.dropout={dropout}",
+        f"layout.tensor={tensor}",
+        f"layout.sequence_parallel={str(local).lower()}",
+    )
+    engine = trainer(world, deck).engine
+    shape, micro = engine.shape, 2
+    rows = shape.sequence // tensor if local else shape.sequence
+    x = torch.randn(rows, micro, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(rows)
+    source = DropoutSource(0, 0, torch.arange(micro), positions) if dropout else None
+    values = [bucket.values for bucket in engine.buckets if bucket.values is not None]
+    with LiveActivations(lambda: values) as saved:
+        engine.model.blocks[0](x, None, source, positions)
+    expected = gpt_activation_bytes(shape, micro, tensor, local)
+    assert saved.peak == expected + statistics_bytes(shape, micro, tensor, local)
+    sbh = shape.sequence * micro * shape.hidden
+    if dropout:
+        assert expected == (34 * sbh // tensor if local else sbh * 10 + 24 * sbh // tensor)
+
+
+def test_a_storage_is_counted_once() -> None:
+    x = torch.randn(8, 4, requires_grad=True)
+    with LiveActivations(list) as saved:
+        y = x.exp()
+        (y * y[:, :]).sum()
+    assert saved.peak == y.nbytes

@@ -1,0 +1,269 @@
+"""Hanging runs end by themselves and name the rank; runs that only take long go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.watch.hang import (
+    CallNote,
+    GroupNote,
+    Report,
+    read_report,
+    take_report,
+    verdict,
+    write_report,
+)
+from hpctrain.watch.watchdog import QUESTION, Watchdog
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+DECK = """
+[run]
+title = "hanging"
+steps = 100
+[model]
+family = "gpt2"
+layers = 2
+hidden = 16
+heads = 2
+[data]
+tokens = "tokens.h5"
+[batch]
+global_size = 4
+micro_size = 1
+sequence = 16
+[stability]
+hang_seconds = 2
+[machine]
+peak_flops = 1e10
+"""
+
+HOOK = """
+import os, signal, sys, time
+from hpctrain.cli.main import main
+from hpctrain.comm.group import Group
+
+def hook(name, act):
+    usual, seen = getattr(Group, name), []
+    def changed(group, *arguments, **options):
+        if group.ledger.phase in {{"forward", "backward"}} and "rank {rank} " in repr(group):
+            seen.append(1)
+            if len(seen) == 20:
+                return act(group, *arguments, **options)
+        return usual(group, *arguments, **options)
+    setattr(Group, name, changed)
+
+def fall_asleep(*_, **__):
+    time.sleep(1000)
+
+def be_stopped(*_, **__):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def meet_instead(group, *_):
+    group.barrier()
+
+hook("{name}", {act})
+main()
+"""
+
+
+@pytest.fixture
+def hang(launch: Launch, world: World, tmp_path: Path) -> Callable[..., tuple[str, Path]]:
+    """A run of two ranks, one of which goes astray in its 20th call: stderr, and the run's folder."""
+    (tmp_path / "text.txt").write_text("hello world, " * 300)
+    (tmp_path / "deck.toml").write_text(DECK)
+    prepare(world.alone(), tmp_path / "tokens.h5", [str(tmp_path / "text.txt")])
+
+    def run(name: str, rank: int, act: str, *overrides: str) -> tuple[str, Path]:
+        (tmp_path / "program.py").write_text(HOOK.format(name=name, rank=rank, act=act))
+        sets = [part for override in overrides for part in ("--set", override)]
+        done = launch(2, "program.py", "run", "deck.toml", *sets)
+        assert done.returncode == 70, (done.returncode, done.stdout, done.stderr)
+        return done.stderr, tmp_path / "runs" / "hanging"
+
+    return run
+
+
+def test_a_rank_that_sleeps_in_a_collective_is_named(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, folder = hang("start_all_reduce", 1, "fall_asleep")
+    sentences = errors.splitlines()
+    assert any(
+        line.startswith("error: rank 1 on ")
+        and "never entered all_reduce " in line
+        and " of data x context (ranks 0-1; " in line
+        and "in which rank 0 has waited for" in line
+        for line in sentences
+    ), errors
+    assert "is in no operation of a group, at" in errors
+    assert "program.py:17 in fall_asleep" in errors
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("hang: rank 1 on ")
+    log = (folder / "log.txt").read_text()
+    assert "never entered all_reduce" in log
+    stuck, waiting = ((folder / f"hang.{rank}.txt").read_text() for rank in (1, 0))
+    assert "in fall_asleep" in stuck
+    assert "it is in no operation" in stuck
+    assert "it is in all_reduce" in waiting
+    assert "stack of MainThread" in waiting
+    assert "stack of watchdog" not in waiting
+    assert "called at hpctrain/sharding/synchronize.py:" in waiting
+    for text in (stuck, waiting):
+        last = text.split("last calls, newest first")[1].split("\n\n")[0].splitlines()[1:]
+        assert len(last) == 10
+        assert all(" s ago  " in line for line in last)
+
+
+def test_different_operations_are_both_named(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, _ = hang("start_all_reduce", 1, "meet_instead")
+    assert "error: the ranks disagree in what they call: rank 0 called all_reduce " in errors
+    assert "; rank 1 called barrier " in errors
+
+
+def test_with_the_check_they_are_named_before_the_hang(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, folder = hang(
+        "start_all_reduce", 1, "meet_instead", "communication.check=true", "stability.hang_seconds=0"
+    )
+    named = "hpctrain: error: the ranks disagree in what they call: rank 0 calls all_reduce "
+    assert errors.count(named) == 1
+    assert "; rank 1 calls barrier " in errors
+    assert "Traceback" not in errors
+    assert not list(folder.glob("hang.*"))
+
+
+def test_a_stopped_rank_does_not_answer(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, folder = hang("start_all_reduce", 0, "be_stopped")
+    assert "error: rank 0 does not answer: its process is dead or stopped" in errors
+    assert (folder / "hang.1.txt").exists()
+    assert not (folder / "hang.0.txt").exists()
+    assert "rank 0 does not answer" in (folder / "log.1.txt").read_text()
+
+
+def test_a_missing_message_is_named_with_its_sender(hang: Callable[..., tuple[str, Path]]) -> None:
+    errors, _ = hang("start_send", 0, "fall_asleep", "layout.pipeline=2")
+    found = re.search(
+        r"rank 1 waits .* in recv (\d+) from rank 0 of pipeline; .*; rank 0 has sent (\d+) in", errors
+    )
+    assert found, errors
+    assert int(found[1]) == int(found[2]) + 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: Path) -> None:
+    watchdog = Watchdog(world, mpi_tmp_path, 0.6)
+    watchdog.grace = 0.5  # after which the waiting rank would end the job
+    with watchdog:
+        if world.rank == 0:
+            asked = False
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:
+                world.ledger.phase = "other"  # as the executor does with every action
+                asked = asked or (mpi_tmp_path / QUESTION).exists()
+                time.sleep(0.002)
+            assert asked
+        world.everyone.barrier()
+    world.everyone.barrier()
+    assert not list(mpi_tmp_path.glob("hang.*"))
+
+
+def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
+    own = World(world.communicator.Dup()) if world.size > 1 else world.alone()
+    group = own.ledger.calls.group("data", (0, 4, 8))
+    group.enter("all_reduce", 40, torch.bfloat16, time.perf_counter())
+    group.leave()
+    group.enter_pair("recv", torch.zeros(5), 2, time.perf_counter())
+    report = take_report(own, "token", 2.5)
+    assert report.current is not None
+    assert str(report.current) == "recv 1 from rank 8 of data; 20 bytes of float32"
+    assert str(report.recent[0]) == "all_reduce 1 of data (ranks 0, 4, 8; 40 bytes of bfloat16)"
+    write_report(tmp_path / "hang.0.txt", report, 9)
+    assert read_report(tmp_path / "hang.0.txt", "token") == report
+    assert read_report(tmp_path / "hang.0.txt", "another run") is None
+    assert read_report(tmp_path / "hang.1.txt", "token") is None
+
+
+DATA = ("data", (0, 1), 0)
+TENSOR = ("tensor", (1, 2, 3), 0)
+
+
+def call(key: tuple[str, tuple[int, ...], int], number: int, operation: str = "all_reduce") -> CallNote:
+    return CallNote(key, operation, number, 40, "float32", -1, 7.0)
+
+
+def report(rank: int, current: CallNote | None, **entered: int) -> Report:
+    keys = {"data": DATA, "tensor": TENSOR}
+    groups = tuple(GroupNote(keys[name], count, {}, {}) for name, count in entered.items())
+    recent = () if current is None else (current,)
+    return Report("token", rank, f"node{rank // 2}", 7.0, "backward", f"line {rank}", current, recent, groups)
+
+
+def test_the_rank_at_the_end_of_a_chain_comes_first() -> None:
+    reports = {
+        0: report(0, call(DATA, 5), data=5),
+        1: report(1, call(TENSOR, 9), data=4, tensor=9),
+        2: report(2, call(TENSOR, 9), tensor=9),
+        3: report(3, None, tensor=8),
+    }
+    lines = verdict(reports, 4)
+    assert lines[:2] == [
+        "rank 3 on node1 never entered all_reduce 9 of tensor (ranks 1-3; 40 bytes of float32), "
+        "in which ranks 1-2 have waited for 7.0 s",
+        "rank 1 on node0 never entered all_reduce 5 of data (ranks 0-1; 40 bytes of float32), "
+        "in which rank 0 has waited for 7.0 s",
+    ]
+    assert lines[2] == "rank 3 on node1 is in no operation of a group, at line 3"
+    assert len(lines) == 6
+
+
+def test_where_nobody_is_seen_waiting_the_counts_tell() -> None:
+    """As on a GPU, where calls return before they are done."""
+    ahead = Report(
+        "token",
+        0,
+        "a",
+        7.0,
+        "step",
+        "line",
+        None,
+        (call(DATA, 6, "broadcast"),),
+        (GroupNote(DATA, 6, {}, {}),),
+    )
+    assert verdict({0: ahead, 1: report(1, None, data=5)}, 2)[0] == (
+        "rank 1 on node0 never entered broadcast 6 of data (ranks 0-1; 40 bytes of float32), "
+        "which rank 0 entered"
+    )
+
+
+def test_of_thousands_of_ranks_a_few_lines_tell() -> None:
+    ranks = tuple(range(3000))
+    key = ("world", ranks, 0)
+    reports = {
+        rank: Report(
+            "token",
+            rank,
+            "node",
+            7.0,
+            "step",
+            "line",
+            call(key, 5) if rank != 1234 else None,
+            (),
+            (GroupNote(key, 5 - (rank == 1234), {}, {}),),
+        )
+        for rank in ranks
+        if rank != 77
+    }
+    lines = verdict(reports, 3000)
+    assert lines[0].startswith("rank 77 does not answer")
+    assert lines[1].startswith("rank 1234 on node never entered all_reduce 5 of world (ranks 0-2999;")
+    assert lines[1].endswith("in which ranks 0-76, 78-1233, 1235-2999 have waited for 7.0 s")
+    assert len(lines) == 4
