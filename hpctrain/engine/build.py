@@ -25,6 +25,8 @@ from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.initialize import initialize
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
+from hpctrain.objective.choose import make_objective
+from hpctrain.objective.objective import Objective
 from hpctrain.optim.adamw import Optimizer
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.schedule import LearningRate
@@ -63,6 +65,7 @@ class Engine:
     world: World
     mesh: Mesh
     shape: ModelShape
+    objective: Objective
     groups: LayerGroups
     models: list[Transformer]
     buckets: list[Bucket]
@@ -199,6 +202,7 @@ def assemble(
         world=world,
         mesh=mesh,
         shape=shape,
+        objective=make_objective(deck),
         groups=groups,
         models=models,
         placement=arrangement.placement,

@@ -13,13 +13,14 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.data.batches import MicroBatch
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Inputs, Part, Transformer
+from hpctrain.model.transformer import Part, Transformer
+from hpctrain.objective.objective import Objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.vocabulary import LossTerms
 from hpctrain.parallel.weight_grad import Computation, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
@@ -85,7 +86,12 @@ class LayerTimes:
 
 
 def measure_layers(
-    shape: ModelShape, groups: LayerGroups, mesh: Mesh, micro_size: int, dtype: torch.dtype
+    shape: ModelShape,
+    objective: Objective,
+    groups: LayerGroups,
+    mesh: Mesh,
+    micro_size: int,
+    dtype: torch.dtype,
 ) -> LayerTimes:
     """Time one embedding, one block and one head with loss at their full size on this rank.
 
@@ -103,7 +109,7 @@ def measure_layers(
         for bucket in make_buckets(model.units(), Sharding.whole(alone, alone), dtype, 1 << 62):
             assert bucket.values is not None
             bucket.values.normal_(std=shape.initial_std, generator=generator)
-    batch = _random_batch(shape, groups, micro_size, world.device)
+    batch = _random_batch(shape, objective, groups, micro_size, world.device)
 
     def repeated(times: int) -> list[Action]:
         kinds: tuple[Kind, ...] = ("F", "I", "W")
@@ -168,7 +174,8 @@ class Replay:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
         hidden = None if model.part.embeds else self.hidden.detach().requires_grad_()
         if model.part.predicts:
-            return hidden, End(model.loss(self.batch.inputs, self.batch.terms, hidden)), None
+            last = model(self.batch.inputs, hidden)
+            return hidden, End(model.predict(last, self.batch.losses).total), None
         return hidden, End(model(self.batch.inputs, hidden)), self.gradient
 
 
@@ -201,22 +208,16 @@ def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tens
 
 
 def _random_batch(
-    shape: ModelShape, groups: LayerGroups, micro_size: int, device: torch.device
+    shape: ModelShape, objective: Objective, groups: LayerGroups, micro_size: int, device: torch.device
 ) -> PreparedBatch:
-    positions = context_positions(groups.context, groups.context_form, shape.sequence)
+    positions = context_positions(groups.context, groups.context_form, shape.sequence).to(device)
     generator = torch.Generator().manual_seed(0)
-    size = (positions.numel(), micro_size)
-    tokens, targets = (torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2))
-    positions = positions.to(device)
+    size = (micro_size, shape.sequence)
+    micro = MicroBatch(*(torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2)))
     samples = torch.arange(micro_size, device=device)
-    return PreparedBatch(
-        Inputs(
-            tokens.to(device),
-            positions,
-            DropoutSource(0, 0, samples, positions) if shape.dropout else None,
-        ),
-        LossTerms(targets.to(device), torch.tensor(1.0 / targets.numel(), device=device), shape.z_loss),
-    )
+    dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
+    scale = torch.tensor(1.0 / micro.targets.numel(), device=device)
+    return PreparedBatch.of(micro, objective, scale, positions, dropout)
 
 
 def _ping(pipeline: Group, hidden: Tensor) -> float:

@@ -11,6 +11,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import LayerTimes, measure_layers
 from hpctrain.model.shape import ModelShape
+from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
@@ -66,7 +67,7 @@ def place_layers(
     wanted = layout.split
     times = None
     if searched or (wanted == "balanced" and form.parts > 1):
-        times = measure_layers(shape, groups, mesh, deck.batch.micro_size, dtype)
+        times = measure_layers(shape, make_objective(deck), groups, mesh, deck.batch.micro_size, dtype)
     if wanted == "balanced" and times is not None:
         ends = times.embedding.total, times.head.total
         split = tuple(balanced_split(shape.layers, times.block.total, *ends, form))

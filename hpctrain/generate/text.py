@@ -31,6 +31,7 @@ from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.train.checkpoints import find_checkpoint
 from hpctrain.train.room import demand_room
@@ -225,8 +226,7 @@ def last_logits(model: Transformer, tokens: Tensor) -> Tensor:
     """Logits [b, V] fp32 of the token behind tokens [b, s], for a model without sequence parallelism."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     hidden = model(Inputs(tokens.t().contiguous(), positions))
-    assert model.loss_head is not None
-    return model.loss_head.logits(hidden[-1:])[0].float()
+    return model.predict(hidden[-1:], VocabularyHead.logits)[0].float()
 
 
 def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:

@@ -33,7 +33,6 @@ class ModelShape:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
     initial_std: float = 0.02
-    z_loss: float = 0.0
 
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
@@ -53,7 +52,6 @@ class ModelShape:
             rope_base=model.rope_base,
             norm_epsilon=model.norm_epsilon,
             initial_std=model.initial_std,
-            z_loss=deck.stability.z_loss,
         )
 
     @property

@@ -6,9 +6,10 @@ that are split over the tensor axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,9 @@ from hpctrain.parallel.keeping import Layer
 from hpctrain.parallel.random import DropoutSource, dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.parallel.vocabulary import LossTerms, VocabularyEmbedding, VocabularyLoss, vocabulary_shard
+from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
+
+Computed = TypeVar("Computed")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Transformer(nn.Module):
         self.part = part if part is not None else Part.whole(shape.layers)
         self.embedding: VocabularyEmbedding | None = None
         self.positions: PositionEmbedding | None = None
-        self.loss_head: VocabularyLoss | None = None
+        self.vocabulary_head: VocabularyHead | None = None
         if self.part.embeds:
             self.embedding = VocabularyEmbedding(self._table("embedding.tokens.weight", shape.tied), groups)
             if shape.family == "gpt2":
@@ -141,7 +144,7 @@ class Transformer(nn.Module):
                 table = self._table(name, shape.tied)
                 self.head = nn.Module()
                 self.head.register_parameter("table", table)
-            self.loss_head = VocabularyLoss(table, groups)
+            self.vocabulary_head = VocabularyHead(table, groups)
 
     def _table(self, name: str, tied: bool) -> Parameter:
         """A table [V, h], one of two where it is tied and lies on two stages."""
@@ -197,13 +200,11 @@ class Transformer(nn.Module):
             x = self.residency.around(self.final_norm.weight, self.final_norm, x)
         return x
 
-    def loss(self, inputs: Inputs, terms: LossTerms, hidden: Tensor | None = None) -> Tensor:
-        """Sum of the cross-entropies over this rank's tokens, fp32; see VocabularyLoss."""
-        assert self.loss_head is not None
-        x = self(inputs, hidden)
-        with self.residency.held(self.loss_head.weight[0]):
-            loss: Tensor = self.loss_head(x, terms)
-        return loss
+    def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
+        """What `compute` makes of the head and of the last hidden states, on the part that predicts."""
+        assert self.vocabulary_head is not None
+        with self.residency.held(self.vocabulary_head.table):
+            return compute(self.vocabulary_head, hidden)
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Shape of what passes from part to part."""
@@ -216,9 +217,7 @@ class Transformer(nn.Module):
         """Logits [b, s, V] of tokens [b, s]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self(Inputs(tokens.t().contiguous(), positions))
-        assert self.loss_head is not None
-        with self.residency.held(self.loss_head.weight[0]):
-            return self.loss_head.logits(hidden).transpose(0, 1)
+        return self.predict(hidden, VocabularyHead.logits).transpose(0, 1)
 
     def _local(self, positions: Tensor) -> Tensor:
         """The positions of this rank's rows between the split layers."""

@@ -1,13 +1,13 @@
-"""Embedding and cross-entropy split over the vocabulary (Megatron-LM, arXiv 1909.08053).
+"""Embedding and head split over the vocabulary (Megatron-LM, arXiv 1909.08053).
 
 Every rank of the tensor axis holds `ceil(V / t)` rows; the last rows may be padding, which is never
-looked up and never predicted. No rank ever holds the full logits: the loss works on chunks of
-tokens, and computes its gradients in the same pass, so that no logits are kept for backward.
+looked up and never predicted. No rank ever holds the full logits: losses are taken of chunks
+of tokens, and their gradients computed in the same pass, so that no logits are kept for backward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,21 +119,14 @@ class VocabularyEmbedding(nn.Module):
         return result
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """What every chunk of the loss shares.
-
-    `scale` is the factor of every token's loss in the gradient (loss scale over global tokens);
-    `z_loss` weighs the squared logarithm of the partition function (PaLM, arXiv 2204.02311).
-    """
-
-    targets: Tensor
-    scale: Tensor
-    z_loss: float = 0.0
+ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
+"""Losses [n] of a chunk of tokens, and their logits' gradient [n, V/t] when learning: of the rank's logits
+[n, V/t] in fp32, whose memory may be used, and of which tokens these are.
+"""
 
 
-class VocabularyLoss(nn.Module):
-    """Cross-entropy of a linear head [V, h] split over the vocabulary.
+class VocabularyHead(nn.Module):
+    """A linear head [V, h] split over the vocabulary.
 
     `table` is the head's own parameter, or the embedding's where the two are tied.
     """
@@ -144,14 +137,18 @@ class VocabularyLoss(nn.Module):
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
         self.rows = table.shard.extent[0]
 
-    def forward(self, hidden: Tensor, terms: LossTerms) -> Tensor:
-        """Sum over tokens of the cross-entropy, fp32, of hidden [s or s/t, b, h].
+    @property
+    def table(self) -> Parameter:
+        """The matrix [V/t, h]."""
+        return self.weight[0]
 
-        Targets are [s, b] int64, negative where nothing is to be predicted. The gradients are those
-        of `scale` times the sum (plus z-loss): start backward here with a gradient of one.
+    def forward(self, hidden: Tensor, of_chunk: ChunkLoss) -> Tensor:
+        """Sum over tokens of the losses that `of_chunk` finds, fp32, of hidden [s or s/t, b, h].
+
+        The gradients are those that it gives: start backward here with a gradient of one.
         """
         learning = torch.is_grad_enabled()
-        loss: Tensor = _Loss.apply(hidden, self, terms, learning, self.weight[0])
+        loss: Tensor = _Loss.apply(hidden, self, of_chunk, learning, self.table)
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -159,68 +156,36 @@ class VocabularyLoss(nn.Module):
         tensor = self.groups.tensor
         if self.groups.sequence_parallel:
             hidden = tensor.all_gather(hidden)
-        local = functional.linear(hidden, self.weight[0])
+        local = functional.linear(hidden, self.table)
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
-        return local[..., : self.weight[0].shard.shape[0]]
+        return local[..., : self.table.shard.shape[0]]
 
-    def chunk(
-        self, hidden: Tensor, targets: Tensor, terms: LossTerms, learning: bool
+    def losses(
+        self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Loss of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
-        table, tensor = self.weight[0], self.groups.tensor
-        predicted = targets >= 0
-        local = targets - table.shard.start[0]
-        mine = predicted & (local >= 0) & (local < self.rows)
-        column = torch.where(mine, local, 0).unsqueeze(1)
-
-        logits = products(hidden, table).float()
-        if self.rows < table.shape[0]:
+        """Losses of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
+        logits = products(hidden[rows], self.table).float()
+        if self.rows < self.table.shape[0]:
             logits[:, self.rows :] = -torch.inf
-        at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
-        maximum = logits.amax(1)
-        if tensor.size > 1:
-            # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
-            finite = maximum.clamp_min(torch.finfo(torch.float32).min)
-        else:
-            finite = maximum
-        logits.sub_(finite.unsqueeze(1)).exp_()
-        total = logits.sum(1)
-        if tensor.size > 1:
-            parts = tensor.all_gather(torch.stack((finite, total, at_target)).unsqueeze(0))
-            maximum = parts[:, 0].amax(0)
-            total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
-            at_target = parts[:, 2].amax(0)
-        else:
-            maximum = finite
-        log_partition = total.log() + maximum
-        loss = torch.where(predicted, log_partition - at_target, 0.0)
-        if not learning:
-            return loss, None
-        weight = predicted * terms.scale
-        probability = (finite - maximum).exp() / total * weight
-        if terms.z_loss:
-            probability = probability * (1 + 2 * terms.z_loss * log_partition)
-        logits.mul_(probability.unsqueeze(1))
-        logits.scatter_add_(1, column, -(mine * weight).unsqueeze(1))
-        return loss, logits.to(hidden.dtype)
+        losses, gradient = of_chunk(logits, rows, learning)
+        return losses, None if gradient is None else gradient.to(hidden.dtype)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: VocabularyLoss, terms: LossTerms, learning: bool, weight: Tensor
+        ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, weight: Tensor
     ) -> Tensor:
-        groups, table = head.groups, head.weight[0]
+        groups, table = head.groups, head.table
         whole = groups.tensor.all_gather(hidden) if groups.sequence_parallel else hidden
         rows = whole.reshape(-1, whole.shape[-1])
-        targets = terms.targets.reshape(-1)
         gradient = torch.empty_like(rows) if learning else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
         count = chunk_rows(rows.shape[0], table.shape[0])
         for start in range(0, rows.shape[0], count):
             part = slice(start, start + count)
-            losses, of_logits = head.chunk(rows[part], targets[part], terms, learning)
+            losses, of_logits = head.losses(rows, part, of_chunk, learning)
             loss += losses.sum()
             if gradient is not None and of_logits is not None:
                 torch.mm(of_logits, weight, out=gradient[part])
@@ -233,8 +198,8 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        head: VocabularyLoss = ctx.head
-        groups, table = head.groups, head.weight[0]
+        head: VocabularyHead = ctx.head
+        groups, table = head.groups, head.table
         (gradient,) = ctx.saved_tensors
         if groups.sequence_parallel:
             gradient = groups.tensor.reduce_scatter(gradient)

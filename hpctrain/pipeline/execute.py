@@ -18,9 +18,12 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
+from hpctrain.data.batches import MicroBatch
 from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import End
-from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.parallel.context import context_piece
+from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
@@ -33,10 +36,29 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """One micro-batch: what goes in, and what the loss is taken of."""
+    """One micro-batch: what goes in, and how its losses are computed of what comes out."""
 
     inputs: Inputs
-    terms: LossTerms
+    losses: LossOf
+
+    @staticmethod
+    def of(
+        micro: MicroBatch,
+        objective: Objective,
+        scale: Tensor,
+        positions: Tensor,
+        dropout: DropoutSource | None,
+    ) -> PreparedBatch:
+        """That of this rank, which holds `positions` [s/c] of the sequences, on their device.
+
+        `scale` is the factor of the losses in the gradient.
+        """
+
+        def piece(whole: Tensor) -> Tensor:
+            return context_piece(whole.to(positions.device, non_blocking=True), positions)
+
+        inputs = Inputs(piece(micro.tokens), positions, dropout)
+        return PreparedBatch(inputs, objective.losses(micro, scale, piece))
 
 
 @dataclass(frozen=True)
@@ -62,8 +84,8 @@ class Executor:
     def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor | None:
         """Forward and backward of all micro-batches.
 
-        The sum of their losses, fp64 0-dim, on the stage that predicts; None on the others. Gradients are
-        added to the parameters' buffers. Nothing waits for the device.
+        The sums of the objective's figures, fp64 [k], on the stage that predicts; None on the others.
+        Gradients are added to the parameters' buffers. Nothing waits for the device.
         """
         with torch.enable_grad():
             return _Pass(self, schedule, micro_batches).run()
@@ -126,11 +148,11 @@ class _Pass:
             hidden.requires_grad_(torch.is_grad_enabled())
         key = (action.chunk, action.micro_batch)
         if self.schedule.part(self.stage, action.chunk) == self.last:
-            loss = model.loss(batch.inputs, batch.terms, hidden)
-            added = loss.detach().double()
+            losses = model.predict(model(batch.inputs, hidden), batch.losses)
+            added = torch.stack([figure.double() for figure in losses.figures])
             self.total = added if self.total is None else self.total + added
-            if loss.requires_grad:
-                self.ends[key] = (hidden, End(loss))
+            if losses.total.requires_grad:
+                self.ends[key] = (hidden, End(losses.total))
             return None
         output = model(batch.inputs, hidden)
         if output.requires_grad:

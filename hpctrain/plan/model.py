@@ -191,8 +191,8 @@ def _forward(model: Transformer, residency: Residency) -> None:
     for unit in model.units():
         with residency.held(unit[0][0]):
             pass
-    if model.loss_head is not None:
-        table = model.loss_head.weight[0]
+    if model.vocabulary_head is not None:
+        table = model.vocabulary_head.table
         with residency.held(table):
             # The loss adds to the head's gradient as soon as it has the logits.
             assert not table.requires_grad or table.gradient is not None
@@ -201,8 +201,8 @@ def _forward(model: Transformer, residency: Residency) -> None:
 def _backward(model: Transformer, stage: PlannedStage, waiting: bool) -> None:
     """Head, final norm, blocks and embedding; with `waiting` the linear layers of blocks wait for their W."""
     residency = stage.residency
-    if model.loss_head is not None:
-        head = model.loss_head.weight[0]
+    if model.vocabulary_head is not None:
+        head = model.vocabulary_head.table
         if head.requires_grad:
             head.added()
         with residency.held(model.final_norm.weight):

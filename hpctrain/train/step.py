@@ -12,11 +12,9 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
-from hpctrain.model.transformer import Inputs
+from hpctrain.objective.objective import make_figures
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
-from hpctrain.parallel.context import context_piece
 from hpctrain.parallel.random import DropoutSource
-from hpctrain.parallel.vocabulary import LossTerms
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 
 
@@ -35,14 +33,19 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on all ranks: loss in nats per token, norm before clipping."""
+    """One step, the same on all ranks: the objective's figures by name, norm before clipping."""
 
-    loss: float
+    figures: dict[str, float]
     grad_norm: float
     learning_rate: float
     batch: int
     tokens: int
     skipped: bool
+
+    @property
+    def loss(self) -> float:
+        """Of a token, in nats."""
+        return self.figures["loss"]
 
 
 class Step:
@@ -65,7 +68,7 @@ class Step:
         mesh = engine.mesh
         place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
         micro_batches = self.read(self.batches.step(state.samples, batch, *place))
-        tokens = self.count_tokens(micro_batches)
+        tokens = self.count(micro_batches)
         scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
         prepared = [
             self.prepare(micro, scale, self.dropout_source(state, index))
@@ -73,11 +76,11 @@ class Step:
         ]
         engine.synchronizer.start(len(prepared))
         with engine.residency.step(("train", len(prepared))):
-            loss_sum = self.executor.run(engine.schedule(len(prepared)), prepared)
+            sums = self.executor.run(engine.schedule(len(prepared)), prepared)
         engine.synchronizer.finish()
-        loss, norm = self.agree(loss_sum, tokens)
+        figures, norm = self.agree(sums, tokens)
         engine.world.ledger.phase = "step"
-        finite = isfinite(loss) and isfinite(norm)
+        finite = all(map(isfinite, (*figures.values(), norm)))
         rate = engine.learning_rate.at(state.step, batch)
         if finite:
             self.before_update()
@@ -88,7 +91,7 @@ class Step:
         state.samples += batch
         state.tokens += tokens
         state.skipped += not finite
-        return StepResult(loss, norm, rate, batch, tokens, not finite)
+        return StepResult(figures, norm, rate, batch, tokens, not finite)
 
     def evaluate(self, batches: Batches, sequences: int) -> float:
         """Loss in nats per token of the first `sequences` sequences, the same on all ranks."""
@@ -96,18 +99,19 @@ class Step:
         ledger.phase = "evaluation"
         place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
         micro_batches = self.read(batches.evaluation(sequences, *place))
-        tokens = self.count_tokens(micro_batches)
+        tokens = self.count(micro_batches)
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
         forward = forward_only(self.engine.plan, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
-            loss_sum = self.executor.evaluate(forward, prepared)
-        total = torch.zeros((), dtype=torch.float64, device=self.engine.world.device)
-        if loss_sum is not None and mesh.coordinate("tensor") == 0:
-            total += loss_sum
-        loss = float(self.engine.world.everyone.all_reduce(total).item()) / max(1, tokens)
+            sums = self.executor.evaluate(forward, prepared)
+        objective, device = self.engine.objective, self.engine.world.device
+        total = torch.zeros(len(objective.figures), dtype=torch.float64, device=device)
+        if sums is not None and mesh.coordinate("tensor") == 0:
+            total += sums
+        figures = make_figures(objective, self.engine.world.everyone.all_reduce(total).tolist(), tokens)
         ledger.phase = "other"
-        return loss
+        return figures["loss"]
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch]:
         """All of them; what one rank cannot read, or must not trust, is an error on all ranks."""
@@ -115,21 +119,16 @@ class Step:
             found = list(micro_batches)
         return found
 
-    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+    def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens to be predicted by all data ranks together."""
-        count = sum(int((micro.targets >= 0).sum()) for micro in micro_batches)
+        count = sum(map(self.engine.objective.count, micro_batches))
         data = self.engine.mesh.group("data")
         return int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
 
     def prepare(self, micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
         """This rank's piece of a micro-batch, on the device."""
-        device, positions = self.engine.world.device, self.engine.positions
-        tokens = context_piece(micro.tokens.to(device, non_blocking=True), positions)
-        targets = context_piece(micro.targets.to(device, non_blocking=True), positions)
-        return PreparedBatch(
-            Inputs(tokens, positions, dropout),
-            LossTerms(targets, scale, self.engine.shape.z_loss),
-        )
+        engine = self.engine
+        return PreparedBatch.of(micro, engine.objective, scale, engine.positions, dropout)
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
@@ -141,15 +140,15 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, loss_sum: Tensor | None, tokens: int) -> tuple[float, float]:
-        """Loss per token and unscaled gradient norm of the whole step, by one small all-reduce."""
+    def agree(self, sums: Tensor | None, tokens: int) -> tuple[dict[str, float], float]:
+        """Figures and unscaled gradient norm of the whole step, by one small all-reduce."""
         engine, mesh = self.engine, self.engine.mesh
         square = local_square_norm(engine.buckets, mesh.coordinate("tensor"))
-        figures = torch.zeros(2, dtype=torch.float64, device=square.device)
-        if loss_sum is not None and mesh.coordinate("tensor") == 0:
-            figures[0] = loss_sum
-        figures[1] = square
-        loss, total = engine.world.everyone.all_reduce(figures).tolist()
+        parts = torch.zeros(len(engine.objective.figures) + 1, dtype=torch.float64, device=square.device)
+        if sums is not None and mesh.coordinate("tensor") == 0:
+            parts[:-1] = sums
+        parts[-1] = square
+        *totals, total = engine.world.everyone.all_reduce(parts).tolist()
         # In single precision no layout's order of the sum shows.
         norm = float(np.sqrt(np.float32(total))) if total >= 0 else total
-        return loss / max(1, tokens), norm / engine.loss_scale.value
+        return make_figures(engine.objective, totals, tokens), norm / engine.loss_scale.value

@@ -16,6 +16,7 @@ from hpctrain.engine.layer_times import LayerTimes, PassTimes, measure_layers, s
 from hpctrain.engine.place import with_split
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
+from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
@@ -30,7 +31,8 @@ def measure(world: World, *overrides: str) -> LayerTimes:
     deck = small_deck(*overrides)
     mesh = make_mesh(deck, world)
     groups = LayerGroups(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
-    return measure_layers(ModelShape.of(deck, 61), groups, mesh, deck.batch.micro_size, torch.float32)
+    shape, micro_size = ModelShape.of(deck, 61), deck.batch.micro_size
+    return measure_layers(shape, make_objective(deck), groups, mesh, micro_size, torch.float32)
 
 
 def test_times_of_parts_are_those_of_their_layers() -> None:

@@ -79,10 +79,9 @@ def saved_bytes(training: Trainer) -> list[int]:
             dtype = next(model.parameters()).dtype
             hidden = torch.randn(model.hidden_shape(micro)).to(dtype).requires_grad_()
         with LiveActivations(lambda: parameters) as saved:
+            last = model(batch.inputs, hidden)
             if model.part.predicts:
-                model.loss(batch.inputs, batch.terms, hidden)
-            else:
-                model(batch.inputs, hidden)
+                model.predict(last, batch.losses)
         found.append(saved.peak)
     return found
 

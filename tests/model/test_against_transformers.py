@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer, parameter_list
-from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.sharding.bucket import Sharding, make_buckets
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone
@@ -131,9 +131,8 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
     (loss / 43).backward()
 
     synchronizer.start(1)
-    ours = model.loss(
-        Inputs(inputs.t().contiguous(), torch.arange(24)), LossTerms(targets.t(), torch.tensor(1 / 43))
-    )
+    hidden = model(Inputs(inputs.t().contiguous(), torch.arange(24)))
+    ours = model.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 43))).total
     ours.backward()
     synchronizer.finish()
     torch.testing.assert_close(ours.detach(), loss.detach(), rtol=1e-6, atol=1e-6)

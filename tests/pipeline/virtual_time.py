@@ -5,7 +5,7 @@ Every message carries the time at which it was sent: hidden states and gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.world import World
 from hpctrain.model.transformer import Inputs, Transformer
-from hpctrain.parallel.vocabulary import LossTerms
+from hpctrain.objective.objective import Losses
+from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
@@ -117,9 +118,14 @@ class TimedPart(nn.Module):
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         return cast(Tensor, _Spend.apply(self.first if hidden is None else hidden, self))
 
-    def loss(self, inputs: Inputs, terms: LossTerms, hidden: Tensor | None = None) -> Tensor:
-        # Of no weight, so that the gradient that comes back is the beginning of time.
-        return 0.0 * self(inputs, hidden).sum()
+    def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Losses]) -> Losses:
+        return compute(cast(VocabularyHead, None), hidden)
+
+
+def no_losses(_: VocabularyHead, hidden: Tensor) -> Losses:
+    """Of no weight, so that the gradient that comes back is the beginning of time."""
+    total = 0.0 * hidden.sum()
+    return Losses(total, (total.detach(),))
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def run_in_virtual_time(
     group = LateGroup(world.everyone, clock, cast(float, times.communication))
     executor = Executor(cast("list[Transformer]", models), cast(Group, group), queue, world.ledger)
     tokens = torch.zeros(4, 1, dtype=torch.int64)
-    batch = PreparedBatch(Inputs(tokens, torch.arange(4)), LossTerms(tokens, torch.ones(()), 0.0))
+    batch = PreparedBatch(Inputs(tokens, torch.arange(4)), no_losses)
     executor.run(schedule, [batch] * schedule.micro_batches)
     prompt = all(done == len(clock.work) for done in group.waits)
     own = torch.tensor([clock.span, clock.busy, prompt], dtype=torch.float64).unsqueeze(0)

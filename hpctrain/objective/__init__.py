@@ -1,0 +1,1 @@
+"""What a model is trained for: from its last hidden states to losses."""

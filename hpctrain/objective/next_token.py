@@ -1,0 +1,89 @@
+"""Next-token prediction: cross-entropy with z-loss, of logits that are split over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import MicroBatch
+from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.parallel.vocabulary import VocabularyHead
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The cross-entropy in nats. `z_loss` weighs the squared logarithm of the partition function (PaLM, arXiv
+    2204.02311), in the gradient alone.
+    """
+
+    z_loss: float = 0.0
+    figures: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """Tokens to be predicted."""
+        return int((micro_batch.targets >= 0).sum())
+
+    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
+        """See Objective."""
+        return CrossEntropy(piece(micro_batch.targets), scale, self.z_loss)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Of `targets` [s, b] int64, negative where nothing is to be predicted; see NextToken."""
+
+    targets: Tensor
+    scale: Tensor
+    z_loss: float = 0.0
+
+    def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
+        """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""
+        targets = self.targets.reshape(-1)
+
+        def of_chunk(logits: Tensor, rows: slice, learning: bool) -> tuple[Tensor, Tensor | None]:
+            return self.of_chunk(head, logits, targets[rows], learning)
+
+        loss = head(hidden, of_chunk)
+        return Losses(loss, (loss.detach(),))
+
+    def of_chunk(
+        self, head: VocabularyHead, logits: Tensor, targets: Tensor, learning: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss of tokens [n] and, when learning, the gradient of their logits [n, V/t] in these' memory."""
+        tensor = head.groups.tensor
+        predicted = targets >= 0
+        local = targets - head.table.shard.start[0]
+        mine = predicted & (local >= 0) & (local < head.rows)
+        column = torch.where(mine, local, 0).unsqueeze(1)
+
+        at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
+        maximum = logits.amax(1)
+        if tensor.size > 1:
+            # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
+            finite = maximum.clamp_min(torch.finfo(torch.float32).min)
+        else:
+            finite = maximum
+        logits.sub_(finite.unsqueeze(1)).exp_()
+        total = logits.sum(1)
+        if tensor.size > 1:
+            parts = tensor.all_gather(torch.stack((finite, total, at_target)).unsqueeze(0))
+            maximum = parts[:, 0].amax(0)
+            total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
+            at_target = parts[:, 2].amax(0)
+        else:
+            maximum = finite
+        log_partition = total.log() + maximum
+        loss = torch.where(predicted, log_partition - at_target, 0.0)
+        if not learning:
+            return loss, None
+        weight = predicted * self.scale
+        probability = (finite - maximum).exp() / total * weight
+        if self.z_loss:
+            probability = probability * (1 + 2 * self.z_loss * log_partition)
+        logits.mul_(probability.unsqueeze(1))
+        logits.scatter_add_(1, column, -(mine * weight).unsqueeze(1))
+        return loss, logits

@@ -1,0 +1,53 @@
+"""What an objective is: all that the step, the executor and the log know of it.
+
+Terms that layers add to the loss belong in the record that travels with the inputs (model's Inputs), which
+recomputation and every schedule hand to the layers again; the objective adds them to its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hpctrain.data.batches import MicroBatch
+from hpctrain.parallel.vocabulary import VocabularyHead
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one micro-batch on one rank: `total`, fp32 0-dim, from which backward begins with a gradient of one,
+    and the sums of the objective's figures, 0-dim each, in its order.
+    """
+
+    total: Tensor
+    figures: tuple[Tensor, ...]
+
+
+LossOf = Callable[[VocabularyHead, Tensor], Losses]
+"""The losses of one micro-batch, of a model's head and its last hidden states [s or s/t, b, h]."""
+
+
+class Objective(Protocol):
+    """Made once for a run."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names for the metrics line, "loss" among them: sums over all ranks, divided by the count."""
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """What a micro-batch adds to the count that the sums are divided by: tokens to be predicted."""
+
+    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
+        """How the losses of a micro-batch are computed on a rank.
+
+        `piece` gives the rank's [s/c, b] of a [b, s] on its device, `scale` is the factor of the loss in the
+        gradient (loss scale over the count of the whole step).
+        """
+
+
+def make_figures(objective: Objective, sums: list[float], count: int) -> dict[str, float]:
+    """The figures of all ranks' sums."""
+    return {name: value / max(1, count) for name, value in zip(objective.figures, sums, strict=True)}
