@@ -245,6 +245,9 @@ class Cluster:
             "ip", "link", "delete", node, check=False
         )  # an ended machine's goes too, but some time later
         subprocess.run([*network, *link], check=True, env=self.environment)
+        # A machine that is started again keeps its network card: the others still know the old one's address.
+        card = f"02:00:0a:4d:00:{int(ADDRESSES[node].rpartition('.')[2]):02x}"
+        self.run("ip", "link", "set", "eth0", "address", card, on=node)
         self.run("ip", "link", "set", node, "master", "bridge", "up")
         self.run("ip", "address", "add", f"{ADDRESSES[node]}/24", "dev", "eth0", on=node)
         self.run("ip", "link", "set", "eth0", "up", on=node)
