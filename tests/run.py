@@ -23,6 +23,9 @@ sys.path.insert(0, str(ROOT))
 from tests.launch import launcher  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 
+SLOWEST = ("--durations=12", "--durations-min=5")
+"""What each part tells of its slowest tests."""
+
 MANY = ("-n", "auto", "--dist", "worksteal")
 NO_TESTS = 5
 """pytest's exit code where nothing was to run."""
@@ -51,7 +54,17 @@ class Part:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """How it is started."""
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mpi_plugin", "-p", "tests.tally"]
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.mpi_plugin",
+            "-p",
+            "tests.tally",
+            *SLOWEST,
+        ]
         if self.slow:
             return [*pytest, "-o", f"faulthandler_timeout={SLOW_SECONDS}", "-m", "slow", *arguments]
         if not self.ranks:

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from hpctrain.cli.job import command
 
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = sorted((ROOT / "jobs").iterdir())
+JOBS = sorted(path for path in (ROOT / "jobs").iterdir() if path.suffix != ".md")
 SHELL = [path for path in JOBS if path.suffix == ".sh"]
 NEVER_RUN = {"slurm-gpu.sh", "pbs.sh", "lsf.sh", "flux.sh", "mpijob.yaml"}
 RUNS = {"slurm-mpirun.sh": "mpirun", "slurm-srun.sh": "srun", "pbs.sh": "mpirun", "lsf.sh": "mpirun"}

@@ -1,4 +1,4 @@
-"""What the README shows is what is printed."""
+"""What the README shows is what is printed, and what the documents name is there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,36 @@ import pytest
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = (".", "hpctrain", "jobs", "inputs", "containers", "tests")
+DOCUMENTS = sorted(
+    {path for folder in FOLDERS for path in (ROOT / folder).glob("*.md" if folder == "." else "**/*.md")}
+)
+
+
+def test_the_door_is_short() -> None:
+    assert len(README.encode()) <= 9000
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)\)", path.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_path_on_the_map_is_there() -> None:
+    """Paths are written as `room/file.py`, from the folder of the map or from the project's."""
+    text = (ROOT / "hpctrain/README.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|toml|md))`", text))
+    assert len(paths) > 60
+    assert (
+        sorted(path for path in paths if not any((ROOT / at / path).exists() for at in ("hpctrain", ".")))
+        == []
+    )
+    rooms = {path.parent.name for path in (ROOT / "hpctrain").glob("*/__init__.py")}
+    assert sorted(room for room in rooms if f"`{room}/`" not in text) == []
 
 
 def first_deck() -> str:
