@@ -145,8 +145,8 @@ class _Bench:
         self._train(1)  # moments that are not zero
         self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
         moments = engine.optimizer.moments
-        self.entries = training_entries(engine.buckets, moments, engine.mesh, writing=True)
-        self.loaded = resumed_entries(engine.buckets, moments, engine.mesh, self._everyones(self.entries))
+        self.entries = training_entries(engine.buckets, moments, writing=True)
+        self.loaded = resumed_entries(engine.buckets, moments, self._everyones(self.entries))
         self.write_bytes = _bytes([entry.part(*entry.share()) for entry in self.entries])
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None

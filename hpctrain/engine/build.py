@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SequenceSource
@@ -35,9 +36,9 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
-from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 
 
@@ -68,6 +69,7 @@ class Engine:
     objective: Objective
     groups: LayerGroups
     models: list[Transformer]
+    replications: Replications
     buckets: list[Bucket]
     synchronizer: GradientSynchronizer
     residency: Residency
@@ -169,21 +171,18 @@ def assemble(
     dtype = DTYPES[deck.precision.compute]
     models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
     freeze(deck, world, models)
-    sharing = mesh.part("tensor", max(1, mesh.size("tensor") // shape.key_value_heads))
-    sharding = make_sharding(deck, mesh)
-    pool = Pool(sharding.group.empty)
-    offload = open_offload(deck, world, models, sharding, dtype)
+    replications = Replications(mesh, lambda everyone: make_sharding(deck, mesh, everyone))
+    offload = open_offload(deck, world, models, replications, dtype)
     with world.agreement():
         buckets = [
             bucket
             for model in models
             for bucket in make_buckets(
                 model.units(),
-                sharding,
+                replications,
                 dtype,
                 deck.communication.bucket_bytes,
                 gradient_dtype=dtype if deck.precision.gradients == "compute" else torch.float32,
-                pool=pool,
                 store=offload.parameters,
             )
         ]
@@ -194,7 +193,7 @@ def assemble(
         model.residency = residency
     _initialize(world, models, optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
-        check_replicas(buckets, groups.tensor, world.everyone)
+        check_replicas(buckets, world.everyone)
     each = deck.memory.accumulate == "sliced"
     rate = deck.learning_rate
     scaled = deck.precision.compute == "fp16"
@@ -207,8 +206,9 @@ def assemble(
         models=models,
         placement=arrangement.placement,
         plan=plan,
+        replications=replications,
         buckets=buckets,
-        synchronizer=GradientSynchronizer(buckets, groups.tensor, sharing, mesh.group("pipeline"), each),
+        synchronizer=GradientSynchronizer(buckets, each),
         residency=residency,
         optimizer=optimizer,
         offload=offload,
@@ -231,27 +231,26 @@ def assemble(
     )
 
 
-def make_sharding(deck: Deck, mesh: Mesh) -> Sharding:
-    """Over which ranks the deck's ZeRO stage cuts parameters, gradients and optimizer state. Collective."""
-    everyone, world = mesh.group("data", "context"), mesh.world
-    stage, size = deck.layout.zero, everyone.size
-    if stage and deck.layout.zero_group is not None:
-        size = zero_group_size(deck, mesh)
-    if stage == 0 or size == everyone.size:
-        return Sharding(stage, everyone, mesh.part("data", 1))
+def make_sharding(deck: Deck, mesh: Mesh, everyone: Group) -> Sharding:
+    """Over which of `everyone` ZeRO cuts parameters, gradients and optimizer state. Collective."""
+    zero, size, world = deck.layout.zero, everyone.size, mesh.world
+    if zero and deck.layout.zero_group is not None:
+        size = zero_group_size(deck, everyone, world)
+    if zero == 0 or size == everyone.size:
+        return Sharding(zero, everyone, mesh.part("data", 1))
     first = everyone.rank // size * size
     group = world.split(everyone.axes, everyone.ranks[first : first + size], mesh.transport, everyone)
     same = everyone.ranks[everyone.rank % size :: size]
-    return Sharding(stage, group, world.split(("replicas",), same, mesh.transport, everyone))
+    return Sharding(zero, group, world.split(("replicas",), same, mesh.transport, everyone))
 
 
-def zero_group_size(deck: Deck, mesh: Mesh) -> int:
+def zero_group_size(deck: Deck, everyone: Group, world: World) -> int:
     """Ranks of one ZeRO group; HpctrainError on all ranks where the data x context ranks do not make such."""
-    everyone, wish = mesh.group("data", "context"), deck.layout.zero_group
+    wish = deck.layout.zero_group
     if wish != "node":
         size = wish
     else:
-        nodes = everyone.all_gather_object(mesh.world.node)
+        nodes = everyone.all_gather_object(world.node)
         size = nodes.count(nodes[0])
         if nodes != [nodes[place // size * size] for place in range(len(nodes))] or len(nodes) % size:
             raise HpctrainError(

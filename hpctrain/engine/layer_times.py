@@ -25,7 +25,8 @@ from hpctrain.parallel.weight_grad import Computation, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import Times
-from hpctrain.sharding.bucket import Sharding, make_buckets
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.replication import Replications
 
 _SECONDS = 1.0
 """What the repetitions of one measurement may take, about."""
@@ -104,9 +105,9 @@ def measure_layers(
         Transformer(shape, groups, Part(0, 1, False, False)),
         Transformer(shape, groups, Part(layers, layers, False, True)),
     ]
-    generator, alone = torch.Generator(world.device).manual_seed(0), mesh.part("data", 1)
+    generator, alone = torch.Generator(world.device).manual_seed(0), Replications.alone(mesh.part("data", 1))
     for model in models:
-        for bucket in make_buckets(model.units(), Sharding.whole(alone, alone), dtype, 1 << 62):
+        for bucket in make_buckets(model.units(), alone, dtype, 1 << 62):
             assert bucket.values is not None
             bucket.values.normal_(std=shape.initial_std, generator=generator)
     batch = _random_batch(shape, objective, groups, micro_size, world.device)

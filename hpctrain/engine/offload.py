@@ -18,7 +18,8 @@ from hpctrain.memory.scratch import Flat, Scratch, ScratchTensor, check_room
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW, Optimizer
 from hpctrain.optim.offload import OffloadedAdamW, state_elements
-from hpctrain.sharding.bucket import Bucket, Sharding, Store, bucket_layouts
+from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
+from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
 
 Agreement = Callable[[], AbstractContextManager[None]]
@@ -38,7 +39,7 @@ class Offload:
 
 
 def open_offload(
-    deck: Deck, world: World, models: Sequence[Transformer], sharding: Sharding, dtype: torch.dtype
+    deck: Deck, world: World, models: Sequence[Transformer], replications: Replications, dtype: torch.dtype
 ) -> Offload:
     """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
     with world.agreement():
@@ -50,7 +51,7 @@ def open_offload(
             ]
             if problems:
                 raise HpctrainError(problems)
-    optimizer_bytes, parameter_bytes = offloaded_bytes(deck, world.device, models, sharding, dtype)
+    optimizer_bytes, parameter_bytes = offloaded_bytes(deck, world.device, models, replications, dtype)
     sizes = {"optimizer": optimizer_bytes, "parameters": parameter_bytes}
     scratch = None
     if "disk" in (deck.memory.optimizer, deck.memory.parameters):
@@ -71,20 +72,22 @@ def open_offload(
 
 
 def offloaded_bytes(
-    deck: Deck, device: torch.device, models: Sequence[Transformer], sharding: Sharding, dtype: torch.dtype
+    deck: Deck,
+    device: torch.device,
+    models: Sequence[Transformer],
+    replications: Replications,
+    dtype: torch.dtype,
 ) -> tuple[int, int]:
     """Bytes of this rank's optimizer state and of its parameters' slices that do not live on the device.
 
     From the layout alone; `models` need no memory.
     """
-    memory, stage, ranks = deck.memory, sharding.stage, sharding.group.size
+    memory = deck.memory
     optimizer = parameters = 0
     values_on = device if memory.parameters == "device" else torch.device("cpu")
     for model in models:
-        for layout in bucket_layouts(
-            model.units(), ranks, deck.communication.bucket_bytes, by_unit=stage == 3
-        ):
-            own = layout.length if stage == 0 else layout.length // ranks
+        for layout in bucket_layouts(model.units(), replications, deck.communication.bucket_bytes):
+            own = layout.own.stop - layout.own.start
             if memory.optimizer != "device":
                 optimizer += 4 * state_elements(dtype, values_on, own)
             if memory.parameters != "device":

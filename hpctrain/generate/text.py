@@ -32,7 +32,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.sharding.bucket import Sharding, make_buckets
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.replication import Replications
 from hpctrain.train.checkpoints import find_checkpoint
 from hpctrain.train.room import demand_room
 
@@ -251,12 +252,12 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     model = Transformer(shape, groups)
     buckets = make_buckets(
         model.units(),
-        Sharding.whole(mesh.group("data", "context"), mesh.group("pipeline")),
+        Replications.whole(mesh),
         DTYPES[deck.precision.compute],
         deck.communication.bucket_bytes,
         trained=False,
     )
-    load(path, world.everyone, model_entries(buckets, mesh))
+    load(path, world.everyone, model_entries(buckets))
     return model, tokenizer
 
 

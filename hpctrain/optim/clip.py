@@ -7,21 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 
 _PIECE = 1 << 16
 """Elements that are squared in fp64 at a time: few enough for the cache."""
 
 
-def counts_here(shard: Shard, tensor_rank: int) -> bool:
-    """Whether this tensor rank counts the piece: the first of all ranks that hold the same one."""
-    if shard.stage_copy > 0:
-        return False
-    return shard.copy == 0 if "tensor" in shard.split else tensor_rank == 0
-
-
-def local_square_norm(buckets: Sequence[Bucket], tensor_rank: int) -> Tensor:
+def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
     """Sum of squares, fp64 0-dim, of the gradients that this rank counts.
 
     The ranks that share a bucket count a slice each, whatever they hold besides. The sum is one in fp64, so
@@ -29,12 +21,10 @@ def local_square_norm(buckets: Sequence[Bucket], tensor_rank: int) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets[0].own_gradients.device)
     for bucket in buckets:
-        if bucket.sharding.replicas.rank > 0:
-            continue
         own = bucket.own_gradients
         counted = own if bucket.own == bucket.slice else own[bucket.slice]
         for segment, elements, _ in bucket.cut(counted, bucket.slice):
-            if segment.parameter.requires_grad and counts_here(segment.parameter.shard, tensor_rank):
+            if segment.parameter.requires_grad and segment.replication.counted:
                 for piece in elements.split(_PIECE):
                     squares = piece.double()
                     total += torch.dot(squares, squares)

@@ -23,7 +23,7 @@ from hpctrain.pipeline.split import even_split, parts_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
 from hpctrain.plan.model import PlannedStage, plan_stage, rehearse, zero_group_size
-from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket import Bucket, pool_bytes
 
 MOMENT_BYTES = 4
 """Of an element of a moment, or of a master weight: fp32."""
@@ -171,14 +171,14 @@ def _states(planned: PlannedStage, itemsize: int) -> Account:
     buckets = planned.buckets
     parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]
     values = storage_bytes(
-        bucket.own_values if bucket.sharding.stage == 3 else bucket.values for bucket in buckets
+        bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets
     )
     gradients = storage_bytes(
         [*(bucket.own_gradients for bucket in buckets), *(parameter.lookups for parameter in parameters)]
     )
     owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
     copies = 2 if itemsize == MOMENT_BYTES else 3  # two moments, and master weights of 16-bit parameters
-    turns = planned.pool.bytes + _reductions(buckets)
+    turns = pool_bytes(buckets) + _reductions(buckets)
     return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=turns)
 
 
@@ -186,9 +186,8 @@ def _reductions(buckets: Sequence[Bucket]) -> int:
     """What reductions in host memory receive, of which two are under way at once; on a GPU torch's allocator
     lends it from one to the next.
     """
-    size = buckets[0].sharding.group.size
-    each = sorted((_received(b.length, b.gradient_dtype.itemsize, size) for b in buckets), reverse=True)
-    return sum(each[:2])
+    each = [_received(b.length, b.gradient_dtype.itemsize, b.sharding.group.size) for b in buckets]
+    return sum(sorted(each, reverse=True)[:2])
 
 
 def _input_gradients(deck: Deck, shape: ModelShape, sizes: Mapping[str, int]) -> int:

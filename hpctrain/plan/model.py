@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -32,9 +33,9 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
 from hpctrain.plan.activations import PlannedPart
-from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 META = torch.device("meta")
@@ -60,6 +61,26 @@ def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -
     return Group(axes, tuple(range(size)), place, nowhere, nowhere, META, ledger, set())
 
 
+class PlannedMesh:
+    """What groups are asked of a mesh, without ranks: the place of the first rank of a stage."""
+
+    def __init__(self, sizes: Mapping[str, int], stage: int, ledger: Ledger) -> None:
+        self._sizes, self._stage, self._ledger = sizes, stage, ledger
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, *axes: str) -> Group:
+        """The group along these axes."""
+        if axes not in self._groups:
+            size = prod(self._sizes[axis] for axis in axes)
+            rank = self._stage if axes == ("pipeline",) else 0
+            self._groups[axes] = planned_group(axes, rank, size, self._ledger)
+        return self._groups[axes]
+
+    def part(self, axis: str, size: int) -> Group:
+        """The first `size` ranks along an axis."""
+        return planned_group((axis,), 0, size, self._ledger)
+
+
 def bare_model(deck: Deck) -> Transformer:
     """The whole model of a deck as one rank has it, without memory."""
     tensor, context = (planned_group((axis,), 0, 1, Ledger()) for axis in ("tensor", "context"))
@@ -77,7 +98,6 @@ class PlannedStage:
     models: list[Transformer]
     recompute: Recomputed
     buckets: list[Bucket]
-    pool: Pool
     synchronizer: GradientSynchronizer
     residency: Residency
     ledger: Ledger
@@ -122,24 +142,23 @@ def plan_stage(
 ) -> PlannedStage:
     """A stage of the pipeline as the run builds it, without its memory."""
     ledger = Ledger()
-
-    def group(size: int, *axes: str, rank: int = 0) -> Group:
-        return planned_group(axes, rank, size, ledger)
-
+    mesh = PlannedMesh(sizes, stage, ledger)
     layer_groups = LayerGroups(
-        group(sizes["tensor"], "tensor"),
-        group(sizes["context"], "context"),
+        mesh.group("tensor"),
+        mesh.group("context"),
         deck.layout.sequence_parallel,
         deck.layout.context_form,
         keeping=Recompute(deck.memory.recompute),
     )
-    everyone = sizes["data"] * sizes["context"]
-    sharding = Sharding(
-        deck.layout.zero,
-        group(zero_group, "data", "context"),
-        group(everyone // zero_group if deck.layout.zero else 1, "replicas"),
+    replications = Replications(
+        mesh,
+        lambda everyone: Sharding(
+            deck.layout.zero,
+            planned_group(everyone.axes, 0, zero_group, ledger),
+            planned_group(("replicas",), 0, everyone.size // zero_group if deck.layout.zero else 1, ledger),
+        ),
     )
-    pool, compute = Pool(sharding.group.empty), deck.precision.compute
+    compute = deck.precision.compute
     with META:
         models = build_parts(shape, layer_groups, schedule, split, stage)
         freeze_parameters(models, deck.model.frozen)
@@ -148,24 +167,16 @@ def plan_stage(
             for model in models
             for bucket in make_buckets(
                 model.units(),
-                sharding,
+                replications,
                 DTYPES[compute],
                 deck.communication.bucket_bytes,
                 gradient_dtype=DTYPES[compute if deck.precision.gradients == "compute" else "fp32"],
-                pool=pool,
             )
         ]
     units = [block.unit for model in models for block in model.block_list()]
     residency = make_residency(buckets, units, deck.memory.keep_gathered)
-    sharing = group(max(1, sizes["tensor"] // shape.key_value_heads), "tensor")
-    synchronizer = GradientSynchronizer(
-        buckets,
-        layer_groups.tensor,
-        sharing,
-        group(sizes["pipeline"], "pipeline", rank=stage),
-        deck.memory.accumulate == "sliced",
-    )
-    return PlannedStage(models, deck.memory.recompute, buckets, pool, synchronizer, residency, ledger)
+    synchronizer = GradientSynchronizer(buckets, deck.memory.accumulate == "sliced")
+    return PlannedStage(models, deck.memory.recompute, buckets, synchronizer, residency, ledger)
 
 
 def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group, Work
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
-from hpctrain.sharding.pool import Pool
+from hpctrain.sharding.replication import Replication, Replications, Sharding
 
 Store = Callable[[int, torch.dtype], Flat]
 """Makes zeros of a length and type somewhere."""
@@ -36,11 +36,12 @@ update has the same bits in whatever slice it lies.
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's elements `start .. start + length` of its bucket."""
+    """One parameter's elements `start .. start + length` of its bucket, and who else holds them."""
 
     parameter: Parameter
     start: int
     length: int
+    replication: Replication
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat buffer of its bucket, in the parameter's shape."""
@@ -48,31 +49,14 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """How buckets lie on the ranks of the data x context group.
-
-    `stage` is that of ZeRO. Slices are cut over `group`, all of data x context or, in hybrid sharding, a part
-    of it; `replicas` are the ranks of all parts that hold the same slice, one where there is one part.
-    """
-
-    stage: int
-    group: Group
-    replicas: Group
-
-    @staticmethod
-    def whole(group: Group, alone: Group) -> Sharding:
-        """Nothing is cut. `alone` is any group of one rank."""
-        return Sharding(0, group, alone)
-
-
-@dataclass(frozen=True)
 class BucketLayout:
-    """Where parameters lie in a bucket that `ranks` share; needs no memory.
+    """Where parameters lie in a bucket that the ranks of `sharding` share; needs no memory.
 
     Decayed parameters come first: elements `0 .. decayed`, padded to ALIGNMENT, take weight decay. `used`
     counts the elements of parameters, the rest is padding and stays zero.
     """
 
+    sharding: Sharding
     segments: tuple[Segment, ...]
     decayed: int
     length: int
@@ -85,9 +69,22 @@ class BucketLayout:
         starts = [*(segment.start for segment in self.segments), self.length]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
+    @property
+    def share(self) -> slice:
+        """This rank's share of what is cut."""
+        rank, elements = self.sharding.group.rank, self.length // self.sharding.group.size
+        return slice(rank * elements, (rank + 1) * elements)
+
+    @property
+    def own(self) -> slice:
+        """The elements whose optimizer state is this rank's: all where ZeRO cuts nothing, else its slice."""
+        return self.share if self.sharding.zero > 0 else slice(0, self.length)
+
     @staticmethod
-    def of(leaves: Sequence[Sequence[Parameter]], ranks: int) -> BucketLayout:
-        """Lay out some layers' parameters.
+    def of(
+        leaves: Sequence[Sequence[Parameter]], sharding: Sharding, replications: Replications
+    ) -> BucketLayout:
+        """Lay out some layers' parameters, all of one Sharding.
 
         Decayed before the others, layers with whole gradients before those with partial ones; each
         layer's parameters of a kind stay behind each other.
@@ -100,12 +97,14 @@ class BucketLayout:
                 for parameter in (
                     p for leaf in by_kind for p in leaf if p.decayed is kind and (p.dim() > 1) is matrices
                 ):
-                    segments.append(Segment(parameter, start, parameter.shard.elements))
+                    replication = replications.of(parameter.shard)
+                    segments.append(Segment(parameter, start, parameter.shard.elements, replication))
                     start += parameter.shard.elements
             if kind:
                 start = decayed = _round_up(start, ALIGNMENT)
         used = sum(segment.length for segment in segments)
-        return BucketLayout(tuple(segments), decayed, _round_up(start, ALIGNMENT * ranks), used)
+        length = _round_up(start, ALIGNMENT * sharding.group.size)
+        return BucketLayout(sharding, tuple(segments), decayed, length, used)
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -115,8 +114,8 @@ def _round_up(number: int, unit: int) -> int:
 class Bucket:
     """One BucketLayout in memory.
 
-    `own` are the elements whose optimizer state is this rank's: all of them in stage 0, else its slice.
-    `own_values` and `own_gradients` are those elements. `values` is None in stage 3 while not gathered.
+    `own` is that of the layout, `slice` its share; `own_values` and `own_gradients` are the own elements.
+    `values` is None in stage 3 while not gathered.
     In stage 3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
     Without `trained`, for a model that is not trained, there are no gradients and the parameters have none.
     """
@@ -124,25 +123,22 @@ class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
-        sharding: Sharding,
         dtype: torch.dtype,
-        pool: Pool,
         gradient_dtype: torch.dtype = torch.float32,
         trained: bool = True,
         store: Store | None = None,
     ) -> None:
-        self.layout, self.sharding, self.dtype, self.pool = layout, sharding, dtype, pool
+        self.layout, self.sharding, self.dtype = layout, layout.sharding, dtype
         self.gradient_dtype = gradient_dtype
         self.segments, self.decayed, self.length = layout.segments, layout.decayed, layout.length
-        group, stage = sharding.group, sharding.stage
-        share = self.length // group.size
-        self.slice = slice(group.rank * share, (group.rank + 1) * share)
-        self.own = self.slice if stage > 0 else slice(0, self.length)
+        self.slice, self.own = layout.share, layout.own
+        group, zero = self.sharding.group, self.sharding.zero
+        share = self.slice.stop - self.slice.start
 
         self.values: Tensor | None = None
         self.own_values: Flat
         self._fetched: tuple[Tensor, Transfer] | None = None
-        if stage < 3:
+        if zero < 3:
             self.values = _zeros(group, self.length, dtype)
             self.own_values = self.values[self.own]
             self._show(self.values)
@@ -151,7 +147,7 @@ class Bucket:
             self.hide_values()
         self._gradients: Tensor | None = None
         self.own_gradients = _zeros(group, 0, gradient_dtype)
-        if trained and stage < 2:
+        if trained and zero < 2:
             self._gradients = _zeros(group, self.length, gradient_dtype)
             self.own_gradients = self._gradients[self.own]
             self._show_gradients(self._gradients)
@@ -159,7 +155,7 @@ class Bucket:
             self.own_gradients = _zeros(group, share, gradient_dtype)
         for segment in self.segments:
             parameter = segment.parameter
-            parameter.open_gradient = self.open_gradients if trained and stage > 1 else None
+            parameter.open_gradient = self.open_gradients if trained and zero > 1 else None
             if parameter.apart and trained:
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
         self._added: dict[Parameter, int] = {}
@@ -178,11 +174,11 @@ class Bucket:
             assert self._fetched is not None
             fetched, transfer = self._fetched
             transfer.wait()
-            whole = self.pool.take(self.length, self.dtype)
+            whole = self.sharding.pool.take(self.length, self.dtype)
             own = whole[self.slice].copy_(fetched)
             self.drop_fetched()
         else:
-            whole = self.pool.take(self.length, self.dtype)
+            whole = self.sharding.pool.take(self.length, self.dtype)
             if own.device != whole.device:
                 own = whole[self.slice].copy_(own, non_blocking=True)
         return group.start_all_gather(own, whole)
@@ -192,7 +188,7 @@ class Bucket:
         if isinstance(self.own_values, ScratchTensor) and self._fetched is None:
             length, on_host = self.own_values.numel(), self.sharding.group.device.type == "cpu"
             memory = (
-                self.pool.take(length, self.dtype)
+                self.sharding.pool.take(length, self.dtype)
                 if on_host
                 else torch.empty(length, dtype=self.dtype, pin_memory=True)
             )
@@ -204,7 +200,7 @@ class Bucket:
             memory, transfer = self._fetched
             transfer.wait()
             if not memory.is_pinned():
-                self.pool.give(memory)
+                self.sharding.pool.give(memory)
             self._fetched = None
 
     def show_values(self, whole: Tensor) -> None:
@@ -215,7 +211,7 @@ class Bucket:
     def hide_values(self) -> None:
         """Take the whole values away from the parameters, in stage 3."""
         if self.values is not None:
-            self.pool.give(self.values)
+            self.sharding.pool.give(self.values)
             self.values = None
         # One element seen as many: of the right shape, yet without memory.
         one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
@@ -224,7 +220,7 @@ class Bucket:
 
     def start_refresh(self) -> Work[Tensor] | None:
         """Start to bring the other ranks' slices, which they have updated, into whole values."""
-        if self.sharding.stage in (0, 3) or self.sharding.group.size == 1:
+        if self.sharding.zero in (0, 3) or self.sharding.group.size == 1:
             return None
         assert self.values is not None
         return self.sharding.group.start_all_gather(self.values[self.own], self.values)
@@ -245,7 +241,7 @@ class Bucket:
     def open_gradients(self) -> None:
         """Have whole gradients; those that were not there begin from zero."""
         if self._gradients is None:
-            self._gradients = self.pool.take(self.length, self.gradient_dtype)
+            self._gradients = self.sharding.pool.take(self.length, self.gradient_dtype)
             for gap in self.layout.gaps:
                 self._gradients[gap].zero_()
             for segment in self.segments:
@@ -260,10 +256,10 @@ class Bucket:
         group, whole = self.sharding.group, self.gradients
         for segment in self.segments:
             assert segment.parameter.gradient is not None  # zero by now where nothing was added
-        if self.sharding.stage == 0:
+        if self.sharding.zero == 0:
             return group.start_all_reduce(whole)
         own = whole[self.slice]
-        if self.sharding.stage > 1:
+        if self.sharding.zero > 1:
             if not self._summed and not self._summing:
                 own = self.own_gradients  # the step's first sums need not be added to others
             self._summing.append((whole, own))
@@ -273,13 +269,13 @@ class Bucket:
 
     def close_gradients(self) -> None:
         """Keep this rank's slice of the gradients whose sum is complete, and free the rest."""
-        if self.sharding.stage < 2:
+        if self.sharding.zero < 2:
             return
         whole, summed = self._summing.popleft()
         if summed is not self.own_gradients:
             self.own_gradients.add_(summed)
         self._summed = True
-        self.pool.give(whole)
+        self.sharding.pool.give(whole)
 
     def merge_lookups(self) -> None:
         """Add what was kept apart of gradients with two sources, so that their order does not matter."""
@@ -352,7 +348,7 @@ class Bucket:
     def whole(self, own: Flat) -> Tensor:
         """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
         own = own.load() if isinstance(own, ScratchTensor) else own
-        return own if self.sharding.stage == 0 else self.sharding.group.all_gather(own)
+        return own if self.sharding.zero == 0 else self.sharding.group.all_gather(own)
 
 
 def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
@@ -360,42 +356,60 @@ def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def bucket_layouts(
-    units: Iterable[Sequence[Sequence[Parameter]]], ranks: int, bucket_bytes: int, by_unit: bool
+    units: Iterable[Sequence[Sequence[Parameter]]], replications: Replications, bucket_bytes: int
 ) -> Iterator[BucketLayout]:
     """Cut a model into bucket layouts, in the order of the forward pass.
 
-    `units` are what computes together (a block, the embedding), each a list of layers' parameters. With
-    `by_unit` every unit is one bucket; else layers are joined up to about `bucket_bytes` of fp32
-    gradients. A layer is never cut; one larger than that is a bucket of its own.
+    `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
+    with another Sharding have buckets of their own. In stage 3 of ZeRO every unit is one bucket; else layers
+    are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
+    bucket of its own.
     """
-    if by_unit:
-        for unit in units:
-            yield BucketLayout.of(unit, ranks)
-        return
-    pending: list[Sequence[Parameter]] = []
-    size = 0
-    for leaf in (leaf for unit in units for leaf in unit):
-        leaf_bytes = 4 * sum(parameter.shard.elements for parameter in leaf)
-        if pending and size + leaf_bytes > bucket_bytes:
-            yield BucketLayout.of(pending, ranks)
-            pending, size = [], 0
-        pending.append(leaf)
-        size += leaf_bytes
-    if pending:
-        yield BucketLayout.of(pending, ranks)
+    pending: dict[Sharding, list[Sequence[Parameter]]] = {}
+    for unit in units:
+        for sharding, leaves in _by_sharding(unit, replications).items():
+            if sharding.zero == 3:
+                yield BucketLayout.of(leaves, sharding, replications)
+                continue
+            joined = pending.setdefault(sharding, [])
+            for leaf in leaves:
+                elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
+                if joined and 4 * elements > bucket_bytes:
+                    yield BucketLayout.of(joined, sharding, replications)
+                    joined.clear()
+                joined.append(leaf)
+    for sharding, joined in pending.items():
+        yield BucketLayout.of(joined, sharding, replications)
+
+
+def _by_sharding(
+    unit: Sequence[Sequence[Parameter]], replications: Replications
+) -> dict[Sharding, list[Sequence[Parameter]]]:
+    """The layers of a unit, each as far as it has the same Sharding."""
+    found: dict[Sharding, list[Sequence[Parameter]]] = {}
+    for leaf in unit:
+        alike: dict[Sharding, list[Parameter]] = {}
+        for parameter in leaf:
+            alike.setdefault(replications.of(parameter.shard).sharding, []).append(parameter)
+        for sharding, parameters in alike.items():
+            found.setdefault(sharding, []).append(parameters)
+    return found
+
+
+def pool_bytes(buckets: Iterable[Bucket]) -> int:
+    """Bytes of the memory that these buckets take turns in."""
+    return sum(sharding.pool.bytes for sharding in {bucket.sharding for bucket in buckets})
 
 
 def make_buckets(
     units: Iterable[Sequence[Sequence[Parameter]]],
-    sharding: Sharding,
+    replications: Replications,
     dtype: torch.dtype,
     bucket_bytes: int,
     gradient_dtype: torch.dtype = torch.float32,
     trained: bool = True,
-    pool: Pool | None = None,
     store: Store | None = None,
 ) -> list[Bucket]:
-    """The buckets of `bucket_layouts` in memory, one a unit in stage 3. Arguments as there and in Bucket."""
-    pool = pool if pool is not None else Pool(sharding.group.empty)
-    layouts = bucket_layouts(units, sharding.group.size, bucket_bytes, by_unit=sharding.stage == 3)
-    return [Bucket(layout, sharding, dtype, pool, gradient_dtype, trained, store) for layout in layouts]
+    """The buckets of `bucket_layouts` in memory. Arguments as there and in Bucket."""
+    layouts = bucket_layouts(units, replications, bucket_bytes)
+    return [Bucket(layout, dtype, gradient_dtype, trained, store) for layout in layouts]

@@ -106,7 +106,7 @@ def make_residency(buckets: Sequence[Bucket], blocks: Sequence[Parameter], kept:
     """How layers come to the parameters of these buckets; of the blocks, each named by one of its parameters,
     the last `kept` stay gathered.
     """
-    if buckets[0].sharding.stage < 3:
+    if buckets[0].sharding.zero < 3:
         return Residency()
     return Gatherer(buckets, blocks[max(0, len(blocks) - kept) :])
 

@@ -22,25 +22,18 @@ class GradientSynchronizer:
 
     A bucket is final after every parameter's additions of all micro-batches of the step, whatever
     their order; with `each`, for buckets that are cut, after those of every micro-batch, whose sums are then
-    added to the slices. Then the gradients that are partial over the tensor axis are summed there (those of
-    heads that several ranks share over `sharing`, the ranks that hold the same heads), and the
-    bucket's own reduction starts. Tied embeddings on two stages of the pipeline are summed over these
-    before that, at the end of the step. `finish` waits for everything.
+    added to the slices. Then the gradients that are partial are summed over the ranks that hold the same
+    piece, and the bucket's own reduction starts. Tied embeddings on two stages of the pipeline are summed
+    over these before that, at the end of the step. `finish` waits for everything.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        tensor: Group,
-        sharing: Group,
-        pipeline: Group | None = None,
-        each: bool = False,
-    ) -> None:
-        self.buckets, self._pipeline, self._each = buckets, pipeline, each
+    def __init__(self, buckets: Sequence[Bucket], each: bool = False) -> None:
+        self.buckets, self._each = buckets, each
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
-        self._partial = {bucket: _partial_runs(bucket, tensor, sharing) for bucket in buckets}
+        self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
         self._tied = {
-            bucket: [s for s in bucket.segments if s.parameter.shard.stage_copies > 1] for bucket in buckets
+            bucket: [(s, s.replication.ends) for s in bucket.segments if s.replication.ends]
+            for bucket in buckets
         }
         self._under_way: deque[tuple[Bucket, Work[Tensor]]] = deque()
         for parameter, bucket in self._bucket.items():
@@ -53,16 +46,15 @@ class GradientSynchronizer:
     def start(self, micro_batches: int) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients."""
         for bucket in self.buckets:
-            bucket.start(micro_batches, self._each and bucket.sharding.stage > 1 and not self._tied[bucket])
+            bucket.start(micro_batches, self._each and bucket.sharding.zero > 1 and not self._tied[bucket])
 
     def finish(self) -> None:
         """Wait until all gradients are summed."""
         for bucket in self.buckets:
             assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
             if self._tied[bucket]:
-                assert self._pipeline is not None
-                for segment in self._tied[bucket]:
-                    _sum_over_ends(self._pipeline, segment.view(bucket.gradients))
+                for segment, ends in self._tied[bucket]:
+                    _sum_over_ends(ends, segment.view(bucket.gradients))
                 self._under_way.append((bucket, bucket.start_reduce()))
         self._complete(0)
         for bucket in self.buckets:
@@ -112,14 +104,13 @@ def _sum_over_ends(pipeline: Group, gradient: Tensor) -> None:
     gradient.add_(theirs)
 
 
-def _partial_runs(bucket: Bucket, tensor: Group, sharing: Group) -> list[tuple[slice, Group]]:
+def _partial_runs(bucket: Bucket) -> list[tuple[slice, Group]]:
     """Stretches of the bucket whose gradients are partial, each with the group to sum them over."""
     runs: list[tuple[slice, Group]] = []
     for segment in bucket.segments:
-        shard = segment.parameter.shard
-        if "tensor" not in shard.partial:
+        if not segment.replication.partial:
             continue
-        group = sharing if shard.copies > 1 else tensor
+        group = segment.replication.holders
         end = segment.start + segment.length
         if runs and runs[-1][0].stop == segment.start and runs[-1][1] is group:
             runs[-1] = (slice(runs[-1][0].start, end), group)
@@ -142,22 +133,21 @@ def _mover(parameter: Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) -> None:
+def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
     """Raise on all ranks, naming each tensor, if ranks that hold the same piece hold other values.
 
     Compares wrapping sums of the bit patterns, weighted by position.
     """
-    everything = [part for bucket in buckets for part in bucket.owned(bucket.own_values)]
-    whole = [(s, values, place) for s, values, place in everything if "tensor" not in s.parameter.shard.split]
-    names = {*_differing(whole, tensor), *_differing(everything, buckets[0].sharding.replicas)}
-    if buckets[0].sharding.stage < 3:
-        copies: list[tuple[Segment, Flat, int]] = [
-            (segment, segment.view(bucket.values), 0)
-            for bucket in buckets
-            for segment in bucket.segments
-            if bucket.values is not None
-        ]
-        names |= {*_differing(copies, buckets[0].sharding.group)}
+    held: dict[Group, list[tuple[Segment, Flat]]] = {}
+    for bucket in buckets:
+        for segment, values, _ in bucket.owned(bucket.own_values):
+            if not segment.parameter.shard.split:
+                held.setdefault(segment.replication.holders, []).append((segment, values))
+            held.setdefault(bucket.sharding.replicas, []).append((segment, values))
+        if bucket.sharding.zero < 3 and bucket.values is not None:
+            of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
+            held.setdefault(bucket.sharding.group, []).extend(of_all)
+    names = {name for group, parts in held.items() for name in _differing(parts, group)}
     found = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if found:
         raise HpctrainError(
@@ -165,15 +155,15 @@ def check_replicas(buckets: Sequence[Bucket], tensor: Group, everyone: Group) ->
         )
 
 
-def _differing(parts: Sequence[tuple[Segment, Flat, int]], group: Group) -> list[str]:
+def _differing(parts: Sequence[tuple[Segment, Flat]], group: Group) -> list[str]:
     """Names of the parameters whose values are not the same on all ranks of the group."""
     if not parts or group.size == 1:
         return []
-    sums = torch.stack([_fingerprint(values) for _, values, _ in parts])
+    sums = torch.stack([_fingerprint(values) for _, values in parts])
     gathered = group.all_gather(sums.unsqueeze(0))
     return [
         segment.parameter.shard.name
-        for index, (segment, _, _) in enumerate(parts)
+        for index, (segment, _) in enumerate(parts)
         if not bool((gathered[:, index] == gathered[0, index]).all())
     ]
 

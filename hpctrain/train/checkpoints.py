@@ -112,7 +112,7 @@ class Checkpoints:
         structure = examine(path, engine.world.everyone)
         state = structure.state
         moments = engine.optimizer.moments
-        entries = resumed_entries(engine.buckets, moments, engine.mesh, structure.datasets)
+        entries = resumed_entries(engine.buckets, moments, structure.datasets)
         load(structure, engine.world.everyone, entries)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
@@ -148,7 +148,7 @@ class Checkpoints:
 
     def _entries(self) -> list[Entry]:
         engine = self.engine
-        return training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing=True)
+        return training_entries(engine.buckets, engine.optimizer.moments, writing=True)
 
     def _stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""

@@ -18,6 +18,7 @@ from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
+from hpctrain.sharding.bucket import pool_bytes
 from hpctrain.watch.metrics import peak_rss_bytes
 
 PLAN_FILE = "plan.json"
@@ -55,14 +56,14 @@ class MemoryLedger:
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
         buckets = self.engine.buckets
-        values = storage_bytes(b.own_values if b.sharding.stage == 3 else b.values for b in buckets)
+        values = storage_bytes(b.own_values if b.sharding.zero == 3 else b.values for b in buckets)
         lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
         gradients = storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
         states = [t for m in self.engine.optimizer.moments for t in (m.master, m.exp_avg, m.exp_avg_sq)]
         own = [bucket.own_values for bucket in buckets]
         # Storages that master weights share with parameters are entered there.
         optimizer = storage_bytes([*states, *own]) - storage_bytes(own)
-        buffers = buckets[0].pool.bytes + self.engine.world.buffer_bytes
+        buffers = pool_bytes(buckets) + self.engine.world.buffer_bytes
         if self.engine.world.device.type == "cpu":
             buffers += self.engine.optimizer.working_bytes
         known = Account(values, gradients, optimizer, self.activations.bytes or 0, buffers)

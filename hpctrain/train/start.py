@@ -24,11 +24,11 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     assert deck.model.source is not None
     path = Path(deck.model.source)
     optimizer, shape = engine.optimizer, engine.shape
-    source = load_source(path, engine.world, master_entries(engine.buckets, optimizer.moments, engine.mesh))
+    source = load_source(path, engine.world, master_entries(engine.buckets, optimizer.moments))
     optimizer.publish()
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
-        check_replicas(engine.buckets, engine.groups.tensor, engine.world.everyone)
+        check_replicas(engine.buckets, engine.world.everyone)
     told = f"starts from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
         told += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"

@@ -107,7 +107,7 @@ class Step:
             sums = self.executor.evaluate(forward, prepared)
         objective, device = self.engine.objective, self.engine.world.device
         total = torch.zeros(len(objective.figures), dtype=torch.float64, device=device)
-        if sums is not None and mesh.coordinate("tensor") == 0:
+        if sums is not None and self.engine.replications.speaks:
             total += sums
         figures = make_figures(objective, self.engine.world.everyone.all_reduce(total).tolist(), tokens)
         ledger.phase = "other"
@@ -142,10 +142,10 @@ class Step:
 
     def agree(self, sums: Tensor | None, tokens: int) -> tuple[dict[str, float], float]:
         """Figures and unscaled gradient norm of the whole step, by one small all-reduce."""
-        engine, mesh = self.engine, self.engine.mesh
-        square = local_square_norm(engine.buckets, mesh.coordinate("tensor"))
+        engine = self.engine
+        square = local_square_norm(engine.buckets)
         parts = torch.zeros(len(engine.objective.figures) + 1, dtype=torch.float64, device=square.device)
-        if sums is not None and mesh.coordinate("tensor") == 0:
+        if sums is not None and engine.replications.speaks:
             parts[:-1] = sums
         parts[-1] = square
         *totals, total = engine.world.everyone.all_reduce(parts).tolist()

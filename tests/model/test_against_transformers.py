@@ -8,7 +8,8 @@ import torch
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer, parameter_list
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.sharding.bucket import Sharding, make_buckets
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone
 
@@ -113,12 +114,12 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
             parameter.add_(torch.randn_like(parameter) * 0.05)
     groups = alone(world)
     model = Transformer(shape, groups)
-    buckets = make_buckets(model.units(), Sharding.whole(groups.tensor, groups.tensor), torch.float32, 10_000)
+    buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, 10_000)
     assert {p.shard.name for p in parameter_list(model)} == set(weights)
     with torch.no_grad():
         for parameter in parameter_list(model):
             parameter.copy_(weights[parameter.shard.name])
-    synchronizer = GradientSynchronizer(buckets, groups.tensor, groups.tensor)
+    synchronizer = GradientSynchronizer(buckets)
 
     tokens = torch.randint(0, 97, (2, 25))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()

@@ -9,7 +9,8 @@ from torch import Tensor
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.sharding.bucket import Bucket, Sharding, make_buckets
+from hpctrain.sharding.bucket import Bucket, make_buckets
+from hpctrain.sharding.replication import Replications
 from tests.engines import alone
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight": (3,)}
@@ -25,7 +26,7 @@ def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]
         [parameters["norm.weight"]],
     ]
     one = alone(world).tensor
-    buckets = make_buckets([[leaf] for leaf in leaves], Sharding.whole(one, one), dtype, 200)
+    buckets = make_buckets([[leaf] for leaf in leaves], Replications.alone(one), dtype, 200)
     assert len(buckets) == 2
     torch.manual_seed(3)
     for parameter in parameters.values():
@@ -82,7 +83,7 @@ def test_norm_counts_every_element_and_no_padding(world) -> None:
     for parameter in parameters.values():
         parameter.gradient.copy_(torch.randn(parameter.shape))
     expected = torch.cat([p.gradient.flatten() for p in parameters.values()]).double().norm()
-    assert local_square_norm(buckets, 0).sqrt() == pytest.approx(expected.item(), rel=1e-6)
+    assert local_square_norm(buckets).sqrt() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_clipping_is_that_of_torch() -> None:

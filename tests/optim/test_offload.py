@@ -134,7 +134,7 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
 
 def entries(training: Trainer, writing: bool = False) -> list:
     engine = training.engine
-    return training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing)
+    return training_entries(engine.buckets, engine.optimizer.moments, writing)
 
 
 @pytest.mark.mpi(max_size=1)

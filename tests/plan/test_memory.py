@@ -50,7 +50,7 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 def held(training: Trainer) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps."""
     buckets, moments = training.engine.buckets, training.engine.optimizer.moments
-    values = [bucket.own_values if bucket.sharding.stage == 3 else bucket.values for bucket in buckets]
+    values = [bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets]
     gradients = [bucket.own_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
     optimizer = [tensor for m in moments for tensor in (m.exp_avg, m.exp_avg_sq)]
@@ -60,7 +60,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
         storage_bytes(values),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
-        buckets[0].pool.bytes,
+        buckets[0].sharding.pool.bytes,
     )
 
 

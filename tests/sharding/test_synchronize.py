@@ -10,7 +10,8 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.sharding.bucket import Sharding, make_buckets
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import alone, small_deck, trainer
 
@@ -18,13 +19,12 @@ from tests.engines import alone, small_deck, trainer
 @pytest.mark.mpi(min_size=2)
 def test_a_replica_that_differs_is_named(world: World) -> None:
     engine = trainer(world, small_deck()).engine
-    tensor = engine.groups.tensor
-    check_replicas(engine.buckets, tensor, world.everyone)
+    check_replicas(engine.buckets, world.everyone)
     if world.rank == 1:
         with torch.no_grad():
             engine.model.blocks[1].feed_forward.down.weights[0][3, 5] += 1e-6
     with pytest.raises(HpctrainError) as caught:
-        check_replicas(engine.buckets, tensor, world.everyone)
+        check_replicas(engine.buckets, world.everyone)
     assert len(caught.value.problems) == 1
     assert "parameter blocks.1.feed_forward.down.weight differs" in caught.value.problems[0]
 
@@ -36,7 +36,7 @@ def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
         with torch.no_grad():
             engine.model.final_norm.weight[0] += 1e-6
     with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
-        check_replicas(engine.buckets, engine.groups.tensor, world.everyone)
+        check_replicas(engine.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -82,7 +82,7 @@ def test_buckets_have_the_size_asked_for(world: World) -> None:
     shape = trainer(world.alone(), small_deck()).engine.shape
     model = Transformer(shape, groups)
     limit = 30_000
-    buckets = make_buckets(model.units(), Sharding.whole(groups.tensor, groups.tensor), torch.float32, limit)
+    buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, limit)
     used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
     assert sum(used) == 4 * shape.parameters
     assert all(size <= limit for size in used)

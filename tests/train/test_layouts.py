@@ -301,7 +301,7 @@ def test_a_wrong_update_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch
     if what == "update" and world.rank == 1:
         monkeypatch.setattr(
             "hpctrain.optim.adamw.AdamW.step",
-            lambda self, *_: None if self.buckets[0].sharding.stage else pytest.fail("not on one rank"),
+            lambda self, *_: None if self.buckets[0].sharding.zero else pytest.fail("not on one rank"),
         )
     elif what == "clip" and world.rank == 1:
         monkeypatch.setattr("hpctrain.train.step.clip_coefficient", lambda *_: 1.0)

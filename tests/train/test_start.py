@@ -73,7 +73,7 @@ def make_source(world: World, folder: Path, family: str, kind: str) -> tuple[Pat
 
 def stored(engine: Engine, path: Path) -> dict[str, np.ndarray]:
     """The fp32 weights of all ranks, whole, through a checkpoint."""
-    entries = master_entries(engine.buckets, engine.optimizer.moments, engine.mesh)
+    entries = master_entries(engine.buckets, engine.optimizer.moments)
     save(path, engine.world.everyone, entries, {})
     found: dict[str, np.ndarray] = {}
     with h5py.File(path) as file:

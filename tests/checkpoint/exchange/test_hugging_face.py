@@ -30,7 +30,8 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Shard
-from hpctrain.sharding.bucket import Sharding, make_buckets
+from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.replication import Replications
 from tests.engines import small_deck
 
 transformers = pytest.importorskip("transformers")
@@ -96,9 +97,8 @@ def our_model(path: Path, world: World) -> Transformer:
     mesh = Mesh(lone, {})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(source_shape(path), groups)
-    whole = Sharding.whole(mesh.group("data", "context"), mesh.group("pipeline"))
-    buckets = make_buckets(model.units(), whole, torch.float32, 10_000, trained=False)
-    load(path, lone.everyone, model_entries(buckets, mesh))
+    buckets = make_buckets(model.units(), Replications.whole(mesh), torch.float32, 10_000, trained=False)
+    load(path, lone.everyone, model_entries(buckets))
     return model
 
 
@@ -181,7 +181,7 @@ def test_what_a_layout_saved_is_what_transformers_computes(
     deck = small_deck(*overrides)
     engine = build_engine(deck, world, make_mesh(deck, world))
     path = mpi_tmp_path / "run.h5"
-    entries = training_entries(engine.buckets, engine.optimizer.moments, engine.mesh, writing=True)
+    entries = training_entries(engine.buckets, engine.optimizer.moments, writing=True)
     save(path, world.everyone, entries, {"deck": deck_text(deck), "tokenizer": "bytes"})
     half = "precision.compute=bf16" in overrides
     export_model(world, path, mpi_tmp_path / "default", None, 20_000)

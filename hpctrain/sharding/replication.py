@@ -1,0 +1,146 @@
+"""Which other ranks hold a rank's piece of a tensor, and over whom its gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from hpctrain.comm.group import Group
+from hpctrain.parallel.shard import Shard
+from hpctrain.sharding.pool import Pool
+
+OTHER_TOKENS = ("data", "context")
+"""Axes whose ranks train on other tokens: gradients are summed over those that do not cut the tensor."""
+
+SAME_TOKENS = "tensor"
+"""The axis whose ranks compute on the same tokens."""
+
+
+class Axes(Protocol):
+    """What is asked of a mesh."""
+
+    def group(self, *axes: str) -> Group:
+        """This rank's group along one axis or several joined ones."""
+
+    def part(self, axis: str, size: int) -> Group:
+        """This rank's group of `size` neighbours along an axis. Collective over the axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How buckets lie on the ranks that train them on other tokens.
+
+    `zero` is the stage of ZeRO. Slices are cut over `group`, all of these ranks or, in hybrid sharding, a
+    part of them; `replicas` are the ranks of all parts that hold the same slice, one where there is one part.
+    """
+
+    zero: int
+    group: Group
+    replicas: Group
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Memory that these buckets take turns in."""
+        return Pool(self.group.empty)
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Where else the piece of a Shard lies, besides in the ranks' own slices of it.
+
+    `holders` are the ranks that compute with it on the same tokens; its gradient arrives there in parts where
+    it is `partial`. `ends`, if any, is the pipeline whose first and last stage hold it; this is number
+    `stage_copy` of the `stage_copies` stages that do.
+    """
+
+    sharding: Sharding
+    holders: Group
+    partial: bool
+    ends: Group | None
+    stage_copy: int
+    stage_copies: int
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts its slice: the first of all ranks that hold the same one."""
+        return self.sharding.replicas.rank == self.holders.rank == self.stage_copy == 0
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank takes part in writing what it owns of the piece.
+
+        Where tied embeddings are whole, both stages' are copies of each other; slices are cut in other places
+        on the two, so that the first stage's alone are written.
+        """
+        return self.sharding.zero == 0 or self.stage_copy == 0
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """(number of this copy, copies) of what this rank owns of the piece."""
+        whole = self.sharding.zero == 0
+        owners = self.sharding.group if whole else self.sharding.replicas
+        within = owners.size * self.holders.size
+        stage, stages = (self.stage_copy, self.stage_copies) if whole else (0, 1)
+        return stage * within + owners.rank * self.holders.size + self.holders.rank, stages * within
+
+
+class Replications:
+    """The Replication of each Shard on one mesh.
+
+    `cut` makes the Sharding of ranks that train on other tokens. `of` makes a group when it first meets a
+    Shard that needs it, which is collective over the ranks of a pipeline stage.
+    """
+
+    def __init__(self, mesh: Axes, cut: Callable[[Group], Sharding]) -> None:
+        self._mesh, self._cut = mesh, cut
+        self._shardings: dict[Group, Sharding] = {}
+        self._sharing: dict[int, Group] = {}
+
+    @staticmethod
+    def whole(mesh: Axes) -> Replications:
+        """Nothing is cut by ZeRO."""
+        return Replications(mesh, lambda everyone: Sharding(0, everyone, mesh.part("data", 1)))
+
+    @staticmethod
+    def alone(group: Group) -> Replications:
+        """On the one rank of a group; what others hold does not matter."""
+        return Replications(_OneRank(group), lambda everyone: Sharding(0, everyone, everyone))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts what all that compute on the same tokens have, such as their loss."""
+        return self._mesh.group(SAME_TOKENS).rank == 0
+
+    def of(self, shard: Shard) -> Replication:
+        """The answer for a Shard of this rank."""
+        everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
+        if everyone not in self._shardings:
+            self._shardings[everyone] = self._cut(everyone)
+        holders = self._mesh.group(SAME_TOKENS)
+        if SAME_TOKENS in shard.split:
+            if shard.copies not in self._sharing:
+                self._sharing[shard.copies] = self._mesh.part(SAME_TOKENS, shard.copies)
+            holders = self._sharing[shard.copies]
+        return Replication(
+            self._shardings[everyone],
+            holders,
+            SAME_TOKENS in shard.partial,
+            self._mesh.group("pipeline") if shard.stage_copies > 1 else None,
+            shard.stage_copy,
+            shard.stage_copies,
+        )
+
+
+@dataclass(frozen=True)
+class _OneRank:
+    """Axes of one rank."""
+
+    only: Group
+
+    def group(self, *_: str) -> Group:
+        return self.only
+
+    def part(self, *_: object) -> Group:
+        return self.only
