@@ -38,6 +38,8 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
 from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.gather import make_residency
+from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
 
@@ -208,7 +210,7 @@ def assemble(
         plan=plan,
         replications=replications,
         buckets=buckets,
-        synchronizer=GradientSynchronizer(buckets, each),
+        synchronizer=GradientSynchronizer([make_reducer(bucket) for bucket in buckets], EveryStep(), each),
         residency=residency,
         optimizer=optimizer,
         offload=offload,

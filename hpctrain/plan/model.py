@@ -35,6 +35,8 @@ from hpctrain.pipeline.split import build_parts
 from hpctrain.plan.activations import PlannedPart
 from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.gather import make_residency
+from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
@@ -175,7 +177,9 @@ def plan_stage(
         ]
     units = [block.unit for model in models for block in model.block_list()]
     residency = make_residency(buckets, units, deck.memory.keep_gathered)
-    synchronizer = GradientSynchronizer(buckets, deck.memory.accumulate == "sliced")
+    synchronizer = GradientSynchronizer(
+        [make_reducer(bucket) for bucket in buckets], EveryStep(), deck.memory.accumulate == "sliced"
+    )
     return PlannedStage(models, deck.memory.recompute, buckets, synchronizer, residency, ledger)
 
 

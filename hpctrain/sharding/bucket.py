@@ -8,7 +8,6 @@ parameters while they are gathered.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -161,8 +160,6 @@ class Bucket:
         self._added: dict[Parameter, int] = {}
         self._behind: set[Parameter] = set()
         self._passes = self._rounds = 1
-        self._summing: deque[tuple[Tensor, Tensor]] = deque()
-        self._summed = False
 
     # Parameters
 
@@ -248,34 +245,17 @@ class Bucket:
                 segment.parameter.forget_gradient()
             self._show_gradients(self._gradients)
 
-    def start_reduce(self) -> Work[Tensor]:
-        """Start to sum the gradients over the group: whole in stage 0, else this rank's slice alone.
-
-        From stage 2 on they are taken away; `close_gradients` fetches this rank's slice of the sums.
-        """
-        group, whole = self.sharding.group, self.gradients
+    def final_gradients(self) -> Tensor:
+        """The whole gradients, zero by now where nothing was added."""
+        whole = self.gradients
         for segment in self.segments:
-            assert segment.parameter.gradient is not None  # zero by now where nothing was added
-        if self.sharding.zero == 0:
-            return group.start_all_reduce(whole)
-        own = whole[self.slice]
-        if self.sharding.zero > 1:
-            if not self._summed and not self._summing:
-                own = self.own_gradients  # the step's first sums need not be added to others
-            self._summing.append((whole, own))
-            self._gradients = None
-            self._show_gradients(None)
-        return group.start_reduce_scatter(whole, own)
+            assert segment.parameter.gradient is not None
+        return whole
 
-    def close_gradients(self) -> None:
-        """Keep this rank's slice of the gradients whose sum is complete, and free the rest."""
-        if self.sharding.zero < 2:
-            return
-        whole, summed = self._summing.popleft()
-        if summed is not self.own_gradients:
-            self.own_gradients.add_(summed)
-        self._summed = True
-        self.sharding.pool.give(whole)
+    def take_gradients(self) -> None:
+        """Take the whole gradients away from the parameters; who does gives them to the pool in the end."""
+        self._gradients = None
+        self._show_gradients(None)
 
     def merge_lookups(self) -> None:
         """Add what was kept apart of gradients with two sources, so that their order does not matter."""
@@ -300,7 +280,6 @@ class Bucket:
             segment.parameter.forget_gradient()
             if segment.parameter.lookups is not None:
                 segment.parameter.lookups.zero_()
-        self._summed = False
         self._added = {s.parameter: 0 for s in self.segments if s.parameter.requires_grad}
         self._rounds, self._passes = (passes, 1) if each else (1, passes)
         self._behind = set(self._added)

@@ -13,6 +13,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket, Segment
+from hpctrain.sharding.outer import Outer
+from hpctrain.sharding.reducer import Reducer
 
 _PIECE = 1 << 18
 
@@ -23,19 +25,22 @@ class GradientSynchronizer:
     A bucket is final after every parameter's additions of all micro-batches of the step, whatever
     their order; with `each`, for buckets that are cut, after those of every micro-batch, whose sums are then
     added to the slices. Then the gradients that are partial are summed over the ranks that hold the same
-    piece, and the bucket's own reduction starts. Tied embeddings on two stages of the pipeline are summed
-    over these before that, at the end of the step. `finish` waits for everything.
+    piece, and the bucket's Reducer starts. Tied embeddings on two stages of the pipeline are summed
+    over these before that, at the end of the step. `finish` waits for everything, and has `outer` keep the
+    replicas together.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], each: bool = False) -> None:
-        self.buckets, self._each = buckets, each
+    def __init__(self, reducers: Sequence[Reducer], outer: Outer, each: bool = False) -> None:
+        self.buckets = buckets = [reducer.bucket for reducer in reducers]
+        self._outer, self._each = outer, each
+        self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
         self._tied = {
             bucket: [(s, s.replication.ends) for s in bucket.segments if s.replication.ends]
             for bucket in buckets
         }
-        self._under_way: deque[tuple[Bucket, Work[Tensor]]] = deque()
+        self._under_way: deque[tuple[Reducer, Work[Tensor]]] = deque()
         for parameter, bucket in self._bucket.items():
             parameter.on_added = self._added
             if parameter.open_gradient is not None:
@@ -45,8 +50,9 @@ class GradientSynchronizer:
 
     def start(self, micro_batches: int) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients."""
-        for bucket in self.buckets:
-            bucket.start(micro_batches, self._each and bucket.sharding.zero > 1 and not self._tied[bucket])
+        for bucket, reducer in self._reducer.items():
+            reducer.begin()
+            bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
 
     def finish(self) -> None:
         """Wait until all gradients are summed."""
@@ -55,11 +61,9 @@ class GradientSynchronizer:
             if self._tied[bucket]:
                 for segment, ends in self._tied[bucket]:
                     _sum_over_ends(ends, segment.view(bucket.gradients))
-                self._under_way.append((bucket, bucket.start_reduce()))
+                self._start(bucket)
         self._complete(0)
-        for bucket in self.buckets:
-            if bucket.sharding.replicas.size > 1:
-                bucket.sharding.replicas.all_reduce(bucket.own_gradients)
+        self._outer.before_update(self.buckets)
 
     def open(self, bucket: Bucket) -> None:
         """Have whole gradients of a bucket that is cut, in the memory of those that are summed by now."""
@@ -79,14 +83,18 @@ class GradientSynchronizer:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:
             self._complete(1)  # each one under way receives into memory of its own
-            self._under_way.append((bucket, bucket.start_reduce()))
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        reducer = self._reducer[bucket]
+        self._under_way.append((reducer, reducer.start()))
 
     def _complete(self, but: int) -> None:
         """Complete the reductions under way, `but` for so many of the latest."""
         while len(self._under_way) > but:
-            bucket, work = self._under_way.popleft()
+            reducer, work = self._under_way.popleft()
             work.wait()
-            bucket.close_gradients()
+            reducer.complete()
 
 
 def _opener(synchronizer: GradientSynchronizer, bucket: Bucket) -> Callable[[], None]:

@@ -9,6 +9,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Inputs, Transformer, parameter_list
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.sharding.bucket import make_buckets
+from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
 from tests.engines import alone
@@ -119,7 +121,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
     with torch.no_grad():
         for parameter in parameter_list(model):
             parameter.copy_(weights[parameter.shard.name])
-    synchronizer = GradientSynchronizer(buckets)
+    synchronizer = GradientSynchronizer([make_reducer(bucket) for bucket in buckets], EveryStep())
 
     tokens = torch.randint(0, 97, (2, 25))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
