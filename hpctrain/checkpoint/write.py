@@ -24,6 +24,7 @@ from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import PIECE_BYTES, Draft, Piece, begin
 from hpctrain.checkpoint.layout import Entry, runs
 from hpctrain.comm.group import Group
+from hpctrain.comm.library import communicator_of
 from hpctrain.comm.outcome import reason
 from hpctrain.errors import HpctrainError, InputOutputError
 
@@ -117,7 +118,7 @@ def _opened_by_all(draft: Draft, problems: list[str]) -> Iterator[h5py.File]:
     if draft.group.size == 1:
         file = h5py.File(draft.temporary, "r+", locking=False)
     else:
-        file = h5py.File(draft.temporary, "r+", driver="mpio", comm=draft.group.communicator)
+        file = h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
     try:
         yield file
     finally:

@@ -1,4 +1,4 @@
-"""What this rank called, in each of its groups, and what it waits for now.
+"""Call: one described communication; and what this rank called, in each of its groups, and waits for now.
 
 The record costs less than a microsecond a call. It is written by the thread that communicates and read by
 another one, while the first may hang: what is read may be a call behind, and is never waited for.
@@ -7,29 +7,105 @@ another one, while the first may hang: what is read may be a call behind, and is
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from copy import copy
+from time import perf_counter
+from typing import Literal
 
 import torch
+from torch import Tensor
+
+Operation = Literal["sum", "max", "min"]
 
 RECENT = 32
 """Calls that are remembered."""
 
 
-class Call(NamedTuple):
-    """One call of a group.
+PAYLOAD = {"all_reduce": 2, "recv": 0}
+"""How often the closed forms count a tensor, where not once: a message is counted where it is sent."""
 
-    `number` counts the group's collective calls on this rank from 1, or the messages to or from one
-    `peer` (its rank in the group; -1 for collectives). `bytes` is the tensor's, `began` in seconds of
-    `perf_counter`.
+
+class Call:
+    """What a rank does in one operation of a group, named like the Group's methods.
+
+    `tensor` is what it gives and `output` where it receives, both contiguous, or None; one tensor where the
+    operation is in place. Neither is held longer than the operation lasts. `reduced` says how numbers are
+    reduced; `root` and `peer` are ranks of the group, -1 where there is none. `counts` are elements for each
+    rank, `received` those from each rank in an exchange of uneven pieces; None: equal on all ranks, as the
+    tensor's own size says. `blocking` is whether the result is to be there when the call returns.
+
+    For those who watch: `bytes` and `dtype` are the whole tensor's (this rank's, if not given), `payload`
+    are the bytes that the ledger counts; `on_host` says whether they are in host memory. `began`
+    is in seconds of `perf_counter`. `number` counts the collective calls of the `group` on this rank from 1,
+    or the messages to or from one peer.
     """
 
+    __slots__ = (
+        "began",
+        "blocking",
+        "bytes",
+        "counts",
+        "dtype",
+        "group",
+        "number",
+        "on_host",
+        "operation",
+        "output",
+        "payload",
+        "peer",
+        "received",
+        "reduced",
+        "root",
+        "tag",
+        "tensor",
+    )
     group: GroupCalls
-    operation: str
     number: int
-    bytes: int
-    dtype: torch.dtype | None
-    peer: int
-    began: float
+
+    def __init__(
+        self,
+        operation: str,
+        tensor: Tensor | None = None,
+        output: Tensor | None = None,
+        blocking: bool = True,
+        reduced: Operation | None = None,
+        *,
+        began: float | None = None,
+        bytes: int | None = None,  # noqa: A002
+        root: int = -1,
+        peer: int = -1,
+        tag: int = 0,
+        counts: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> None:
+        self.operation = operation
+        self.tensor = tensor
+        self.output = output
+        self.blocking = blocking
+        self.began = perf_counter() if began is None else began
+        memory = output if tensor is None else tensor
+        self.dtype: torch.dtype | None = None if memory is None else memory.dtype
+        if bytes is None:
+            bytes = 0 if memory is None else memory.nbytes  # noqa: A001
+        self.bytes = bytes
+        self.payload = PAYLOAD.get(operation, 1) * bytes
+        self.on_host = memory is None or memory.is_cpu
+        self.reduced = reduced
+        self.root = root
+        self.peer = peer
+        self.tag = tag
+        self.counts = counts
+        self.received = received
+
+    def over(self, tensor: Tensor | None, output: Tensor | None) -> Call:
+        """The same operation on other memory."""
+        other = copy(self)
+        other.tensor, other.output = tensor, output
+        return other
+
+    def release(self) -> None:
+        """Hold the memory no longer: the operation is complete."""
+        self.tensor = self.output = None
 
 
 class Calls:
@@ -66,22 +142,18 @@ class GroupCalls:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
 
-    def enter(self, operation: str, bytes: int, dtype: torch.dtype | None, began: float) -> Call:  # noqa: A002
-        """This rank comes to a collective operation."""
-        self.entered = number = self.entered + 1
+    def enter(self, call: Call) -> None:
+        """This rank comes to an operation."""
+        call.group = self
+        peer = call.peer
+        if peer < 0:
+            self.entered = call.number = self.entered + 1
+        else:
+            numbers = self.sent if call.operation == "send" else self.received
+            numbers[peer] = call.number = numbers.get(peer, 0) + 1
         calls = self.calls
-        calls.current = call = Call(self, operation, number, bytes, dtype, -1, began)
+        calls.current = call
         calls.recent.append(call)
-        return call
-
-    def enter_pair(self, operation: str, tensor: torch.Tensor, peer: int, began: float) -> Call:
-        """This rank comes to a send or a receive."""
-        numbers = self.sent if operation == "send" else self.received
-        numbers[peer] = number = numbers.get(peer, 0) + 1
-        calls = self.calls
-        calls.current = call = Call(self, operation, number, tensor.nbytes, tensor.dtype, peer, began)
-        calls.recent.append(call)
-        return call
 
     def leave(self) -> None:
         """This rank has started an operation, or completed it."""

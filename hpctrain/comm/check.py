@@ -1,6 +1,6 @@
 """Whether the ranks of a group call the same, compared before each operation so that a difference has a name.
 
-`check_group` puts itself between a Group and what it runs on; a group that is not checked pays nothing.
+`check_group` gives a Group what compares its calls; one without it runs them at once.
 Groups of the same ranks share one sequence of calls, so that a call of the wrong one of them is seen too.
 A started operation is compared when it is first tested or waited for: a rank may start its operations
 of several groups in an order of its own.
@@ -8,16 +8,11 @@ of several groups in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
-
-from hpctrain.comm.calls import Call, Calls
+from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI
+from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.transport import Operation, Pending, Transport
+from hpctrain.comm.transport import Pending, Transport
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 WIDTH = 256  # bytes of one rank's words about its call
@@ -32,67 +27,53 @@ class MismatchError(HpctrainError):
 class Checks:
     """The comparisons of one rank; `channels` are by the ranks (of the world) that compare."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self) -> None:
         self.channels: dict[tuple[int, ...], MPI.Intracomm] = {}
 
     def check_group(self, group: Group) -> None:
         """Compare what the group's ranks call, from here on. Collective over the group."""
-        if group.size == 1 or isinstance(group.host, CheckedTransport):
+        if group.size == 1 or group.comparer is not None:
             return
         if group.ranks not in self.channels:
-            self.channels[group.ranks] = group.communicator.Dup()
-        comparer = Comparer(self.calls, self.channels[group.ranks], group.ranks)
-        group.host = CheckedTransport(group.host, comparer)
-        group.accelerator = CheckedTransport(group.accelerator, comparer)
-        group.objects = CheckedObjects(group.communicator, comparer)
+            self.channels[group.ranks] = communicator_of(group.objects).Dup()
+        group.comparer = MpiComparer(self.channels[group.ranks], group.ranks)
 
 
-def uncheck_group(group: Group) -> None:
-    """Compare no longer."""
-    if isinstance(group.host, CheckedTransport) and isinstance(group.accelerator, CheckedTransport):
-        group.host, group.accelerator = group.host.inner, group.accelerator.inner
-        group.objects = group.communicator
-
-
-class Comparer:
+class MpiComparer:
     """Compares this rank's present call with those of `ranks` over a communicator of their own."""
 
-    def __init__(self, calls: Calls, communicator: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
-        self.calls, self.communicator, self.ranks = calls, communicator, ranks
+    def __init__(self, communicator: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self.communicator, self.ranks = communicator, ranks
         self._told: list[tuple[MPI.Request, bytearray]] = []
 
-    def start(self, detail: str, sized: bool = True) -> Comparison:
-        """Tell the others of a collective call; `detail` is what else must be equal."""
-        call = self._call()
-        words = f"{call.operation} {call.number} of {call.group.name}"
-        if call.dtype is not None:
-            size = f"{call.bytes} bytes of " if sized else ""
-            words += f" ({size}{str(call.dtype).removeprefix('torch.')}{', ' * bool(detail)}{detail})"
-        elif detail:
-            words += f" ({detail})"
-        return Comparison(self, words)
+    def run(self, call: Call, transport: Transport) -> Pending | None:
+        """Run the call once the ranks agree in it; one that is started is compared on its way."""
+        if call.operation == "send":
+            self._tell(call)
+            return transport.run(call)
+        comparison = (
+            Announcement(self, call) if call.operation == "recv" else Comparison(self, _words_of(call))
+        )
+        if call.blocking:
+            comparison.wait()
+        pending = transport.run(call)
+        return None if pending is None else Checked(comparison, pending)
 
-    def tell(self, peer: int, tag: int) -> None:
+    def agree(self, call: Call) -> None:
+        """Return when the ranks agree in a call that no transport runs."""
+        Comparison(self, _words_of(call)).wait()
+
+    def _tell(self, call: Call) -> None:
         """Tell the receiver of what is sent to it."""
         self._told = [(request, held) for request, held in self._told if not request.Test()]
-        mine = _padded(_payload(self._call()))
-        self._told.append((self.communicator.Isend([mine, MPI.BYTE], peer, tag), mine))
-
-    def hear(self, peer: int, tag: int) -> Announcement:
-        """What a sender tells."""
-        return Announcement(self, self._call(), peer, tag)
-
-    def _call(self) -> Call:
-        call = self.calls.current
-        assert call is not None, "a transport is called by its Group"
-        return call
+        mine = _padded(_payload(call))
+        self._told.append((self.communicator.Isend([mine, MPI.BYTE], call.peer, call.tag), mine))
 
 
 class Comparison:
     """A comparison of a collective call under way."""
 
-    def __init__(self, comparer: Comparer, words: str) -> None:
+    def __init__(self, comparer: MpiComparer, words: str) -> None:
         self._ranks = comparer.ranks
         self._mine = _padded(words)
         self._all = bytearray(WIDTH * len(comparer.ranks))
@@ -128,11 +109,11 @@ class Comparison:
 class Announcement:
     """What the sender of a message tells of it, on its way to the receiver."""
 
-    def __init__(self, comparer: Comparer, call: Call, peer: int, tag: int) -> None:
-        self._call, self._sender = call, comparer.ranks[peer]
+    def __init__(self, comparer: MpiComparer, call: Call) -> None:
+        self._call, self._sender = call, comparer.ranks[call.peer]
         self._receiver = comparer.ranks[comparer.communicator.rank]
         self._theirs = bytearray(WIDTH)
-        self._request = comparer.communicator.Irecv([self._theirs, MPI.BYTE], peer, tag)
+        self._request = comparer.communicator.Irecv([self._theirs, MPI.BYTE], call.peer, call.tag)
         self._done = False
 
     def wait(self) -> None:
@@ -174,121 +155,26 @@ class Checked:
         return self._comparison.test() and self._pending.test()
 
 
-class CheckedObjects:
-    """Small Python values, over a communicator, by calls that are compared."""
-
-    def __init__(self, communicator: MPI.Intracomm, comparer: Comparer) -> None:
-        self.communicator, self.comparer = communicator, comparer
-
-    def allgather(self, value: Any, /) -> list[Any]:
-        """Every rank's value."""
-        self.comparer.start("").wait()
-        return self.communicator.allgather(value)
-
-    def bcast(self, value: Any, root: int, /) -> Any:
-        """Root's value."""
-        self.comparer.start(f"root {root}").wait()
-        return self.communicator.bcast(value, root)
-
-
-class CheckedTransport(Transport):
-    """Another transport's primitives, each compared among the ranks before it begins."""
-
-    def __init__(self, inner: Transport, comparer: Comparer) -> None:
-        self.inner, self.comparer = inner, comparer
-        self.rank, self.size, self.limit = inner.rank, inner.size, inner.limit
-
-    def _compared(self, blocking: bool, detail: str = "", sized: bool = True) -> Comparison:
-        comparison = self.comparer.start(detail, sized)
-        if blocking:
-            comparison.wait()
-        return comparison
-
-    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, operation)
-        return _with(comparison, self.inner.all_reduce(tensor, operation, blocking))
-
-    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, f"{operation}, root {root}")
-        return _with(comparison, self.inner.reduce(tensor, root, operation, blocking))
-
-    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, f"root {root}")
-        return _with(comparison, self.inner.broadcast(tensor, root, blocking))
-
-    def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, _pieces(counts))
-        return _with(comparison, self.inner.all_gather(tensor, output, counts, blocking))
-
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        counts: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, f"{operation}{', ' * (counts is not None)}{_pieces(counts)}")
-        return _with(comparison, self.inner.reduce_scatter(tensor, output, counts, operation, blocking))
-
-    def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, f"root {root}{', ' * (counts is not None)}{_pieces(counts)}")
-        return _with(comparison, self.inner.gather(tensor, output, counts, root, blocking))
-
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comparison = self._compared(blocking, f"root {root}{', ' * (counts is not None)}{_pieces(counts)}")
-        return _with(comparison, self.inner.scatter(tensor, output, counts, root, blocking))
-
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        send_counts: Sequence[int] | None,
-        receive_counts: Sequence[int] | None,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport. Of uneven pieces the sizes, which differ from rank to rank, are not compared."""
-        even = send_counts is None
-        comparison = self._compared(blocking, "" if even else "uneven pieces", sized=even)
-        return _with(comparison, self.inner.all_to_all(tensor, output, send_counts, receive_counts, blocking))
-
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        self.comparer.tell(destination, tag)
-        return self.inner.send(tensor, destination, tag, blocking)
-
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        announcement = self.comparer.hear(source, tag)
-        if blocking:
-            announcement.wait()
-        return _with(announcement, self.inner.recv(tensor, source, tag, blocking))
-
-    def barrier(self, blocking: bool) -> Pending | None:
-        """See Transport."""
-        return _with(self._compared(blocking), self.inner.barrier(blocking))
-
-
-def _with(comparison: Comparison | Announcement, pending: Pending | None) -> Pending | None:
-    return None if pending is None else Checked(comparison, pending)
-
-
-def _pieces(counts: Sequence[int] | None) -> str:
-    """In words, how uneven pieces are; cut to `WIDTH` with the rest."""
-    return "" if counts is None else f"pieces {','.join(map(str, counts))}"
+def _words_of(call: Call) -> str:
+    """What must be equal on all ranks in a collective call; of uneven pieces of an exchange the sizes, which
+    differ from rank to rank, are not.
+    """
+    details: list[str] = []
+    if call.reduced is not None:
+        details.append(call.reduced)
+    if call.root >= 0:
+        details.append(f"root {call.root}")
+    differing = call.received is not None
+    if differing:
+        details.append("uneven pieces")
+    elif call.counts is not None:
+        details.append(f"pieces {','.join(map(str, call.counts))}")
+    if call.dtype is not None:
+        size = "" if differing else f"{call.bytes} bytes of "
+        details.insert(0, f"{size}{str(call.dtype).removeprefix('torch.')}")
+    return f"{call.operation} {call.number} of {call.group.name}" + (
+        f" ({', '.join(details)})" if details else ""
+    )
 
 
 def _payload(call: Call) -> str:

@@ -7,7 +7,8 @@ what it returns without an `output` is its input itself.
 
 All ranks call a group's operations in the same order. Started ones go on while this rank tests or waits
 for any of them, in whatever order, but not while it computes or sits in a blocking call: what one rank
-waits for before a blocking call, the others must wait for before it too.
+waits for before a blocking call, the others must wait for before it too. What starts an operation completes
+it before it returns where `blocking` is set.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.calls import Call
+from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.ledger import Entry, Ledger
-from hpctrain.comm.library import MPI
 from hpctrain.comm.timeline import Span
-from hpctrain.comm.transport import Operation, Pending, Transport
+from hpctrain.comm.transport import Pending, Transport
 
 Result = TypeVar("Result", bound="Tensor | None")
 
@@ -87,6 +87,8 @@ class Work(Generic[Result]):
 
     def _done(self) -> None:
         self._pending = None
+        if self._call is not None:
+            self._call.release()
         if self._held is not None:
             self._held.discard(self)
         if self._span is not None:
@@ -103,7 +105,15 @@ class Work(Generic[Result]):
 
 
 class Objects(Protocol):
-    """How small Python values travel: an MPI communicator does."""
+    """How small Python values travel among `size` ranks, of which this is `rank`: a communicator does."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
 
     def allgather(self, value: Any, /) -> list[Any]:
         """Every rank's value."""
@@ -112,19 +122,30 @@ class Objects(Protocol):
         """Root's value."""
 
 
+class Comparer(Protocol):
+    """What comes before each call of a group whose ranks compare what they call."""
+
+    def run(self, call: Call, transport: Transport) -> Pending | None:
+        """Run the call once the ranks agree in it."""
+
+    def agree(self, call: Call) -> None:
+        """Return when the ranks agree in a call that no transport runs."""
+
+
 class Group:
     """The ranks of one axis of the mesh, or of several joined ones, in the mesh's order.
 
     `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
-    travel over `host`, those of a GPU over `accelerator`. `device` is where `empty` makes tensors.
-    `held` are the operations of all groups that are under way on this rank.
+    travel over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where
+    `empty` makes tensors. `held` are the operations of all groups that are under way on this rank. A
+    `comparer`, where there is one, compares what the ranks call.
     """
 
     def __init__(
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        communicator: MPI.Intracomm,
+        objects: Objects,
         host: Transport,
         accelerator: Transport,
         device: torch.device,
@@ -134,15 +155,15 @@ class Group:
         self.axes = axes
         self.name = " x ".join(axes)
         self.ranks = ranks
-        self.rank = communicator.rank
-        self.size = communicator.size
-        self.communicator = communicator
+        self.rank = objects.rank
+        self.size = objects.size
+        self.objects = objects
         self.host = host
         self.accelerator = accelerator
         self.device = device
         self.ledger = ledger
         self.calls = ledger.calls.group(self.name, ranks)
-        self.objects: Objects = communicator
+        self.comparer: Comparer | None = None
         self._held = held
 
     def __repr__(self) -> str:
@@ -150,43 +171,45 @@ class Group:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialized memory that the transport likes best."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        transport = self.host if self.device.type == "cpu" else self.accelerator
+        return transport.empty(shape, dtype, self.device)
 
     # Reductions
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Reduce over the ranks, in place on all of them; `tensor` itself."""
-        return self._all_reduce(tensor, operation, True).wait()
+        return self.start_all_reduce(tensor, operation, True).wait()
 
-    def start_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Work[Tensor]:
+    def start_all_reduce(
+        self, tensor: Tensor, operation: Operation = "sum", blocking: bool = False
+    ) -> Work[Tensor]:
         """Start `all_reduce`."""
-        return self._all_reduce(tensor, operation, False)
-
-    def _all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Work[Tensor]:
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        began = perf_counter()
-        call = self.calls.enter("all_reduce", tensor.nbytes, tensor.dtype, began)
-        pending = self._transport(tensor).all_reduce(tensor, operation, blocking)
-        return self._enter(call, 2 * call.bytes, pending, tensor)
+        call = Call("all_reduce", tensor, tensor, blocking, operation)
+        return self._run(call, tensor)
 
     def reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Tensor:
         """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
-        return self._reduce(tensor, root, operation, True).wait()
+        return self.start_reduce(tensor, root, operation, True).wait()
 
-    def start_reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Work[Tensor]:
+    def start_reduce(
+        self, tensor: Tensor, root: int = 0, operation: Operation = "sum", blocking: bool = False
+    ) -> Work[Tensor]:
         """Start `reduce`."""
-        return self._reduce(tensor, root, operation, False)
-
-    def _reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Work[Tensor]:
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        began = perf_counter()
-        call = self.calls.enter("reduce", tensor.nbytes, tensor.dtype, began)
-        pending = self._transport(tensor).reduce(tensor, root, operation, blocking)
-        return self._enter(call, call.bytes, pending, tensor)
+        call = Call(
+            "reduce",
+            tensor,
+            tensor if self.rank == root else None,
+            blocking,
+            operation,
+            root=root,
+        )
+        return self._run(call, tensor)
 
     def reduce_scatter(
         self,
@@ -199,7 +222,7 @@ class Group:
 
         `output` may be this rank's own rows of `tensor`. The other rows of `tensor` stay as they are.
         """
-        return self._reduce_scatter(tensor, output, sizes, operation, True).wait()
+        return self.start_reduce_scatter(tensor, output, sizes, operation, True).wait()
 
     def start_reduce_scatter(
         self,
@@ -207,18 +230,9 @@ class Group:
         output: Tensor | None = None,
         sizes: Sequence[int] | None = None,
         operation: Operation = "sum",
+        blocking: bool = False,
     ) -> Work[Tensor]:
         """Start `reduce_scatter`."""
-        return self._reduce_scatter(tensor, output, sizes, operation, False)
-
-    def _reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor | None,
-        sizes: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Work[Tensor]:
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
@@ -227,55 +241,45 @@ class Group:
         counts = _elements(tensor, sizes)
         assert counts is None or sum(counts) == tensor.numel(), (self, tuple(tensor.shape), sizes)
         output = _output(output, tensor, rows)
-        call = self.calls.enter("reduce_scatter", tensor.nbytes, tensor.dtype, began)
-        pending = self._transport(tensor).reduce_scatter(tensor, output, counts, operation, blocking)
-        return self._enter(call, call.bytes, pending, output)
+        call = Call("reduce_scatter", tensor, output, blocking, operation, began=began, counts=counts)
+        return self._run(call, output)
 
     # Movement
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Copy root's tensor into all others, in place; `tensor` itself."""
-        return self._broadcast(tensor, root, True).wait()
+        return self.start_broadcast(tensor, root, True).wait()
 
-    def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work[Tensor]:
+    def start_broadcast(self, tensor: Tensor, root: int = 0, blocking: bool = False) -> Work[Tensor]:
         """Start `broadcast`."""
-        return self._broadcast(tensor, root, False)
-
-    def _broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Work[Tensor]:
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        began = perf_counter()
-        call = self.calls.enter("broadcast", tensor.nbytes, tensor.dtype, began)
-        pending = self._transport(tensor).broadcast(tensor, root, blocking)
-        return self._enter(call, call.bytes, pending, tensor)
+        given, received = (tensor, None) if self.rank == root else (None, tensor)
+        call = Call("broadcast", given, received, blocking, root=root)
+        return self._run(call, tensor)
 
     def all_gather(
         self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """All ranks' tensors, concatenated along dim 0. `tensor` may be its own rows of `output`."""
-        return self._all_gather(tensor, output, sizes, True).wait()
+        return self.start_all_gather(tensor, output, sizes, True).wait()
 
     def start_all_gather(
-        self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
+        self,
+        tensor: Tensor,
+        output: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        blocking: bool = False,
     ) -> Work[Tensor]:
         """Start `all_gather`."""
-        return self._all_gather(tensor, output, sizes, False)
-
-    def _all_gather(
-        self, tensor: Tensor, output: Tensor | None, sizes: Sequence[int] | None, blocking: bool
-    ) -> Work[Tensor]:
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
-        tensor = tensor.contiguous()
-        counts = _elements(tensor, sizes)
-        assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
-        rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
+        tensor, rows, counts = self._part(tensor, sizes)
         output = _output(output, tensor, rows)
-        call = self.calls.enter("all_gather", output.nbytes, output.dtype, began)
-        pending = self._transport(tensor).all_gather(tensor, output, counts, blocking)
-        return self._enter(call, call.bytes, pending, output)
+        call = Call("all_gather", tensor, output, blocking, began=began, bytes=output.nbytes, counts=counts)
+        return self._run(call, output)
 
     def gather(
         self,
@@ -285,7 +289,7 @@ class Group:
         sizes: Sequence[int] | None = None,
     ) -> Tensor | None:
         """All ranks' tensors, concatenated along dim 0, at `root`; None elsewhere."""
-        return self._gather(tensor, root, output, sizes, True).wait()
+        return self.start_gather(tensor, root, output, sizes, True).wait()
 
     def start_gather(
         self,
@@ -293,40 +297,41 @@ class Group:
         root: int = 0,
         output: Tensor | None = None,
         sizes: Sequence[int] | None = None,
+        blocking: bool = False,
     ) -> Work[Tensor | None]:
         """Start `gather`."""
-        return self._gather(tensor, root, output, sizes, False)
-
-    def _gather(
-        self, tensor: Tensor, root: int, output: Tensor | None, sizes: Sequence[int] | None, blocking: bool
-    ) -> Work[Tensor | None]:
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
-        tensor = tensor.contiguous()
-        counts = _elements(tensor, sizes)
-        assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
-        rows = tensor.shape[0] * self.size if sizes is None else sum(sizes)
+        tensor, rows, counts = self._part(tensor, sizes)
         output = _output(output, tensor, rows) if self.rank == root else None
-        call = self.calls.enter("gather", self._total(tensor, counts), tensor.dtype, began)
-        pending = self._transport(tensor).gather(tensor, output, counts, root, blocking)
-        return self._enter(call, call.bytes, pending, output)
+        call = Call(
+            "gather",
+            tensor,
+            output,
+            blocking,
+            began=began,
+            bytes=self._total(tensor, counts),
+            root=root,
+            counts=counts,
+        )
+        return self._run(call, output)
 
     def scatter(
         self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Each rank's rows of root's tensor (None elsewhere), in `output`."""
-        return self._scatter(tensor, output, root, sizes, True).wait()
+        return self.start_scatter(tensor, output, root, sizes, True).wait()
 
     def start_scatter(
-        self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
+        self,
+        tensor: Tensor | None,
+        output: Tensor,
+        root: int = 0,
+        sizes: Sequence[int] | None = None,
+        blocking: bool = False,
     ) -> Work[Tensor]:
         """Start `scatter`."""
-        return self._scatter(tensor, output, root, sizes, False)
-
-    def _scatter(
-        self, tensor: Tensor | None, output: Tensor, root: int, sizes: Sequence[int] | None, blocking: bool
-    ) -> Work[Tensor]:
         assert output.is_contiguous()
         assert self.rank != root or tensor is not None
         if self.size == 1:
@@ -338,9 +343,8 @@ class Group:
         assert counts is None or counts[self.rank] == output.numel(), (self, tuple(output.shape), sizes)
         total = self._total(output, counts)
         assert tensor is None or (tensor.nbytes == total and tensor.dtype == output.dtype), self
-        call = self.calls.enter("scatter", total, output.dtype, began)
-        pending = self._transport(output).scatter(tensor, output, counts, root, blocking)
-        return self._enter(call, call.bytes, pending, output)
+        call = Call("scatter", tensor, output, blocking, began=began, bytes=total, root=root, counts=counts)
+        return self._run(call, output)
 
     def all_to_all(
         self,
@@ -353,7 +357,7 @@ class Group:
 
         Uneven pieces need both lists, which differ from rank to rank.
         """
-        return self._all_to_all(tensor, output, send_sizes, receive_sizes, True).wait()
+        return self.start_all_to_all(tensor, output, send_sizes, receive_sizes, True).wait()
 
     def start_all_to_all(
         self,
@@ -361,18 +365,9 @@ class Group:
         output: Tensor | None = None,
         send_sizes: Sequence[int] | None = None,
         receive_sizes: Sequence[int] | None = None,
+        blocking: bool = False,
     ) -> Work[Tensor]:
         """Start `all_to_all`."""
-        return self._all_to_all(tensor, output, send_sizes, receive_sizes, False)
-
-    def _all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor | None,
-        send_sizes: Sequence[int] | None,
-        receive_sizes: Sequence[int] | None,
-        blocking: bool,
-    ) -> Work[Tensor]:
         assert (send_sizes is None) == (receive_sizes is None), "uneven pieces need both lists"
         if self.size == 1:
             return Work(_copy(tensor, output))
@@ -382,55 +377,49 @@ class Group:
         assert send_counts is None or sum(send_counts) == tensor.numel(), (self, tensor.shape, send_sizes)
         rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
-        transport = self._transport(tensor)
-        call = self.calls.enter("all_to_all", tensor.nbytes, tensor.dtype, began)
-        pending = transport.all_to_all(tensor, output, send_counts, receive_counts, blocking)
-        return self._enter(call, call.bytes, pending, output)
+        call = Call(
+            "all_to_all",
+            tensor,
+            output,
+            blocking,
+            began=began,
+            counts=send_counts,
+            received=receive_counts,
+        )
+        return self._run(call, output)
 
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> None:
         """Send to one rank of the group. Tags are below 16384."""
-        self._send(tensor, destination, tag, True).wait()
+        self.start_send(tensor, destination, tag, True).wait()
 
-    def start_send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work[None]:
+    def start_send(
+        self, tensor: Tensor, destination: int, tag: int = 0, blocking: bool = False
+    ) -> Work[None]:
         """Start `send`."""
-        return self._send(tensor, destination, tag, False)
-
-    def _send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Work[None]:
         began = perf_counter()
         tensor = tensor.contiguous()
-        call = self.calls.enter_pair("send", tensor, destination, began)
-        pending = self._transport(tensor).send(tensor, destination, tag, blocking)
-        return self._enter(call, call.bytes, pending, None)
+        call = Call("send", tensor, None, blocking, began=began, peer=destination, tag=tag)
+        return self._run(call, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         """Receive into all of `tensor`, in place; `tensor` itself."""
-        return self._recv(tensor, source, tag, True).wait()
+        return self.start_recv(tensor, source, tag, True).wait()
 
-    def start_recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
+    def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
         """Start `recv`."""
-        return self._recv(tensor, source, tag, False)
-
-    def _recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Work[Tensor]:
         assert tensor.is_contiguous()
-        began = perf_counter()
-        call = self.calls.enter_pair("recv", tensor, source, began)
-        pending = self._transport(tensor).recv(tensor, source, tag, blocking)
-        # The sender's ledger counts the bytes; the time spent waiting is this rank's.
-        return self._enter(call, 0, pending, tensor)
+        call = Call("recv", None, tensor, blocking, peer=source, tag=tag)
+        return self._run(call, tensor)
 
     def barrier(self) -> None:
         """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
-        self._barrier(True).wait()
+        self.start_barrier(True).wait()
 
-    def start_barrier(self) -> Work[None]:
+    def start_barrier(self, blocking: bool = False) -> Work[None]:
         """Start `barrier`."""
-        return self._barrier(False)
-
-    def _barrier(self, blocking: bool) -> Work[None]:
         if self.size == 1:
             return Work(None)
-        call = self.calls.enter("barrier", 0, None, perf_counter())
-        return self._enter(call, 0, self.host.barrier(blocking), None)
+        return self._run(Call("barrier", blocking=blocking), None)
 
     # Small values
 
@@ -438,8 +427,8 @@ class Group:
         """Every rank's small, JSON-able value, in rank order. Not entered in the ledger."""
         if self.size == 1:
             return [value]
-        self.calls.enter("all_gather_object", 0, None, perf_counter())
-        values: list[Any] = self.objects.allgather(value)
+        self._agree(Call("all_gather_object"))
+        values = self.objects.allgather(value)
         self.calls.leave()
         return values
 
@@ -447,24 +436,45 @@ class Group:
         """Root's small, JSON-able value. Not entered in the ledger."""
         if self.size == 1:
             return value
-        self.calls.enter("broadcast_object", 0, None, perf_counter())
+        self._agree(Call("broadcast_object", root=root))
         value = self.objects.bcast(value, root)
         self.calls.leave()
         return value
 
     # Parts of the above
 
-    def _transport(self, tensor: Tensor) -> Transport:
-        return self.host if tensor.is_cpu else self.accelerator
-
-    def _enter(self, call: Call, bytes_moved: int, pending: Pending | None, result: Result) -> Work[Result]:
-        ended = perf_counter()
-        began, operation = call.began, call.operation
+    def _run(self, call: Call, result: Result) -> Work[Result]:
+        self.calls.enter(call)
+        transport = self._transport(call)
+        pending = transport.run(call) if self.comparer is None else self.comparer.run(call, transport)
+        ended, began = perf_counter(), call.began
         self.calls.leave()
-        entry = self.ledger.enter(self.name, operation, bytes_moved, ended - began)
+        entry = self.ledger.enter(self.name, call.operation, call.payload, ended - began)
         timeline = self.ledger.timeline
-        span = None if timeline is None else timeline.record(self.name, operation, began, ended, bytes_moved)
+        span = None
+        if timeline is not None:
+            span = timeline.record(self.name, call.operation, began, ended, call.payload)
+        if pending is None:
+            call.release()
+            return Work(result)
         return Work(result, pending, entry, self._held, span, call)
+
+    def _transport(self, call: Call) -> Transport:
+        """What moves this memory; a barrier is the host's."""
+        return self.host if call.on_host else self.accelerator
+
+    def _agree(self, call: Call) -> None:
+        """Enter a call of small values."""
+        self.calls.enter(call)
+        if self.comparer is not None:
+            self.comparer.agree(call)
+
+    def _part(self, tensor: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, int, list[int] | None]:
+        """This rank's part of what is gathered; the rows of all, and the elements of each where uneven."""
+        tensor = tensor.contiguous()
+        counts = _elements(tensor, sizes)
+        assert counts is None or counts[self.rank] == tensor.numel(), (self, tuple(tensor.shape), sizes)
+        return tensor, tensor.shape[0] * self.size if sizes is None else sum(sizes), counts
 
     def _share(self, tensor: Tensor) -> int:
         rows, rest = divmod(tensor.shape[0], self.size)

@@ -61,10 +61,10 @@ class Ledger:
 
     def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> Entry:  # noqa: A002
         """Add one call in the present phase; its Entry, to which a waiting Work adds more seconds."""
-        key = (axis, operation, self.phase)
+        key = (axis, operation, self._phase)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(axis, operation, self.phase)
+            entry = self._entries[key] = Entry(*key)
         entry.calls += 1
         entry.bytes += bytes
         entry.seconds += seconds

@@ -7,7 +7,13 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402  (only after the settings above)
 
-__all__ = ["MPI", "finalizes_between_nodes"]
+__all__ = ["MPI", "communicator_of", "finalizes_between_nodes"]
+
+
+def communicator_of(objects: object) -> MPI.Intracomm:
+    """What the small values of a Group travel over, where it is MPI's, as h5py and a duplicate need it."""
+    assert isinstance(objects, MPI.Intracomm), objects
+    return objects
 
 
 def finalizes_between_nodes() -> bool:

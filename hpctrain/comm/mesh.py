@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.transports import Name
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -87,7 +88,7 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: places[axis] for axis in AXES}
 
 
-def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Literal["mpi", "nccl"]:
+def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Name:
     """What tensors travel over: NCCL where every rank has a GPU of its own, else MPI.
 
     Collective. Errors (HpctrainError, on all ranks) where NCCL is asked for and cannot be used.

@@ -8,15 +8,17 @@ which Open MPI lets saturate. Blocking calls are MPI's blocking calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm import reduction
+from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.library import MPI
 from hpctrain.comm.reduction import Scratch
-from hpctrain.comm.transport import Operation, Pending, Span, Transport, drive, spans_of, starts
+from hpctrain.comm.transport import Pending, Span, Transport, drive, spans_of, starts
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
@@ -120,6 +122,14 @@ class MpiTransport(Transport):
             count -= length
         return parts
 
+    def run(self, call: Call) -> Pending | None:
+        """See Transport."""
+        return RUN[call.operation](self, call)
+
+    def scratch_bytes(self, elements: int, itemsize: int) -> int:
+        """See Transport."""
+        return scratch_bytes(elements, itemsize, self.size)
+
     # Reductions
 
     def _plain(self, tensor: Tensor, operation: Operation, quick: int) -> MPI.Op | None:
@@ -133,8 +143,9 @@ class MpiTransport(Transport):
             return MPI.SUM
         return None
 
-    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _all_reduce(self, call: Call) -> Pending | None:
+        tensor, operation, blocking = call.tensor, call.reduced, call.blocking
+        assert tensor is not None and operation is not None
         plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
@@ -145,8 +156,9 @@ class MpiTransport(Transport):
             return None
         return Requests([self.communicator.Iallreduce(MPI.IN_PLACE, part, plain) for part in parts], tensor)
 
-    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _reduce(self, call: Call) -> Pending | None:
+        tensor, operation, blocking, root = call.tensor, call.reduced, call.blocking, call.root
+        assert tensor is not None and operation is not None
         plain = self._plain(tensor, operation, REDUCED_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             steps = reduction.reduce(self, flat(tensor), root, operation, blocking)
@@ -160,157 +172,128 @@ class MpiTransport(Transport):
                 requests.append(self.communicator.Ireduce(source, target, plain, root))
         return None if blocking else Requests(requests, tensor)
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        counts: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
+    def _reduce_scatter(self, call: Call) -> Pending | None:
+        tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
+        assert tensor is not None and output is not None and operation is not None
         plain = self._plain(tensor, operation, SCATTERED_SUM_BYTES)
         if plain is None or tensor.numel() > self.limit or _overlap(output, tensor):
-            steps = reduction.reduce_scatter(self, flat(tensor), flat(output), counts, operation, blocking)
-            return drive(steps, blocking)
+            steps = reduction.reduce_scatter(
+                self, flat(tensor), flat(output), counts, operation, call.blocking
+            )
+            return drive(steps, call.blocking)
         comm, target = self.communicator, whole(output)
         if counts is None:
-            source = even(tensor, self.size)
-            if blocking:
-                comm.Reduce_scatter_block(source, target, plain)
-                return None
-            return Requests([comm.Ireduce_scatter_block(source, target, plain)], tensor, output)
-        source = whole(tensor)
-        if blocking:
-            comm.Reduce_scatter(source, target, counts, plain)
-            return None
-        return Requests([comm.Ireduce_scatter(source, target, counts, plain)], tensor, output)
+            now, later = comm.Reduce_scatter_block, comm.Ireduce_scatter_block
+            return _issue(call, now, later, even(tensor, self.size), target, plain)
+        return _issue(call, comm.Reduce_scatter, comm.Ireduce_scatter, whole(tensor), target, counts, plain)
 
     # Movement
 
-    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _broadcast(self, call: Call) -> Pending | None:
+        tensor = call.output if call.tensor is None else call.tensor
+        assert tensor is not None
         parts = self._all(tensor)
-        if blocking:
+        if call.blocking:
             for part in parts:
-                self.communicator.Bcast(part, root)
+                self.communicator.Bcast(part, call.root)
             return None
-        return Requests([self.communicator.Ibcast(part, root) for part in parts], tensor)
+        return Requests([self.communicator.Ibcast(part, call.root) for part in parts], tensor)
 
-    def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comm = self.communicator
+    def _all_gather(self, call: Call) -> Pending | None:
+        comm, tensor, output, counts = self.communicator, call.tensor, call.output, call.counts
+        assert tensor is not None and output is not None
         if output.numel() > self.limit:
-            sends, receives = [(0, tensor.numel())] * self.size, spans_of(counts, output, self.size)
-            return self._exchange(tensor, sends, output, receives, blocking)
+            return self._swap(call, [(0, tensor.numel())] * self.size, spans_of(counts, output, self.size))
         source = MPI.IN_PLACE if _overlap(tensor, output) else whole(tensor)
         if counts is None:
-            target = even(output, self.size)
-            if blocking:
-                comm.Allgather(source, target)
-                return None
-            return Requests([comm.Iallgather(source, target)], tensor, output)
-        varied = pieces(output, counts)
-        if blocking:
-            comm.Allgatherv(source, varied)
-            return None
-        return Requests([comm.Iallgatherv(source, varied)], tensor, output)
+            return _issue(call, comm.Allgather, comm.Iallgather, source, even(output, self.size))
+        return _issue(call, comm.Allgatherv, comm.Iallgatherv, source, pieces(output, counts))
 
-    def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comm = self.communicator
+    def _gather(self, call: Call) -> Pending | None:
+        comm, tensor, output, counts, root = (
+            self.communicator,
+            call.tensor,
+            call.output,
+            call.counts,
+            call.root,
+        )
+        assert tensor is not None
         if self._beyond(tensor, counts):
             sends = _only(root, (0, tensor.numel()), self.size)
             receives = _none(self.size) if output is None else spans_of(counts, output, self.size)
-            return self._exchange(tensor, sends, tensor if output is None else output, receives, blocking)
+            return self._swap(call, sends, receives)
         source = MPI.IN_PLACE if output is not None and _overlap(tensor, output) else whole(tensor)
         if counts is None:
             target = None if output is None else even(output, self.size)
-            if blocking:
-                comm.Gather(source, target, root)
-                return None
-            return Requests([comm.Igather(source, target, root)], tensor, output)
+            return _issue(call, comm.Gather, comm.Igather, source, target, root)
         varied = None if output is None else pieces(output, counts)
-        if blocking:
-            comm.Gatherv(source, varied, root)
-            return None
-        return Requests([comm.Igatherv(source, varied, root)], tensor, output)
+        return _issue(call, comm.Gatherv, comm.Igatherv, source, varied, root)
 
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        comm = self.communicator
+    def _scatter(self, call: Call) -> Pending | None:
+        comm, tensor, output, counts, root = (
+            self.communicator,
+            call.tensor,
+            call.output,
+            call.counts,
+            call.root,
+        )
+        assert output is not None
         if self._beyond(output, counts):
             receives = _only(root, (0, output.numel()), self.size)
             sends = _none(self.size) if tensor is None else spans_of(counts, tensor, self.size)
-            return self._exchange(output if tensor is None else tensor, sends, output, receives, blocking)
+            return self._swap(call, sends, receives)
         target = MPI.IN_PLACE if tensor is not None and _overlap(output, tensor) else whole(output)
         if counts is None:
             source = None if tensor is None else even(tensor, self.size)
-            if blocking:
-                comm.Scatter(source, target, root)
-                return None
-            return Requests([comm.Iscatter(source, target, root)], tensor, output)
+            return _issue(call, comm.Scatter, comm.Iscatter, source, target, root)
         varied = None if tensor is None else pieces(tensor, counts)
-        if blocking:
-            comm.Scatterv(varied, target, root)
-            return None
-        return Requests([comm.Iscatterv(varied, target, root)], tensor, output)
+        return _issue(call, comm.Scatterv, comm.Iscatterv, varied, target, root)
 
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        send_counts: Sequence[int] | None,
-        receive_counts: Sequence[int] | None,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
+    def _all_to_all(self, call: Call) -> Pending | None:
+        comm, tensor, output = self.communicator, call.tensor, call.output
+        assert tensor is not None and output is not None
         # The totals of uneven pieces differ from rank to rank, and with them whether a rank could use
         # MPI's own: they always go in pairs.
-        if send_counts is None and tensor.numel() <= self.limit:
-            source, target = even(tensor, self.size), even(output, self.size)
-            if blocking:
-                self.communicator.Alltoall(source, target)
-                return None
-            return Requests([self.communicator.Ialltoall(source, target)], tensor, output)
-        sends, receives = (
-            spans_of(send_counts, tensor, self.size),
-            spans_of(receive_counts, output, self.size),
-        )
-        return self._exchange(tensor, sends, output, receives, blocking)
+        if call.counts is None and tensor.numel() <= self.limit:
+            return _issue(
+                call, comm.Alltoall, comm.Ialltoall, even(tensor, self.size), even(output, self.size)
+            )
+        sends = spans_of(call.counts, tensor, self.size)
+        return self._swap(call, sends, spans_of(call.received, output, self.size))
 
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        assert 0 <= tag < USER_TAGS, tag
+    def _send(self, call: Call) -> Pending | None:
+        tensor, tag = call.tensor, call.tag
+        assert tensor is not None and 0 <= tag < USER_TAGS, tag
         parts = self._all(tensor)
-        if blocking:
+        if call.blocking:
             for part in parts:
-                self.communicator.Send(part, destination, tag)
+                self.communicator.Send(part, call.peer, tag)
             return None
-        return Requests([self.communicator.Isend(part, destination, tag) for part in parts], tensor)
+        return Requests([self.communicator.Isend(part, call.peer, tag) for part in parts], tensor)
 
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        assert 0 <= tag < USER_TAGS, tag
-        parts = self._all(tensor)
-        if blocking:
+    def _recv(self, call: Call) -> Pending | None:
+        output, tag = call.output, call.tag
+        assert output is not None and 0 <= tag < USER_TAGS, tag
+        parts = self._all(output)
+        if call.blocking:
             for part in parts:
-                self.communicator.Recv(part, source, tag)
+                self.communicator.Recv(part, call.peer, tag)
             return None
-        return Requests([self.communicator.Irecv(part, source, tag) for part in parts], tensor)
+        return Requests([self.communicator.Irecv(part, call.peer, tag) for part in parts], output)
 
-    def barrier(self, blocking: bool) -> Pending | None:
-        """See Transport."""
-        if blocking:
-            self.communicator.Barrier()
-            return None
-        return Requests([self.communicator.Ibarrier()])
+    def _barrier(self, call: Call) -> Pending | None:
+        return _issue(call, self.communicator.Barrier, self.communicator.Ibarrier)
+
+    def _swap(self, call: Call, sends: Sequence[Span], receives: Sequence[Span]) -> Pending | None:
+        """Exchange spans of the call's memory; a rank that gives or receives nothing needs only one."""
+        source = call.output if call.tensor is None else call.tensor
+        target = call.tensor if call.output is None else call.output
+        assert source is not None and target is not None
+        requests = self.exchange(source, sends, target, receives, self.next_tag())
+        if not call.blocking:
+            return requests
+        requests.wait()
+        return None
 
     # What reductions are made of
 
@@ -321,7 +304,7 @@ class MpiTransport(Transport):
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
         """See Mover."""
-        return self.all_gather(tensor, output, None, blocking)
+        return self._all_gather(Call("all_gather", tensor, output, blocking=blocking, began=0.0))
 
     def exchange(
         self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
@@ -346,15 +329,6 @@ class MpiTransport(Transport):
             flat(target)[place : place + count].copy_(flat(source)[begin : begin + count])
         return Requests(requests, source, target)
 
-    def _exchange(
-        self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], blocking: bool
-    ) -> Pending | None:
-        requests = self.exchange(source, sends, target, receives, self.next_tag())
-        if not blocking:
-            return requests
-        requests.wait()
-        return None
-
     def _beyond(self, part: Tensor, counts: Sequence[int] | None) -> bool:
         """Whether all ranks' parts together are beyond the limit of one message."""
         return (part.numel() * self.size if counts is None else sum(counts)) > self.limit
@@ -366,6 +340,41 @@ class MpiTransport(Transport):
             self.communicator.Allgatherv(MPI.IN_PLACE, pieces(tensor, counts))
             return None
         return self.exchange(tensor, [spans[self.rank]] * self.size, tensor, spans, tag)
+
+
+RUN: Mapping[str, Callable[[MpiTransport, Call], Pending | None]] = {
+    "all_reduce": MpiTransport._all_reduce,
+    "reduce": MpiTransport._reduce,
+    "reduce_scatter": MpiTransport._reduce_scatter,
+    "broadcast": MpiTransport._broadcast,
+    "all_gather": MpiTransport._all_gather,
+    "gather": MpiTransport._gather,
+    "scatter": MpiTransport._scatter,
+    "all_to_all": MpiTransport._all_to_all,
+    "send": MpiTransport._send,
+    "recv": MpiTransport._recv,
+    "barrier": MpiTransport._barrier,
+}
+
+
+def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
+    """Bytes that a started sum of so many elements over `size` ranks receives into at a time."""
+    if size == 1:
+        return 0
+    share = -(-elements // size)
+    if share * itemsize <= STARTED_SUM_BYTES // size:
+        return 0
+    return reduction.scratch_bytes(share, itemsize, size)
+
+
+def _issue(
+    call: Call, now: Callable[..., object], later: Callable[..., MPI.Request], *arguments: Any
+) -> Pending | None:
+    """MPI's blocking function, or the one that starts the same."""
+    if call.blocking:
+        now(*arguments)
+        return None
+    return Requests([later(*arguments)], call.tensor, call.output)
 
 
 def _none(size: int) -> list[Span]:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import reduction
+from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.reduction import Scratch
-from hpctrain.comm.transport import Operation, Pending, Span, Transport, spans_of
+from hpctrain.comm.transport import Pending, Span, Transport, spans_of
 
 if TYPE_CHECKING:
     from hpctrain.comm.library import MPI
@@ -79,7 +80,6 @@ class NcclTransport(Transport):
     def __init__(self, communicator: MPI.Intracomm, scratch: Scratch) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
-        self.limit = 2**63 - 1
         self.scratch = scratch
         self._mpi = communicator
         self._communicator: Any = None
@@ -97,18 +97,27 @@ class NcclTransport(Transport):
             self._communicator = core.Communicator.init(self.size, self.rank, identity)
         return self._communicator
 
-    def _run(
-        self, action: Callable[[], None], tensors: Sequence[Tensor | None], blocking: bool
-    ) -> Pending | None:
-        """Enqueue on the current stream, or on the side stream."""
+    def run(self, call: Call) -> Pending | None:
+        """See Transport. Enqueues on the current stream, or on the side stream. Tags count for nothing; a
+        Group's barrier is the host's.
+        """
+        operation, blocking = call.operation, call.blocking
+        if operation == "recv" and not blocking:
+            assert call.output is not None
+            receive = HeldReceive(self, call.output, call.peer)
+            self._receives.append(receive)
+            return receive
+        if operation == "send" and not blocking:
+            return self.launch_receives(call.tensor, call.peer)
+        action = ACTIONS[operation]
         self.launch_receives()
         self._nccl()
         if blocking:
             if self._side is not None:  # one communicator's operations follow each other
                 torch.cuda.current_stream().wait_stream(self._side)
-            action()
+            action(self, call)
             return None
-        return self._start(action, tensors)
+        return self._start(lambda: action(self, call), [call.tensor, call.output])
 
     def _start(self, action: Callable[[], None], tensors: Sequence[Tensor | None]) -> StreamEvent:
         if self._side is None:
@@ -149,150 +158,85 @@ class NcclTransport(Transport):
             return (TRUTHS if dtype == torch.bool else NUMBERS)[operation]
         return "SUM" if operation == "sum" and dtype in SUMMED else None
 
-    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _all_reduce(self, call: Call) -> None:
+        tensor, operation = call.tensor, call.reduced
+        assert tensor is not None and operation is not None
         flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
+        if plain is None:
+            _finish(reduction.all_reduce(self, flat, operation, True))
+        elif flat.numel():
+            operator = getattr(self._core.NcclRedOp, plain)
+            self._nccl().allreduce(flat, flat, operator, stream=_stream())
 
-        def action() -> None:
-            if plain is None:
-                _finish(reduction.all_reduce(self, flat, operation, True))
-            elif flat.numel():
-                operator = getattr(self._core.NcclRedOp, plain)
-                self._nccl().allreduce(flat, flat, operator, stream=_stream())
-
-        return self._run(action, [tensor], blocking)
-
-    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _reduce(self, call: Call) -> None:
+        tensor, operation, root = call.tensor, call.reduced, call.root
+        assert tensor is not None and operation is not None
         flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
+        if plain is None:
+            _finish(reduction.reduce(self, flat, root, operation, True))
+        elif flat.numel():
+            operator = getattr(self._core.NcclRedOp, plain)
+            target = flat if self.rank == root else None
+            self._nccl().reduce(flat, target, operator, root, stream=_stream())
 
-        def action() -> None:
-            if plain is None:
-                _finish(reduction.reduce(self, flat, root, operation, True))
-            elif flat.numel():
-                operator = getattr(self._core.NcclRedOp, plain)
-                target = flat if self.rank == root else None
-                self._nccl().reduce(flat, target, operator, root, stream=_stream())
-
-        return self._run(action, [tensor], blocking)
-
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        counts: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
+    def _reduce_scatter(self, call: Call) -> None:
+        tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
+        assert tensor is not None and output is not None and operation is not None
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
         plain = self._plain(tensor.dtype, operation) if counts is None else None
-
-        def action() -> None:
-            if plain is None:
-                _finish(reduction.reduce_scatter(self, flat, mine, counts, operation, True))
-            elif flat.numel():
-                operator = getattr(self._core.NcclRedOp, plain)
-                self._nccl().reduce_scatter(flat, mine, operator, stream=_stream())
-
-        return self._run(action, [tensor, output], blocking)
+        if plain is None:
+            _finish(reduction.reduce_scatter(self, flat, mine, counts, operation, True))
+        elif flat.numel():
+            operator = getattr(self._core.NcclRedOp, plain)
+            self._nccl().reduce_scatter(flat, mine, operator, stream=_stream())
 
     # Movement
 
-    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
-        """See Transport."""
+    def _broadcast(self, call: Call) -> None:
+        tensor = call.output if call.tensor is None else call.tensor
+        assert tensor is not None
+        if tensor.numel():
+            flat = _bytes(tensor)
+            self._nccl().broadcast(flat, flat, call.root, stream=_stream())
 
-        def action() -> None:
-            if tensor.numel():
-                flat = _bytes(tensor)
-                self._nccl().broadcast(flat, flat, root, stream=_stream())
+    def _all_gather(self, call: Call) -> None:
+        tensor, output, counts = call.tensor, call.output, call.counts
+        assert tensor is not None and output is not None
+        if counts is not None:
+            spans = [(0, tensor.numel())] * self.size
+            self.exchange(tensor, spans, output, spans_of(counts, output, self.size), 0)
+        else:
+            self.collect(tensor, output, True)
 
-        return self._run(action, [tensor], blocking)
+    def _gather(self, call: Call) -> None:
+        tensor, output = call.tensor, call.output
+        assert tensor is not None
+        sends = [(0, tensor.numel() if peer == call.root else 0) for peer in range(self.size)]
+        receives = [(0, 0)] * self.size if output is None else spans_of(call.counts, output, self.size)
+        self.exchange(tensor, sends, tensor if output is None else output, receives, 0)
 
-    def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
+    def _scatter(self, call: Call) -> None:
+        tensor, output = call.tensor, call.output
+        assert output is not None
+        receives = [(0, output.numel() if peer == call.root else 0) for peer in range(self.size)]
+        sends = [(0, 0)] * self.size if tensor is None else spans_of(call.counts, tensor, self.size)
+        self.exchange(output if tensor is None else tensor, sends, output, receives, 0)
 
-        def action() -> None:
-            if counts is not None:
-                spans = [(0, tensor.numel())] * self.size
-                self.exchange(tensor, spans, output, spans_of(counts, output, self.size), 0)
-            elif output.numel():
-                self._nccl().allgather(_bytes(tensor), _bytes(output), stream=_stream())
+    def _all_to_all(self, call: Call) -> None:
+        tensor, output = call.tensor, call.output
+        assert tensor is not None and output is not None
+        sends = spans_of(call.counts, tensor, self.size)
+        self.exchange(tensor, sends, output, spans_of(call.received, output, self.size), 0)
 
-        return self._run(action, [tensor, output], blocking)
+    def _send(self, call: Call) -> None:
+        assert call.tensor is not None
+        if call.tensor.numel():
+            self._nccl().send(_bytes(call.tensor), call.peer, stream=_stream())
 
-    def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-
-        def action() -> None:
-            sends = [(0, tensor.numel() if peer == root else 0) for peer in range(self.size)]
-            receives = [(0, 0)] * self.size if output is None else spans_of(counts, output, self.size)
-            self.exchange(tensor, sends, tensor if output is None else output, receives, 0)
-
-        return self._run(action, [tensor, output], blocking)
-
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-
-        def action() -> None:
-            receives = [(0, output.numel() if peer == root else 0) for peer in range(self.size)]
-            sends = [(0, 0)] * self.size if tensor is None else spans_of(counts, tensor, self.size)
-            self.exchange(output if tensor is None else tensor, sends, output, receives, 0)
-
-        return self._run(action, [tensor, output], blocking)
-
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        send_counts: Sequence[int] | None,
-        receive_counts: Sequence[int] | None,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
-
-        def action() -> None:
-            sends = spans_of(send_counts, tensor, self.size)
-            self.exchange(tensor, sends, output, spans_of(receive_counts, output, self.size), 0)
-
-        return self._run(action, [tensor, output], blocking)
-
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport. The tag counts for nothing."""
-        del tag
-        if not blocking:
-            return self.launch_receives(tensor, destination)
-
-        def action() -> None:
-            if tensor.numel():
-                self._nccl().send(_bytes(tensor), destination, stream=_stream())
-
-        return self._run(action, [tensor], blocking)
-
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport. The tag counts for nothing."""
-        del tag
-        if not blocking:
-            receive = HeldReceive(self, tensor, source)
-            self._receives.append(receive)
-            return receive
-
-        def action() -> None:
-            if tensor.numel():
-                self._nccl().recv(_bytes(tensor), source, stream=_stream())
-
-        return self._run(action, [tensor], blocking)
-
-    def barrier(self, blocking: bool) -> Pending | None:
-        """See Transport. Of the streams; a Group's barrier is the host's."""
-        token = torch.zeros(1, device="cuda")
-        return self.all_reduce(token, "sum", blocking)
+    def _recv(self, call: Call) -> None:
+        assert call.output is not None
+        if call.output.numel():
+            self._nccl().recv(_bytes(call.output), call.peer, stream=_stream())
 
     # What reductions are made of: all of it is ordered on the stream, and nothing is pending
 
@@ -339,6 +283,20 @@ class NcclTransport(Transport):
         if all(each[1] == count for each in spans):
             return self.collect(tensor[begin : begin + count], tensor, blocking)
         return self.exchange(tensor, [(begin, count)] * self.size, tensor, spans, tag)
+
+
+ACTIONS: Mapping[str, Callable[[NcclTransport, Call], None]] = {
+    "all_reduce": NcclTransport._all_reduce,
+    "reduce": NcclTransport._reduce,
+    "reduce_scatter": NcclTransport._reduce_scatter,
+    "broadcast": NcclTransport._broadcast,
+    "all_gather": NcclTransport._all_gather,
+    "gather": NcclTransport._gather,
+    "scatter": NcclTransport._scatter,
+    "all_to_all": NcclTransport._all_to_all,
+    "send": NcclTransport._send,
+    "recv": NcclTransport._recv,
+}
 
 
 def _stream() -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.library import MPI
+from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.world import World
 
 Call = Callable[[], object]
@@ -56,7 +56,7 @@ def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Cal
 
 def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Call:
     """The operation by plain mpi4py on the arrays of the same memory."""
-    communicator, root = group.communicator, group.rank == 0
+    communicator, root = communicator_of(group.objects), group.rank == 0
     array, piece = whole.numpy(), part.numpy()
     calls: dict[str, Call] = {
         "all_reduce": lambda: communicator.Allreduce(MPI.IN_PLACE, array),

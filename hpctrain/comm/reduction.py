@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.comm.transport import Operation, Pending, Span, spans_of
+from hpctrain.comm.calls import Operation
+from hpctrain.comm.transport import Pending, Span, spans_of
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
 ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight
@@ -135,6 +136,13 @@ def _split(elements: int, size: int) -> list[int]:
 
 def _round_elements(tensor: Tensor) -> int:
     return max(1, (ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)
+
+
+def scratch_bytes(share: int, itemsize: int, size: int) -> int:
+    """Host memory that a sum receives into at a time, of which each of `size` ranks owns `share` elements."""
+    piece = min(share, max(1, ROUND_BYTES // itemsize // (size - 1)))
+    received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
+    return 1 << (received - 1).bit_length()
 
 
 def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: bool) -> Steps:

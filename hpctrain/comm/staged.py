@@ -6,12 +6,13 @@ CUDA-aware MPI beside NCCL can deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.transport import Operation, Pending, Transport
+from hpctrain.comm.calls import Call
+from hpctrain.comm.transport import Pending, Transport
 
 
 class _CopyBack:
@@ -37,127 +38,31 @@ class _CopyBack:
 
 
 class StagedTransport(Transport):
-    """Another transport's primitives, for tensors of a device."""
+    """Another transport's calls, for tensors of a device."""
 
     def __init__(self, inner: Transport, pinned: bool = True) -> None:
         self.inner = inner
         self.pinned = pinned
-        self.rank, self.size, self.limit = inner.rank, inner.size, inner.limit
+        self.rank, self.size = inner.rank, inner.size
 
-    def _host(self, tensor: Tensor) -> Tensor:
-        # torch keeps pinned memory for the next call, and until the copies that use it are done.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
-
-    def _down(self, tensor: Tensor) -> Tensor:
-        return self._host(tensor).copy_(tensor.detach(), non_blocking=True)
-
-    def _run(
-        self,
-        begin: Callable[[], Pending | None],
-        results: Sequence[tuple[Tensor, Tensor]],
-        blocking: bool,
-    ) -> Pending | None:
-        """Wait for the copies down, run, and copy each host tensor of `results` to its device tensor."""
+    def run(self, call: Call) -> Pending | None:
+        """See Transport. Waits for what is given to be on the host; copies results back in stream order."""
+        given, received = call.tensor, call.output
+        source = None if given is None else self._host(given).copy_(given.detach(), non_blocking=True)
+        target = None if received is None else source if received is given else self._host(received)
         if self.pinned:
             torch.cuda.current_stream().synchronize()
-        pending = begin()
+        pending = self.inner.run(call.over(source, target))
 
         def finish() -> None:
-            for host, device in results:
-                device.detach().copy_(host, non_blocking=True)
+            if received is not None and target is not None:
+                received.detach().copy_(target, non_blocking=True)
 
-        if blocking or pending is None:
+        if pending is None:
             finish()
             return None
         return _CopyBack(pending, finish)
 
-    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
-        host = self._down(tensor)
-        return self._run(lambda: self.inner.all_reduce(host, operation, blocking), [(host, tensor)], blocking)
-
-    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
-        """See Transport."""
-        host = self._down(tensor)
-        results = [(host, tensor)] if self.rank == root else []
-        return self._run(lambda: self.inner.reduce(host, root, operation, blocking), results, blocking)
-
-    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        host = self._down(tensor) if self.rank == root else self._host(tensor)
-        results = [] if self.rank == root else [(host, tensor)]
-        return self._run(lambda: self.inner.broadcast(host, root, blocking), results, blocking)
-
-    def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        source, target = self._down(tensor), self._host(output)
-        return self._run(
-            lambda: self.inner.all_gather(source, target, counts, blocking), [(target, output)], blocking
-        )
-
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        counts: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
-        source, target = self._down(tensor), self._host(output)
-        return self._run(
-            lambda: self.inner.reduce_scatter(source, target, counts, operation, blocking),
-            [(target, output)],
-            blocking,
-        )
-
-    def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        source = self._down(tensor)
-        target = None if output is None else self._host(output)
-        results = [] if target is None or output is None else [(target, output)]
-        return self._run(lambda: self.inner.gather(source, target, counts, root, blocking), results, blocking)
-
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """See Transport."""
-        source = None if tensor is None else self._down(tensor)
-        target = self._host(output)
-        return self._run(
-            lambda: self.inner.scatter(source, target, counts, root, blocking), [(target, output)], blocking
-        )
-
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        send_counts: Sequence[int] | None,
-        receive_counts: Sequence[int] | None,
-        blocking: bool,
-    ) -> Pending | None:
-        """See Transport."""
-        source, target = self._down(tensor), self._host(output)
-        return self._run(
-            lambda: self.inner.all_to_all(source, target, send_counts, receive_counts, blocking),
-            [(target, output)],
-            blocking,
-        )
-
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        host = self._down(tensor)
-        return self._run(lambda: self.inner.send(host, destination, tag, blocking), [], blocking)
-
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
-        """See Transport."""
-        host = self._host(tensor)
-        return self._run(lambda: self.inner.recv(host, source, tag, blocking), [(host, tensor)], blocking)
-
-    def barrier(self, blocking: bool) -> Pending | None:
-        """See Transport."""
-        return self.inner.barrier(blocking)
+    def _host(self, tensor: Tensor) -> Tensor:
+        # torch keeps pinned memory for the next call, and until the copies that use it are done.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)

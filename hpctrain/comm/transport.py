@@ -1,21 +1,21 @@
-"""What a Group runs on: the primitives over contiguous tensors and counts of elements.
+"""What a Group runs on: something that runs a described call over contiguous tensors.
 
-A Transport moves flat memory: shapes, defaults and the ledger are the Group's part. Every tensor
-handed to it is contiguous; counts and offsets are elements. Counts of None are equal on all ranks, as
-the tensor's own size says. Each primitive takes `blocking`: True
-returns None when the result is there (on a GPU: is ordered before all later work of the current
-stream); False starts it and returns a Pending, which keeps the buffers alive.
+A Transport moves flat memory: shapes, defaults and the ledger are the Group's part. Counts and offsets are
+elements. A blocking call returns None when the result is there (on a GPU: is ordered before all later work
+of the current stream); another one is started and returns a Pending, which keeps the memory alive.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-Operation = Literal["sum", "max", "min"]
+from hpctrain.comm.calls import Call
+
 Span = tuple[int, int]  # where elements begin, and how many
 
 
@@ -90,91 +90,23 @@ def spans_of(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[Sp
 
 
 class Transport(ABC):
-    """The movement and reduction primitives among `size` ranks, of which this is `rank`.
-
-    Reductions of bool: sum and max are or, min is and. `limit` is the most elements of one message;
-    larger ones are split.
-    """
+    """Runs calls among `size` ranks, of which this is `rank`."""
 
     rank: int
     size: int
-    limit: int
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, operation: Operation, blocking: bool) -> Pending | None:
-        """Reduce over the ranks, in place on all of them."""
+    def run(self, call: Call) -> Pending | None:
+        """Do what `call` describes (see Group for each operation), or start it if it is not blocking.
 
-    @abstractmethod
-    def reduce(self, tensor: Tensor, root: int, operation: Operation, blocking: bool) -> Pending | None:
-        """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int, blocking: bool) -> Pending | None:
-        """Copy root's tensor into all others."""
-
-    @abstractmethod
-    def all_gather(
-        self, tensor: Tensor, output: Tensor, counts: Sequence[int] | None, blocking: bool
-    ) -> Pending | None:
-        """Concatenate `counts[r]` elements of each rank r in `output`.
-
-        `tensor` may be this rank's own place in `output`.
+        Where `tensor` or `output` has the pieces of all ranks, the other may be this rank's own place in it.
+        Reductions of bool: sum and max are or, min is and.
         """
 
-    @abstractmethod
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        counts: Sequence[int] | None,
-        operation: Operation,
-        blocking: bool,
-    ) -> Pending | None:
-        """Reduce over the ranks; `output` is this rank's `counts[rank]` elements of the result.
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialized memory that this transport likes best."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-        `output` may be this rank's own place in `tensor`.
-        """
-
-    @abstractmethod
-    def gather(
-        self, tensor: Tensor, output: Tensor | None, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """Concatenate `counts[r]` elements of each rank r in root's `output`, None elsewhere.
-
-        Root's `tensor` may be its own place in `output`.
-        """
-
-    @abstractmethod
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, counts: Sequence[int] | None, root: int, blocking: bool
-    ) -> Pending | None:
-        """Hand `counts[r]` elements of root's `tensor` (None elsewhere) to each rank r's `output`.
-
-        Root's `output` may be its own place in `tensor`.
-        """
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor,
-        send_counts: Sequence[int] | None,
-        receive_counts: Sequence[int] | None,
-        blocking: bool,
-    ) -> Pending | None:
-        """Hand the r-th piece of `tensor` to rank r; the pieces for this one lie in `output` in rank order.
-
-        Both counts are None where all pieces of all ranks are even.
-        """
-
-    @abstractmethod
-    def send(self, tensor: Tensor, destination: int, tag: int, blocking: bool) -> Pending | None:
-        """Send all of `tensor` to one rank."""
-
-    @abstractmethod
-    def recv(self, tensor: Tensor, source: int, tag: int, blocking: bool) -> Pending | None:
-        """Receive into all of `tensor` from one rank."""
-
-    @abstractmethod
-    def barrier(self, blocking: bool) -> Pending | None:
-        """Complete when every rank has come here."""
+    def scratch_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002
+        """Host memory of its own that a started sum of so many elements takes, and keeps."""
+        return 0

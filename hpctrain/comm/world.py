@@ -12,23 +12,22 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from hpctrain.comm.check import Checks, uncheck_group
+from hpctrain.comm.calls import Call
+from hpctrain.comm.check import Checks
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.host_memory import is_out_of_memory, resident_bytes
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI, finalizes_between_nodes
-from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
 from hpctrain.comm.place import check_launcher, check_srun, choose_device, refuse_contradictions
 from hpctrain.comm.reduction import Scratch
 from hpctrain.comm.segments import Marker, mark, sweep
-from hpctrain.comm.staged import StagedTransport
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.transports import TRANSPORTS, Name
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import format_bytes
 
@@ -118,9 +117,9 @@ class World:
         """
         if not wanted:
             self._checks = None
-            uncheck_group(self.everyone)
+            self.everyone.comparer = None
         elif self._checks is None:
-            self._checks = Checks(self.ledger.calls)
+            self._checks = Checks()
             self._checks.check_group(self.everyone)
 
     def alone(self) -> World:
@@ -138,14 +137,14 @@ class World:
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        transport: Literal["mpi", "nccl"],
+        transport: Name,
         whole: Group | None = None,
     ) -> Group:
         """The Group of these ranks of this world, in rising order.
 
         Collective over `whole` (default: everyone), whose other ranks make the groups that they are in.
         """
-        communicator = (whole or self.everyone).communicator.Split(ranks[0], self.rank)
+        communicator = communicator_of((whole or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
         return self._group(axes, ranks, communicator, transport)
 
@@ -154,16 +153,9 @@ class World:
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
         communicator: MPI.Intracomm,
-        transport: Literal["mpi", "nccl"],
+        transport: Name,
     ) -> Group:
-        host = MpiTransport(communicator, self._scratch)
-        accelerator: Transport
-        if transport == "nccl":
-            from hpctrain.comm.nccl import NcclTransport
-
-            accelerator = NcclTransport(communicator, self._scratch)
-        else:
-            accelerator = StagedTransport(host)
+        host, accelerator = TRANSPORTS[transport](communicator, self._scratch)
         group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._held)
         if self._checks is not None:
             self._checks.check_group(group)
@@ -185,7 +177,7 @@ class World:
         except OSError as problem:
             error = as_error(problem)
         mine = None if error is None else (error.exit_code, error.problems)
-        self._agreements.enter("agreement", 0, None, time.perf_counter())
+        self._agreements.enter(Call("agreement"))
         found = [each for each in self._control.allgather(mine) if each is not None]
         self._agreements.leave()
         if found:

@@ -248,7 +248,7 @@ def _write_file(
     calls = [max(others) for others in zip(*world.everyone.all_gather_object(mine), strict=True)]
     with world.agreement():
         # The newer format has checksums on HDF5's own structures too.
-        communicator = world.everyone.communicator
+        communicator = world.communicator
         file = h5py.File(path, "w", driver="mpio", comm=communicator, libver=("v108", "v110"))
     failures: list[Exception] = []
     try:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from hpctrain.comm.mpi import STARTED_SUM_BYTES
-from hpctrain.comm.reduction import ROUND_BYTES
+from hpctrain.comm.planned import PlannedTransport
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.memory.accounts import Account, storage_bytes
@@ -186,7 +185,7 @@ def _reductions(buckets: Sequence[Bucket]) -> int:
     """What reductions in host memory receive, of which two are under way at once; on a GPU torch's allocator
     lends it from one to the next.
     """
-    each = [_received(b.length, b.gradient_dtype.itemsize, b.sharding.group.size) for b in buckets]
+    each = [b.sharding.group.host.scratch_bytes(b.length, b.gradient_dtype.itemsize) for b in buckets]
     return sum(sorted(each, reverse=True)[:2])
 
 
@@ -197,19 +196,8 @@ def _input_gradients(deck: Deck, shape: ModelShape, sizes: Mapping[str, int]) ->
     if deck.run.device == "cuda":
         return 0
     tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
-    return _received(tokens * shape.hidden, DTYPES[deck.precision.compute].itemsize, sizes["tensor"])
-
-
-def _received(length: int, itemsize: int, size: int) -> int:
-    """Bytes that a started sum of so many elements over `size` ranks receives into at a time."""
-    if size == 1:
-        return 0
-    share = -(-length // size)
-    if share * itemsize <= STARTED_SUM_BYTES // size:
-        return 0
-    piece = min(share, max(1, ROUND_BYTES // itemsize // (size - 1)))
-    received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
-    return 1 << (received - 1).bit_length()
+    tensor = PlannedTransport(0, sizes["tensor"])
+    return tensor.scratch_bytes(tokens * shape.hidden, DTYPES[deck.precision.compute].itemsize)
 
 
 def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
 
-import torch
 from torch import nn
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.library import MPI
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.planned import META, planned_group
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute, segment_size
@@ -39,28 +36,6 @@ from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer
-
-META = torch.device("meta")
-
-
-class _Nowhere(Transport):
-    """Moves nothing, at once."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.limit = rank, size, 2**62
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        return None
-
-    all_reduce = reduce = broadcast = all_gather = reduce_scatter = gather = scatter = _nothing
-    all_to_all = send = recv = barrier = _nothing
-
-
-def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -> Group:
-    """A group that knows its rank and size alone; what it is asked to move, the ledger counts."""
-    nowhere = _Nowhere(rank, size)
-    place = cast(MPI.Intracomm, nowhere)  # of which a Group asks rank and size
-    return Group(axes, tuple(range(size)), place, nowhere, nowhere, META, ledger, set())
 
 
 class PlannedMesh:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.check import CheckedTransport, MismatchError
+from hpctrain.comm.check import MismatchError, MpiComparer
 from hpctrain.comm.group import Group
+from hpctrain.comm.library import MPI
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.outcome import name_ranks
+from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.world import World
 
 Act = Callable[[Group], object]
@@ -128,10 +131,11 @@ def test_started_operations_are_compared_and_done(checked: World) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_nothing_is_between_a_group_and_its_transport_without_the_check(checked: World) -> None:
-    assert isinstance(checked.everyone.host, CheckedTransport)
+    assert isinstance(checked.everyone.comparer, MpiComparer)
     checked.compare_calls(False)
     fresh = checked.split(("fresh",), tuple(range(checked.size)), "mpi")
     for group in (checked.everyone, fresh):
-        assert not isinstance(group.host, CheckedTransport)
-        assert not isinstance(group.accelerator, CheckedTransport)
-        assert group.objects is group.communicator
+        assert group.comparer is None
+        assert isinstance(group.host, MpiTransport)
+        assert isinstance(group.accelerator, StagedTransport)
+        assert isinstance(group.objects, MPI.Intracomm)

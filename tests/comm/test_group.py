@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.calls import Operation
 from hpctrain.comm.group import Group
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.staged import StagedTransport
-from hpctrain.comm.transport import Operation
 from hpctrain.comm.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

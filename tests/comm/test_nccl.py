@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import nccl
+from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.nccl import NcclTransport
@@ -27,28 +28,30 @@ class Communicator:
     def __init__(self, group: Group, pending: list[Any]) -> None:
         self.host, self.size, self.rank, self.pending = group.host, group.size, group.rank, pending
 
-    def allreduce(self, source: Tensor, target: Tensor, operation: str, stream: int) -> None:
+    def allreduce(self, source: Tensor, target: Tensor, operation: Operation, stream: int) -> None:
         assert source.data_ptr() == target.data_ptr()
-        self.host.all_reduce(target, operation, True)
+        self.host.run(Call("all_reduce", target, target, reduced=operation))
 
-    def reduce(self, source: Tensor, target: Tensor | None, operation: str, root: int, stream: int) -> None:
+    def reduce(
+        self, source: Tensor, target: Tensor | None, operation: Operation, root: int, stream: int
+    ) -> None:
         assert (target is None) == (self.rank != root)
-        self.host.reduce(source, root, operation, True)
+        self.host.run(Call("reduce", source, target, reduced=operation, root=root))
 
-    def reduce_scatter(self, source: Tensor, target: Tensor, operation: str, stream: int) -> None:
-        self.host.reduce_scatter(source, target, None, operation, True)
+    def reduce_scatter(self, source: Tensor, target: Tensor, operation: Operation, stream: int) -> None:
+        self.host.run(Call("reduce_scatter", source, target, reduced=operation))
 
     def broadcast(self, source: Tensor, target: Tensor, root: int, stream: int) -> None:
-        self.host.broadcast(target, root, True)
+        self.host.run(Call("broadcast", source, target, root=root))
 
     def allgather(self, source: Tensor, target: Tensor, stream: int) -> None:
-        self.host.all_gather(source, target, None, True)
+        self.host.run(Call("all_gather", source, target))
 
     def send(self, source: Tensor, peer: int, stream: int) -> None:
-        self.pending.append(self.host.send(source, peer, 77, False))
+        self.pending.append(self.host.run(Call("send", source, peer=peer, tag=77, blocking=False)))
 
     def recv(self, target: Tensor, peer: int, stream: int) -> None:
-        self.pending.append(self.host.recv(target, peer, 77, False))
+        self.pending.append(self.host.run(Call("recv", None, target, peer=peer, tag=77, blocking=False)))
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
             each.wait()
         pending.clear()
 
-    transport = NcclTransport(whole.communicator, Scratch())
+    transport = NcclTransport(world.communicator, Scratch())
     transport._communicator = Communicator(whole, pending)
     transport._core = SimpleNamespace(
         NcclRedOp=SimpleNamespace(SUM="sum", MAX="max", MIN="min"), group=grouped

@@ -75,7 +75,7 @@ def ranks_of(world: World, folder: Path, model: Sequence[str], name: str, mode: 
     """A layout on as many ranks as it needs; collective over the whole world."""
     ranks, layout = LAYOUTS[name]
     here = world.rank < ranks
-    part = World(world.everyone.communicator.Split(0 if here else 1, world.rank))
+    part = World(world.communicator.Split(0 if here else 1, world.rank))
     keys = (f"run.dir={folder / name}", f"checkpoint.mode={mode}", "checkpoint.buffer=20000")
     deck = small_deck(*SIZES, *model, *layout, *keys)
     if not here:

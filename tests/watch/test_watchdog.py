@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.comm.calls import Call
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.watch.hang import (
@@ -179,9 +180,9 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
     own = World(world.communicator.Dup()) if world.size > 1 else world.alone()
     group = own.ledger.calls.group("data", (0, 4, 8))
-    group.enter("all_reduce", 40, torch.bfloat16, time.perf_counter())
+    group.enter(Call("all_reduce", torch.zeros(20, dtype=torch.bfloat16)))
     group.leave()
-    group.enter_pair("recv", torch.zeros(5), 2, time.perf_counter())
+    group.enter(Call("recv", None, torch.zeros(5), peer=2))
     report = take_report(own, "token", 2.5)
     assert report.current is not None
     assert str(report.current) == "recv 1 from rank 8 of data; 20 bytes of float32"
