@@ -44,6 +44,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stdout_console
+from hpctrain.train.hook import Hook
 from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
@@ -249,20 +250,22 @@ class _Bench:
             yield
             held_up += time.perf_counter() - began
 
-        def protect() -> None:
-            with timed():
-                pending.protect()
+        class Protection(Hook):
+            def before_update(self) -> None:
+                with timed():
+                    pending.protect()
 
         with timed():
             pending = self._begin(folder)
-        self.trainer.step.before_update = protect
+        protection = Protection()
+        self.trainer.hooks.append(protection)
         complete = False
         while not complete:
             self._train(1)
             count += 1
             with timed():
                 complete = pending.poll()
-        self.trainer.step.before_update = lambda: None
+        self.trainer.hooks.remove(protection)
         self.held_up.append(self._slowest(held_up))
         self.steps.append(count)
 

@@ -27,11 +27,12 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
+from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 from hpctrain.watch.folder import no_way_on
 
 
-class Checkpoints:
+class Checkpoints(Hook):
     """Writes the state of an engine into the folder of a run, and reads it."""
 
     def __init__(self, deck: Deck, engine: Engine, known: Mapping[str, Any]) -> None:
@@ -84,11 +85,21 @@ class Checkpoints:
             save(path, everyone, entries, stored, min(PIECE_BYTES, checkpoint.buffer))
         self._saved(path)
 
-    def protect(self) -> None:
-        """Call it before parameters and moments change."""
+    def before_update(self) -> None:
+        """Store first what the checkpoint under way still needs of parameters and moments."""
         if self._pending is not None:
             with self._timed():
                 self._pending.protect()
+
+    def after_step(self, done: StepDone) -> None:
+        """Note the step for the history, and complete the checkpoint under way if it can be."""
+        self.provenance.note(done.state.step, done.result.loss, done.result.grad_norm)
+        self.poll()
+
+    def due(self, step: int) -> bool:
+        """Whether the deck wants one after that step."""
+        every = self.deck.checkpoint.every
+        return step == self.deck.run.steps or (every > 0 and step % every == 0)
 
     def poll(self, wait: bool = False) -> None:
         """Complete the checkpoint under way if all ranks have written theirs; call it between steps."""

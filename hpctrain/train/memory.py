@@ -19,12 +19,14 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import pool_bytes
+from hpctrain.train.control import Order
+from hpctrain.train.hook import Hook
 from hpctrain.watch.metrics import peak_rss_bytes
 
 PLAN_FILE = "plan.json"
 
 
-class ActivationPeak:
+class ActivationPeak(Hook):
     """The most bytes that an engine keeps for backward in its first step; counting takes time."""
 
     def __init__(self, engine: Engine) -> None:
@@ -32,7 +34,7 @@ class ActivationPeak:
         self.bytes: int | None = None
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
         """Count within, unless something has been counted."""
         if self.bytes is not None:
             yield
@@ -47,11 +49,15 @@ class ActivationPeak:
         return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]
 
 
-class MemoryLedger:
+class MemoryLedger(Hook):
     """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks."""
 
-    def __init__(self, engine: Engine, activations: ActivationPeak, predicted: MemoryPlan) -> None:
-        self.engine, self.activations, self.predicted = engine, activations, predicted
+    def __init__(
+        self, engine: Engine, activations: ActivationPeak, predicted: MemoryPlan, folder: Path
+    ) -> None:
+        self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
+        self.accounts: list[Account] = []
+        """What was measured: of each stage of the pipeline, the rank that held most. Empty before the end."""
 
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
@@ -74,25 +80,28 @@ class MemoryLedger:
         device = self.engine.world.device
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
 
-    def measured(self) -> list[Account]:
-        """Of each stage of the pipeline, the rank that held most. Collective."""
-        stage = self.engine.mesh.coordinate("pipeline")
-        everyone = self.engine.world.everyone.all_gather_object((stage, self.held()))
-        return [
+    def at_end(self, order: Order) -> None:  # noqa: ARG002
+        """Measure, and write it beside what was predicted."""
+        world, stage = self.engine.world, self.engine.mesh.coordinate("pipeline")
+        everyone = world.everyone.all_gather_object((stage, self.held()))
+        self.accounts = [
             max((account for at, account in everyone if at == number), key=lambda account: account.total)
             for number in range(self.engine.mesh.size("pipeline"))
         ]
+        with world.agreement():
+            if world.rank == 0:
+                self.write()
 
-    def table(self, measured: list[Account]) -> list[str]:
+    def table(self) -> list[str]:
         """Predicted beside measured, of the stage whose ranks held most."""
-        stage = max(range(len(measured)), key=lambda number: measured[number].total)
-        return comparison_table(self.predicted.stages[stage].memory, measured[stage])
+        stage = max(range(len(self.accounts)), key=lambda number: self.accounts[number].total)
+        return comparison_table(self.predicted.stages[stage].memory, self.accounts[stage])
 
-    def write(self, folder: Path, measured: list[Account] | None = None) -> None:
+    def write(self) -> None:
         """Write `plan.json`: what was predicted, and what was measured once it is known."""
-        found = {"measured": [account.row() for account in measured]} if measured is not None else {}
-        text = json.dumps({"predicted": self.predicted.row(), **found}, indent=1)
-        path = folder / PLAN_FILE
+        measured = {"measured": [account.row() for account in self.accounts]} if self.accounts else {}
+        text = json.dumps({"predicted": self.predicted.row(), **measured}, indent=1)
+        path = self.folder / PLAN_FILE
         try:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:

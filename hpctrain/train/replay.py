@@ -25,7 +25,7 @@ from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
-from hpctrain.train.run import Run
+from hpctrain.train.run import Run, open_run
 
 STEPS = 10
 """Replayed at most, where no number is asked for."""
@@ -76,7 +76,7 @@ def replay(
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
             told = (
-                f"replays {deck.run.title} from step {run.state.step}, {layout_text(_layout(run))}; "
+                f"replays {deck.run.title} from step {run.trainer.state.step}, {layout_text(_layout(run))}; "
                 f"losses recorded in {recorded.source}"
             )
             show("\n".join(fit(told, columns())))
@@ -177,15 +177,15 @@ def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None
         "memory": deck.memory.model_copy(update={"offload_dir": deck.memory.offload_dir or elsewhere}),
         "stability": deck.stability.model_copy(update={"verify_layout": False}),
     }
-    run = Run(world, deck.model_copy(update=changed), path, split)
+    run = open_run(world, deck.model_copy(update=changed), path, split)
     try:
         yield run
     finally:
-        run.engine.close()
+        run.trainer.engine.close()
 
 
 def _layout(run: Run) -> dict[str, int]:
-    return {**run.mesh.sizes, "zero": run.deck.layout.zero}
+    return {**run.trainer.engine.mesh.sizes, "zero": run.deck.layout.zero}
 
 
 def _reasons(

@@ -49,21 +49,22 @@ class StepResult:
 
 
 class Step:
-    """One optimizer step on the engine's mesh.
-
-    `before_update` is called on all ranks before parameters and moments change.
-    """
+    """One optimizer step on the engine's mesh."""
 
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
-        self.before_update: Callable[[], None] = lambda: None
         self.executor = Executor(
             engine.models, engine.mesh.group("pipeline"), engine.groups.weight_gradients, engine.world.ledger
         )
 
-    def __call__(self, state: TrainState, batch: int) -> StepResult:
-        """Train on samples `state.samples .. + batch` and advance `state`."""
+    def __call__(
+        self, state: TrainState, batch: int, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Train on samples `state.samples .. + batch` and advance `state`.
+
+        `before_update` is called on all ranks before parameters and moments change.
+        """
         engine = self.engine
         mesh = engine.mesh
         place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -83,7 +84,7 @@ class Step:
         finite = all(map(isfinite, (*figures.values(), norm)))
         rate = engine.learning_rate.at(state.step, batch)
         if finite:
-            self.before_update()
+            before_update()
             engine.optimizer.step(rate, engine.loss_scale.value / clip_coefficient(norm, self.clip))
         engine.loss_scale.update(finite)
         engine.world.ledger.phase = "other"

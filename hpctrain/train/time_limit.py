@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.deck.schema import Deck
+from hpctrain.train.hook import Hook, StepDone
 from hpctrain.units import format_seconds
 
 RECENT_STEPS = 20
@@ -41,13 +42,17 @@ class TimeLimit:
 
 
 @dataclass
-class Pace:
+class Pace(Hook):
     """How long things take in this run, in seconds; 0 what has not been done yet."""
 
     checkpoint: float
     """The longest so far; before the first, what is expected."""
     evaluation: float = 0.0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    def after_step(self, done: StepDone) -> None:
+        """Note how long it took."""
+        self.steps.append(done.seconds)
 
     def reason_to_stop(
         self, limit: TimeLimit | None, now: float, evaluates: bool = False, writing: bool = False

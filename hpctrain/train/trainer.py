@@ -6,18 +6,22 @@ is verified and what is measured is what runs, with all that watches it.
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
+
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.train.batch_size import batch_at
+from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak
 from hpctrain.train.step import Step, StepResult, TrainState
 
 
 class Trainer:
-    """An engine, the samples that it learns from, and how far it is.
+    """An engine, the samples that it learns from, how far it is, and the hooks that watch it, in their order.
 
-    `activations` is counted in the first step, whichever that is.
+    `activations` is the first of these.
     """
 
     def __init__(self, deck: Deck, engine: Engine, batches: Batches, state: TrainState | None = None) -> None:
@@ -25,12 +29,23 @@ class Trainer:
         self.state = TrainState() if state is None else state
         self.step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.activations = ActivationPeak(engine)
+        self.hooks: list[Hook] = [self.activations]
 
     def train_step(self, batch: int | None = None) -> StepResult:
         """Make the next step, of `batch` sequences over all data ranks (default: the deck's). Collective."""
-        timeline = self.engine.world.ledger.timeline
-        if timeline is not None:
-            timeline.begin(self.state.step + 1)
-        batch = batch_at(self.deck.batch, self.state.step) if batch is None else batch
-        with self.activations.first():
-            return self.step(self.state, batch)
+        ledger = self.engine.world.ledger
+        started, communicating = time.perf_counter(), ledger.seconds
+        with ExitStack() as watching:
+            for hook in self.hooks:
+                watching.enter_context(hook.around_step(self.state.step + 1))
+            batch = batch_at(self.deck.batch, self.state.step) if batch is None else batch
+            result = self.step(self.state, batch, self._before_update)
+        seconds = time.perf_counter() - started
+        done = StepDone(result, self.state, seconds, seconds - (ledger.seconds - communicating))
+        for hook in self.hooks:
+            hook.after_step(done)
+        return result
+
+    def _before_update(self) -> None:
+        for hook in self.hooks:
+            hook.before_update()

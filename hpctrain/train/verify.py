@@ -28,6 +28,7 @@ from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.parallel.shard import Shard
 from hpctrain.plan.model import bare_model
+from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -207,23 +208,33 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
             for shard, piece in _pieces(engine, gradients=False)
         }
 
-    def gradients() -> list[tuple[Shard, Tensor]]:
-        return [(shard, piece.clone()) for shard, piece in _pieces(engine, gradients=True)]
-
-    summed: list[tuple[Shard, Tensor]] = []
-    trainer.step.before_update = lambda: summed.extend(gradients())  # before they are clipped
+    sums = _SummedGradients(engine)
+    trainer.hooks.append(sums)
     found = parameters("")
     for step in ("", " in the second step"):
-        summed.clear()
+        sums.pieces.clear()
         result = trainer.train_step()
+        if not sums.pieces:  # the update was skipped
+            sums.before_update()
         by_name = [
-            (f"gradient of {shard.name}{step}", _Computed(piece, shard))
-            for shard, piece in summed or gradients()
+            (f"gradient of {shard.name}{step}", _Computed(piece, shard)) for shard, piece in sums.pieces
         ]
         found[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64), None)
         found |= reversed(by_name)
         found[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64), None)
     return found | parameters(" after both steps")
+
+
+class _SummedGradients(Hook):
+    """This rank's piece of every gradient as it was before clipping."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.pieces: list[tuple[Shard, Tensor]] = []
+
+    def before_update(self) -> None:
+        """Copy them."""
+        self.pieces += [(shard, piece.clone()) for shard, piece in _pieces(self.engine, gradients=True)]
 
 
 def _pieces(engine: Engine, gradients: bool) -> Iterator[tuple[Shard, Tensor]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -22,8 +22,8 @@ _ACTIVITIES = {"evaluating": "evaluating", "checkpointing": "writing a checkpoin
 class Reporter:
     """Rank 0 tells everything; the other ranks have a log for their warnings alone."""
 
-    def __init__(self, world: World, deck: Deck, start: int, facts: Mapping[str, Any], resumed: bool) -> None:
-        """Open all files; collective. `start` is the step to go on from, `facts` go into the status."""
+    def __init__(self, world: World, deck: Deck, start: int, checkpoint: Path | None) -> None:
+        """Open all files; collective. `start` is the step to go on from, and `checkpoint` its file."""
         self.world, self.deck, self.start = world, deck, start
         folder = Path(deck.run.dir)
         self.metrics: MetricsWriter | None = None
@@ -31,7 +31,16 @@ class Reporter:
         with world.agreement():
             self.log = open_log(folder, world.rank)
             if world.rank == 0:
-                self.metrics = MetricsWriter(folder / "metrics.jsonl", start if resumed else None)
+                self.metrics = MetricsWriter(folder / "metrics.jsonl", None if checkpoint is None else start)
+        facts = {
+            "title": deck.run.title,
+            "started_in": str(Path.cwd()),
+            "ranks": world.size,
+            "nodes": world.nodes,
+            "steps": deck.run.steps,
+            "step": start,
+            "checkpoint": _text(checkpoint),
+        }
         self.status = Status(folder if world.rank == 0 else None, facts)
 
     def begin(self) -> None:

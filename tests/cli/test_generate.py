@@ -14,7 +14,7 @@ import pytest
 from hpctrain.cli.generate import Output
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
-from hpctrain.train.run import Run
+from hpctrain.train.run import open_run
 from tests.engines import small_deck
 from tests.launch import clean_environment
 
@@ -36,7 +36,7 @@ def run_dir(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.tokens={folder / 'tokens.h5'}",
         "model.vocabulary=320",
     )
-    assert Run(alone, deck).train() == 0
+    assert open_run(alone, deck).train() == 0
     return folder / "run"
 
 

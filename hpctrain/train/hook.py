@@ -1,0 +1,45 @@
+"""What watches a run, and when it is called: hooks observe, and change no bit of what is computed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from hpctrain.train.control import Order
+from hpctrain.train.step import StepResult, TrainState
+
+
+@dataclass
+class StepDone:
+    """A step that was made: its result, the state after it, and this rank's seconds, of which it spent
+    `computing` outside of communication. `validation` is the held-out loss where it was evaluated after it.
+    """
+
+    result: StepResult
+    state: TrainState
+    seconds: float
+    computing: float
+    validation: float | None = None
+
+
+class Hook:
+    """Called by the trainer and the run at these points, in a fixed order, on all ranks alike.
+
+    Each method may be collective; what one does not care for does nothing.
+    """
+
+    def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002
+        """What surrounds the making of a step, from reading its samples to the update."""
+        return nullcontext()
+
+    def before_update(self) -> None:
+        """Parameters and moments are about to change, by gradients that are summed and finite."""
+
+    def after_step(self, done: StepDone) -> None:
+        """A step was made."""
+
+    def after_save(self) -> None:
+        """A checkpoint was written, or begun."""
+
+    def at_end(self, order: Order) -> None:
+        """No other step comes: all are done, or `order` says to stop. Its checkpoints are complete."""

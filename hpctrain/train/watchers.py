@@ -1,0 +1,157 @@
+"""Hooks of a run that only join what `watch` and others know to the steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from hpctrain.comm.timeline import Timeline
+from hpctrain.data.batches import Batches
+from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.report.trace import write_trace
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.control import Order
+from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.summary import outcome
+from hpctrain.train.time_limit import Pace
+from hpctrain.train.trainer import Trainer
+from hpctrain.watch.folder import way_on
+from hpctrain.watch.machine import Peak
+from hpctrain.watch.metrics import StepMetrics, peak_rss_bytes
+from hpctrain.watch.reporter import Reporter
+from hpctrain.watch.stragglers import Stragglers
+
+TRACED_SPANS = 1_000_000
+"""In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
+
+
+class SlowRanks(Hook):
+    """Puts stragglers into the status."""
+
+    def __init__(self, stragglers: Stragglers, reporter: Reporter) -> None:
+        self.stragglers, self.reporter = stragglers, reporter
+
+    def after_step(self, done: StepDone) -> None:
+        """Compare the ranks' times where a window of steps is over."""
+        slow = self.stragglers.step(done.computing)
+        if slow is not None:
+            self.reporter.status.note(stragglers=[straggler.row() for straggler in slow])
+
+
+class Evaluation(Hook):
+    """Evaluates held-out sequences every so many steps and after the last one; None for `batches`: never."""
+
+    def __init__(self, trainer: Trainer, batches: Batches | None, pace: Pace, reporter: Reporter) -> None:
+        self.run, self.step, self.batches = trainer.deck.run, trainer.step, batches
+        self.pace, self.reporter = pace, reporter
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation comes after that step."""
+        every = self.run.evaluate_every
+        return self.batches is not None and (step == self.run.steps or (every > 0 and step % every == 0))
+
+    def after_step(self, done: StepDone) -> None:
+        """Enter the loss where an evaluation is due."""
+        if self.batches is None or not self.due(done.state.step):
+            return
+        self.reporter.working("evaluating")
+        started = time.perf_counter()
+        done.validation = self.step.evaluate(self.batches, self.run.evaluate_sequences)
+        self.pace.evaluation = time.perf_counter() - started
+
+
+class Trace(Hook):
+    """Records the newest steps, and writes them with every checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.engine, run = trainer.engine, trainer.deck.run
+        self.path = Path(run.dir) / TRACE_FILE
+        most = TRACED_SPANS // (run.trace_steps * self.engine.world.size)
+        self.timeline = Timeline(run.trace_steps, most)
+        self.engine.world.ledger.timeline = self.timeline
+
+    def around_step(self, step: int) -> AbstractContextManager[object]:
+        """What comes from here on belongs to the step."""
+        self.timeline.begin(step)
+        return nullcontext()
+
+    def after_save(self) -> None:
+        """Write the trace so far."""
+        write_trace(self.path, self.timeline, self.engine.mesh, self.engine.plan)
+        if self.timeline.dropped:
+            logging.getLogger("hpctrain").warning(
+                "%s leaves out some communication: this rank alone had %d operations too many in the "
+                "steps it holds; with a smaller run.trace_steps, all may have room",
+                self.path,
+                self.timeline.dropped,
+            )
+
+
+class Report(Hook):
+    """Tells of every step in metrics, log, terminal and status, and at the end what came of the run."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        peak: Peak,
+        pace: Pace,
+        checkpoints: Checkpoints,
+        memory: MemoryLedger,
+    ) -> None:
+        self.deck, self.engine, self.state = trainer.deck, trainer.engine, trainer.state
+        self.reporter = reporter
+        self.peak, self.pace, self.checkpoints, self.memory = peak, pace, checkpoints, memory
+        self.folder = Path(self.deck.run.dir)
+
+    def after_step(self, done: StepDone) -> None:
+        """Warn of a skipped update; one row of figures, from rank 0."""
+        result, state, world = done.result, done.state, self.engine.world
+        if result.skipped:
+            logging.getLogger("hpctrain").warning(
+                "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
+                state.step,
+                result.loss,
+                result.grad_norm,
+                state.skipped,
+            )
+        with world.agreement():
+            if world.rank == 0:
+                self.reporter.step(self._row(done), max(self.pace.steps), self.checkpoints.newest)
+
+    def _row(self, done: StepDone) -> StepMetrics:
+        result, engine = done.result, self.engine
+        rate = result.tokens / done.seconds
+        return StepMetrics(
+            step=done.state.step,
+            tokens=done.state.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.learning_rate,
+            seconds=done.seconds,
+            tokens_per_s=rate,
+            batch=result.batch,
+            skipped=result.skipped,
+            loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
+            mfu=self.peak.share(rate * engine.shape.flops_per_token / engine.world.size),
+            peak_rss_bytes=peak_rss_bytes(),
+            validation_loss=done.validation,
+        )
+
+    def at_end(self, order: Order) -> None:
+        """Write down what was sent, and say how the run ended, or by what order it stops."""
+        reporter, run, world = self.reporter, self.deck.run, self.engine.world
+        newest = self.checkpoints.newest
+        reporter.stepped()
+        with world.agreement():
+            if world.rank == 0:
+                world.ledger.write(self.folder / "ledger.json")
+                reporter.say(outcome(self.folder, run.trace, newest, self.state.skipped))
+                reporter.say(self.memory.table())
+        if order.stop:
+            step = f"after step {self.state.step} of {run.steps}"
+            reporter.say([f"stopped {step}: {order.why}; go on with `{way_on(self.folder, newest)}`"])
+        reporter.ended(newest, order.why if order.stop else "")
