@@ -25,7 +25,7 @@ from tests.engines import DECK
 PARAMETERS = 2 * (12 * 32 * 32 + 13 * 32) + (61 + 32 + 2) * 32
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_figures_of_a_small_deck(world: World, mpi_tmp_path: Path, compute: str) -> None:
     """Whole on every rank in single precision, cut over the ranks in half."""
@@ -63,7 +63,7 @@ def test_figures_of_a_small_deck(world: World, mpi_tmp_path: Path, compute: str)
     assert training["slower"][0] > 0
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("whole", [True, False])
 def test_torch_gets_back_what_it_saved(world: World, mpi_tmp_path: Path, whole: bool) -> None:
     rank, size, rows = world.rank, world.size, 3
@@ -89,7 +89,7 @@ def test_torch_gets_back_what_it_saved(world: World, mpi_tmp_path: Path, whole: 
     assert torch.equal(local, saved)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_folder_that_is_not_there(world: World, mpi_tmp_path: Path) -> None:
     deck = mpi_tmp_path / "deck.toml"
     if world.rank == 0:

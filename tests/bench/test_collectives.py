@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_every_primitive_is_timed(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -37,7 +37,7 @@ def test_limits() -> None:
     assert not Row("x", 65536, 112e-6, 100e-6, None).good
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_mistakes(world: World) -> None:
     with pytest.raises(HpctrainError, match="must be of"):
         bench(world, "all_redvce", "1 KiB", "4 KiB", gloo=False)

@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from tests.engines import DECK
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_figures_of_a_small_deck(world: World, mpi_tmp_path: Path) -> None:
     """Every byte of two moments is read and written once; the share is that of the three times."""
     deck, output = mpi_tmp_path / "deck.toml", mpi_tmp_path / "figures.json"

@@ -39,7 +39,7 @@ def test_the_prediction_in_words() -> None:
     assert table(prediction).row_count == 2
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "dualpipe-v"])
 def test_measuring_stages_changes_nothing(world: World, schedule: str) -> None:
     overrides = (f"layout.pipeline={world.size}", f"layout.schedule={schedule}", "model.layers=8")
@@ -85,7 +85,7 @@ def test_bench_beside_torch(world: World, mpi_tmp_path: Path, capsys: pytest.Cap
     assert "stage, alone" in shown
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_torch_refuses_decks_in_words(world: World) -> None:
     stages = f"layout.pipeline={world.size}"
     wrong = {

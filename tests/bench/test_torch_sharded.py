@@ -38,7 +38,7 @@ def losses_of_plain_torch(deck: Deck, ranks: int, count: int, steps: int) -> lis
     return losses
 
 
-@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("name", SHARDED_RIVALS)
 def test_rivals_train_the_same_model(world: World, name: str) -> None:
     if name == "deepspeed":
@@ -53,7 +53,7 @@ def test_rivals_train_the_same_model(world: World, name: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_rivals_refuse_decks_in_words(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HpctrainError, match="--against fsdp2: needs a deck of data ranks only"):
         sharded_step("fsdp2", small_deck("layout.tensor=2"), world)
@@ -64,7 +64,7 @@ def test_rivals_refuse_decks_in_words(world: World, monkeypatch: pytest.MonkeyPa
         sharded_step("deepspeed", small_deck(), world)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_variants_take_turns_and_stand_alone(
     world: World, mpi_tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from tests.checkpoint.test_write import contents
 STATE = {"step": 3, "deck": "[run]\n"}
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("buffer", [200_000, 64 << 20])
 def test_same_file_as_collective_although_values_change(
@@ -111,7 +111,7 @@ def test_the_buffer_is_a_ring() -> None:
     assert buffer.take(448) is not None
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("stage", ["store", "settle", "publish"])
 def test_errors_are_agreed_and_leave_nothing(
     stage: str, world: World, mpi_tmp_path: Path, tensors: Tensors, monkeypatch: pytest.MonkeyPatch

@@ -131,7 +131,7 @@ def small_disk(world: World, folder: Path, size: str) -> Iterator[Path]:
             subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_full_disk_leaves_what_was_there(world: World, mpi_tmp_path: Path, tensors: Tensors) -> None:
     group = world.everyone
     held = whole(tensors, group.rank, group.size)
@@ -149,7 +149,7 @@ def test_full_disk_leaves_what_was_there(world: World, mpi_tmp_path: Path, tenso
         verify(disk / "step-00000001.h5", group)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("layout", ["columns", "flat"])
 @pytest.mark.parametrize("who", ["all", "last"])
 def test_write_errors_halfway_are_agreed(
@@ -189,7 +189,7 @@ def test_write_errors_halfway_are_agreed(
     assert read_state(mpi_tmp_path / "a.h5", group)["step"] == 7
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_damage_before_the_rename_is_noticed(
     world: World,
     mpi_tmp_path: Path,

@@ -48,7 +48,7 @@ def documents() -> list[str]:
     return [*texts, *(text for text in LINES * 2 if text), NOISE.decode("utf-8", "replace")]
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("piece_bytes", [16, 100, 1 << 20])
 def test_bytes_are_what_they_are(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
@@ -91,7 +91,7 @@ def test_the_file_does_not_depend_on_the_ranks(
     world.everyone.barrier()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
     folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "out.h5"
     prepare(world, out, [str(folder)], text_key="body", train_bpe=300, binary=True)
@@ -192,7 +192,7 @@ def test_more_ranks_than_files_and_an_existing_output(world: World, mpi_tmp_path
     assert TokenFile(out).read(0, 1).item() == 98
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_mistakes_are_everyones(world: World, mpi_tmp_path: Path) -> None:
     out = mpi_tmp_path / "out.h5"
     if world.rank == 0:

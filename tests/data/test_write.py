@@ -89,7 +89,7 @@ def test_uneven_and_empty_parts(
     assert [path.name for path in mpi_tmp_path.iterdir()] == ["out.h5"]
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_an_error_of_one_rank_is_everyones(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +115,7 @@ def test_an_error_of_one_rank_is_everyones(
     assert (mpi_tmp_path / "out.h5").stat().st_size == 0  # what was there is what it was
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_full_disk_is_said_beforehand(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

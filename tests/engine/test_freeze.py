@@ -12,7 +12,7 @@ from tests.engines import LLAMA, reference, small_deck, trainer
 FROZEN = 'model.frozen=["embedding.*", "blocks.0.*", "blocks.1.attention_norm.*"]'
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_frozen_parameters_stay_and_the_others_train_as_on_one_rank(

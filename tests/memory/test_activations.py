@@ -62,7 +62,7 @@ def in_file(shelf: DiskShelf) -> ActivationStore:
     return store
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
 def test_a_file_changes_no_bit(world: World, disk: DiskShelf, model: str, recompute: str) -> None:

@@ -44,7 +44,7 @@ def run(world: World, deck: Deck) -> tuple[list[float], dict[str, torch.Tensor]]
     return [step.loss for step in training.train(STEPS)], training.parameters()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_recomputation_gives_the_same_bits(world: World, model: str, compute: str) -> None:
@@ -99,7 +99,7 @@ def predicted(deck: Deck, shape: Any) -> ActivationBytes:
     )
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-dropout", "llama", "llama-dropout"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_saved_bytes_are_those_predicted(world: World, model: str, compute: str) -> None:

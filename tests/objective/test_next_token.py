@@ -27,7 +27,7 @@ def head(world: World, weight: Tensor) -> VocabularyHead:
     return VocabularyHead(table, groups)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
 def test_loss_and_gradients(world: World, monkeypatch: pytest.MonkeyPatch, z_loss: float, chunk: int) -> None:
@@ -54,7 +54,7 @@ def test_loss_and_gradients(world: World, monkeypatch: pytest.MonkeyPatch, z_los
     torch.testing.assert_close(table.gradient, table.shard.take(weight.grad), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_without_gradients_nothing_is_added(world: World) -> None:
     layer = head(world, torch.randn(VOCABULARY, HIDDEN))
     with torch.no_grad():

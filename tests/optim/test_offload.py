@@ -50,7 +50,7 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
             assert torch.equal(contents(getattr(mine, kind)), contents(getattr(theirs, kind))), kind
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_files_change_nothing(
@@ -77,7 +77,7 @@ def test_files_change_nothing(
             assert not folder.exists()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
     """The state's bytes are in files, and so are the parameters' where they are to be."""
     deck = small_deck(
@@ -99,7 +99,7 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_checkpoints_of_files_and_of_memory_are_the_same(
     world: World, mpi_tmp_path: Path, compute: str

@@ -179,7 +179,7 @@ def test_pictures_of_several_runs_do_not_overwrite_one_another(tmp_path: Path) -
     assert {path.name for path in written} >= {"schedule_a_run.png", "schedule_b_run.png"}
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_large_trace_is_gathered_in_pieces(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_large_trace_is_gathered_in_pieces(
     assert not list(mpi_tmp_path.glob("*.partial"))
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_folder_that_is_gone_is_told_on_all_ranks(world: World, mpi_tmp_path: Path) -> None:
     timeline = Timeline(1, 10)
     with pytest.raises(InputOutputError, match="the trace cannot be written"):
@@ -213,7 +213,7 @@ def test_a_folder_that_is_gone_is_told_on_all_ranks(world: World, mpi_tmp_path: 
     world.everyone.barrier()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_a_run_records_every_action_of_its_schedule(
     world: World, mpi_tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +295,7 @@ def _no_overlap_in_a_row(spans: list[dict[str, Any]]) -> None:
         assert all(start >= end - 1e-3 for (_, end), (start, _) in pairwise(sorted(row)))
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_run_records_nothing_unless_asked(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

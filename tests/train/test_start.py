@@ -90,7 +90,7 @@ def started(world: World, text: str, overrides: Sequence[str]) -> tuple[Engine, 
     return before, after, start_from_source(deck, after)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("name", STARTS)
 def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path) -> None:
     family, kind, sequence, ranks, overrides = STARTS[name]
@@ -122,7 +122,7 @@ def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path
         engine.close()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_tmp_path: Path) -> None:
     if world.size > 2:
         pytest.skip("one or two ranks")
@@ -165,7 +165,7 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
     assert (run / "checkpoints/step-00000002.h5").exists()
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_model_alone_is_no_run_to_resume(world: World, mpi_tmp_path: Path) -> None:
     source, _ = make_source(world, mpi_tmp_path, "gpt2", "checkpoint")
     with pytest.raises(HpctrainError) as caught:
@@ -176,7 +176,7 @@ def test_a_model_alone_is_no_run_to_resume(world: World, mpi_tmp_path: Path) -> 
     )
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_damaged_models_are_refused_on_all_ranks(world: World, mpi_tmp_path: Path) -> None:
     source, _ = make_source(world, mpi_tmp_path, "gpt2", "checkpoint")
     text = DECK.format(folder=mpi_tmp_path, source=source, sequence=24)

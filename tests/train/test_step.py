@@ -17,7 +17,7 @@ from hpctrain.pipeline.execute import PreparedBatch
 from tests.engines import small_deck, trainer
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> None:
     run = trainer(world, small_deck())
     run.train(1)
@@ -40,7 +40,7 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
         assert torch.equal(moment.exp_avg, earlier)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_one_rank_cannot_read_ends_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(world, small_deck())
     source = run.step.batches.source
@@ -58,7 +58,7 @@ def test_what_one_rank_cannot_read_ends_all(world: World, monkeypatch: pytest.Mo
     assert run.state.step == 0
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_fp16_finds_its_loss_scale(world: World) -> None:
     """From a scale that overflows, steps are skipped until gradients are finite; then training goes on."""
     run = trainer(
@@ -75,7 +75,7 @@ def test_fp16_finds_its_loss_scale(world: World) -> None:
     assert run.engine.optimizer.updates == 20 - run.state.skipped
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_accumulated_micro_batches_are_one_batch(world: World) -> None:
     """Masked targets make their token counts uneven; every token weighs the same all the same."""
     small, large = (
@@ -90,7 +90,7 @@ def test_accumulated_micro_batches_are_one_batch(world: World) -> None:
         assert (gradient - others[name]).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_evaluation_is_the_mean_over_tokens_and_changes_nothing(world: World) -> None:
     run = trainer(world, small_deck("model.dropout=0.3"))
     before = {name: values.clone() for name, values in run.parameters().items()}
@@ -108,7 +108,7 @@ def test_evaluation_is_the_mean_over_tokens_and_changes_nothing(world: World) ->
     assert loss == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_clipping_limits_the_update(world: World) -> None:
     run = trainer(world, small_deck("optimizer.clip=0.01"))
     result = run.train(1)[0]
