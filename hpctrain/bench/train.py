@@ -33,6 +33,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
 from hpctrain.model.attention import Rotary
+from hpctrain.model.count import count
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
@@ -135,7 +136,7 @@ def bench_train(
     measured = _measure(world, variants, wish)
     memory = _peak_bytes(world) if len(variants) == 1 else None
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
-    flops = ModelShape.of(deck, deck.model.vocabulary or 0).flops_per_token
+    flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token
     figures = [
         Figures(
             variant.name,
@@ -282,7 +283,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     rotary = None
     if shape.family == "llama":
         rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
-    first = engine.model.block_list()[0]
+    first = engine.model.blocks[0]
     with engine.residency.held(first.unit):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
         with LiveActivations(lambda: parameters) as saved:
@@ -303,7 +304,7 @@ def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> 
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     console = stdout_console()
     console.print(
-        f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
         f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
         f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
     )

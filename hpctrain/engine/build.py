@@ -24,6 +24,7 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import Scratch, to_fill
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.initialize import initialize
+from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
@@ -189,7 +190,7 @@ def assemble(
             )
         ]
         optimizer = make_optimizer(deck, buckets, offload.optimizer, world.agreement)
-    units = [block.unit for model in models for block in model.block_list()]
+    units = [block.held[0] for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, units, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency

@@ -8,10 +8,10 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.frozen import freeze_parameters, frozen_problems
-from hpctrain.model.transformer import Transformer
+from hpctrain.model.part import Part
 
 
-def freeze(deck: Deck, world: World, models: Sequence[Transformer]) -> None:
+def freeze(deck: Deck, world: World, models: Sequence[Part]) -> None:
     """Freeze what `model.frozen` names: no gradient, no weight decay, and so no update.
 
     HpctrainError on all ranks for a name that no parameter of the whole model has, and where one of several

@@ -17,8 +17,9 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
 from hpctrain.memory.scratch import Scratch
 from hpctrain.memory.shelf import DiskShelf, HostShelf
+from hpctrain.model.count import count
+from hpctrain.model.part import Part
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.model.transformer import Transformer
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.units import format_bytes, format_count
@@ -38,7 +39,7 @@ def open_shelf(
     world: World,
     keeping: Recompute,
     shape: ModelShape,
-    models: Sequence[Transformer],
+    models: Sequence[Part],
     plan: Schedule,
     stage: int,
     dtype: torch.dtype,
@@ -54,7 +55,7 @@ def open_shelf(
         store.shelf = HostShelf(world.device)
         return None
     sizes = bytes_of(deck, shape, dtype, world.device.type, deck.memory.recompute)
-    most = max((sizes.of_part(len(model.block_list())) for model in models), default=0)
+    most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
     need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
@@ -81,24 +82,25 @@ def bytes_of(
 
 
 def introduce_keeping(
-    deck: Deck, shape: ModelShape, models: Sequence[Transformer], plan: Schedule, stage: int
+    deck: Deck, shape: ModelShape, models: Sequence[Part], plan: Schedule, stage: int
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
-    parameter = next(models[0].parameters())
+    parameter = models[0].layers[0].held[0]
     sizes = {
         wish: bytes_of(deck, shape, parameter.dtype, parameter.device.type, wish)
         for wish in ("none", memory.recompute)
     }
     alive = peak_activations(plan)[stage]
-    parts = [(len(model.block_list()), model.part.embeds, model.part.predicts) for model in models]
+    parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
     kept = {wish: int(alive * sum(size.of_part(*part) for part in parts)) for wish, size in sizes.items()}
     now = kept[memory.recompute]
     if memory.recompute != "none":
-        extra = shape.recomputed_flops_per_token(memory.recompute)
+        flops = count(shape)
+        extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
         lines.append(
-            f"recomputation ({memory.recompute}): {100 * extra / shape.flops_per_token:.1f}% more FLOPs, "
+            f"recomputation ({memory.recompute}): {100 * extra / flops.flops_per_token:.1f}% more FLOPs, "
             f"{format_count(extra * tokens)} a step, which MFU does not count; "
             f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(kept['none'])}"
         )

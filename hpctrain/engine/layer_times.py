@@ -14,8 +14,9 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
+from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Part, Transformer
+from hpctrain.model.transformer import Transformer
 from hpctrain.objective.objective import Objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
@@ -101,9 +102,9 @@ def measure_layers(
     """
     world, layers = mesh.world, shape.layers
     models = [
-        Transformer(shape, groups, Part(0, 0, True, False)),
-        Transformer(shape, groups, Part(0, 1, False, False)),
-        Transformer(shape, groups, Part(layers, layers, False, True)),
+        Transformer(shape, groups, Span(0, 0, True, False)),
+        Transformer(shape, groups, Span(0, 1, False, False)),
+        Transformer(shape, groups, Span(layers, layers, False, True)),
     ]
     generator, alone = torch.Generator(world.device).manual_seed(0), Replications.alone(mesh.part("data", 1))
     for model in models:
@@ -139,9 +140,9 @@ class Replay:
     `models` are the parts by chunk; every micro-batch is `batch`.
     """
 
-    def __init__(self, models: Sequence[Transformer], groups: LayerGroups, batch: PreparedBatch) -> None:
+    def __init__(self, models: Sequence[Part], groups: LayerGroups, batch: PreparedBatch) -> None:
         self.models, self.queue, self.batch = models, groups.weight_gradients, batch
-        parameter = next(models[0].parameters())
+        parameter = models[0].layers[0].held[0]
         self.device = parameter.device
         size = models[0].hidden_shape(batch.inputs.tokens.shape[1])
         generator = torch.Generator(self.device).manual_seed(1)
@@ -171,10 +172,10 @@ class Replay:
             seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
         return seconds
 
-    def _forward(self, model: Transformer) -> tuple[Tensor | None, End, Tensor | None]:
+    def _forward(self, model: Part) -> tuple[Tensor | None, End, Tensor | None]:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
-        hidden = None if model.part.embeds else self.hidden.detach().requires_grad_()
-        if model.part.predicts:
+        hidden = None if model.span.embeds else self.hidden.detach().requires_grad_()
+        if model.span.predicts:
             last = model(self.batch.inputs, hidden)
             return hidden, End(model.predict(last, self.batch.losses).total), None
         return hidden, End(model(self.batch.inputs, hidden)), self.gradient

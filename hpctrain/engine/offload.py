@@ -15,7 +15,7 @@ from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, Scratch, ScratchTensor, check_room
-from hpctrain.model.transformer import Transformer
+from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW, Optimizer
 from hpctrain.optim.offload import OffloadedAdamW, state_elements
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
@@ -39,7 +39,7 @@ class Offload:
 
 
 def open_offload(
-    deck: Deck, world: World, models: Sequence[Transformer], replications: Replications, dtype: torch.dtype
+    deck: Deck, world: World, models: Sequence[Part], replications: Replications, dtype: torch.dtype
 ) -> Offload:
     """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
     with world.agreement():
@@ -74,7 +74,7 @@ def open_offload(
 def offloaded_bytes(
     deck: Deck,
     device: torch.device,
-    models: Sequence[Transformer],
+    models: Sequence[Part],
     replications: Replications,
     dtype: torch.dtype,
 ) -> tuple[int, int]:

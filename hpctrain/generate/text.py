@@ -27,9 +27,11 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.errors import HpctrainError
+from hpctrain.model.count import count
 from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.part import Inputs
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.sharding.bucket import make_buckets
@@ -245,7 +247,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     mesh = Mesh(world, {"tensor": world.size})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
     shape = ModelShape.of(deck, deck.model.vocabulary)
-    own = shape.parameters // world.size * DTYPES[deck.precision.compute].itemsize
+    own = count(shape).parameters // world.size * DTYPES[deck.precision.compute].itemsize
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )

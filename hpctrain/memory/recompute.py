@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.memory.activations import ActivationStore, Segment
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import End
-from hpctrain.parallel.keeping import Keeping, Layer
+from hpctrain.parallel.keeping import Keeping, LayerPass
 
 
 def segment_size(recompute: Recomputed, layers: int) -> int:
@@ -36,7 +36,7 @@ class Recompute(Keeping):
     def __init__(self, recompute: Recomputed, store: ActivationStore | None = None) -> None:
         self.recompute, self.store = recompute, store
 
-    def run(self, layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
+    def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
         """All layers of x; each segment again in its backward."""
         size = segment_size(self.recompute, len(layers))
         if not torch.is_grad_enabled() or (not size and self.store is None):
@@ -62,7 +62,7 @@ class Recompute(Keeping):
         return result
 
 
-def again(layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor]) -> Tensor:
+def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor]) -> Tensor:
     """The layers of x, computed again in backward."""
     if not x.requires_grad and any(p.requires_grad for layer in layers for p in layer.parameters):
         x = x.detach().requires_grad_()  # so that backward comes by

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
+from hpctrain.model.count import bare_model
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.groups import ContextForm
+from hpctrain.parallel.saved import Saving, Storage, total
 
 
 def gpt_activation_bytes(
@@ -40,21 +42,10 @@ def statistics_bytes(
     return norms + 4 * tokens * shape.heads // tensor
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Memory that autograd saves: bytes, bytes of an element, and whether these are features of tokens, which
-    may be compressed.
-    """
-
-    bytes: int
-    itemsize: int
-    features: bool = True
-
-    def compressed(self, form: ActivationFormat) -> int:
-        """Bytes in a format."""
-        return compressed_bytes(
-            self.bytes // self.itemsize, self.itemsize, form if self.features else "exact"
-        )
+def packed_bytes(storage: Storage, form: ActivationFormat) -> int:
+    """Bytes of a storage in a format."""
+    length = storage.bytes // storage.itemsize
+    return compressed_bytes(length, storage.itemsize, form if storage.features else "exact")
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class ActivationBytes:
     @property
     def block(self) -> int:
         """Of a block whose forward pass is kept."""
-        return sum(storage.bytes for storage in self.storages)
+        return total(self.storages)
 
     def segments(self, blocks: int, silent: int = 0) -> int:
         """Of how many pieces of a part something is kept: blocks, or what is computed again as a whole.
@@ -103,7 +94,7 @@ class ActivationBytes:
 
     def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
         """What a part of the model keeps from a micro-batch's forward to its backward."""
-        kept = self.segments(blocks) * sum(storage.bytes for storage in self.segment)
+        kept = self.segments(blocks) * total(self.segment)
         kept += self.shared if blocks else 0
         return kept + (self.embedding if embeds else 0) + (self.head if predicts else 0)
 
@@ -129,78 +120,21 @@ def activation_bytes(
 
     `dtype` is that of weights and activations; `device` ("cpu" or "cuda") decides what norms save.
     """
-    size = dtype.itemsize
+    model = bare_model(replace(shape, layers=1), tensor, sequence_parallel, context, context_form)
     tokens = shape.sequence // context * micro_size
     rows = tokens // tensor if sequence_parallel else tokens
-    hidden = Storage(size * rows * shape.hidden, size)
-    mask = [Storage(rows * shape.hidden, 1, features=False)] if shape.dropout else []
-    norm = _norm(shape, rows, size, device)
-    inner = size * tokens * shape.mlp // tensor
-    gated = shape.family == "llama"
-    # GELU's input and output; or gate and up, which are one, their product's other factor, and the product.
-    expanded = [Storage(2 * inner, size)] if gated else []
-    expanded += [Storage(inner, size)] * 2
-    core = _attention(shape, tokens, size, tensor, context, context_form, recompute)
-    tables = 2 * size * shape.sequence // context * shape.head_size if gated else 0
-    # Token ids, with a mark of those that other ranks look up; and the places of the learned positions.
-    embedding = (8 if tensor == 1 else 9) * tokens + sum(storage.bytes for storage in mask)
-    if shape.family == "gpt2":
-        embedding += 8 * shape.sequence // context
-    # Inputs and output gradients of the four linear layers.
-    unit = size * tokens * shape.head_size
-    heads, shared = shape.heads // tensor, max(1, shape.key_value_heads // tensor)
-    whole = size * tokens * shape.hidden
-    waiting = hidden.bytes + (heads + 2 * shared) * unit + heads * unit + whole
-    waiting += hidden.bytes + (2 if gated else 1) * inner + inner + whole
-    masks = sum(storage.bytes for storage in mask)
-    again = heads * unit - sum(storage.bytes for storage in core)
-    again += sum(s.bytes for s in _attention(shape, tokens, size, tensor, context, context_form, "none"))
-    # By then masks are gone, what the second norm keeps for itself alone, and one factor of a gate.
-    gone = 2 * masks + sum(storage.bytes for storage in norm[1:]) + (inner if gated else 0)
+    at = Saving(tokens, rows, micro_size, dtype.itemsize, device, recompute == "selective")
+    (block,) = model.blocks
+    assert model.embedding is not None
+    waiting, waiting_first, waiting_core = block.waiting(at)
     return ActivationBytes(
-        storages=(*norm, hidden, *core, *mask, *norm, hidden, *expanded, *mask),
-        hidden=hidden,
-        shared=tables,
-        embedding=embedding,
-        head=sum(storage.bytes for storage in norm) + whole,
+        storages=tuple(block.saved(at)),
+        hidden=at.row_features(shape.hidden),
+        shared=model.shared_bytes(at),
+        embedding=total(model.embedding.saved(at)),
+        head=total(model.predictor.saved(at)),
         waiting=waiting,
-        waiting_first=whole - masks,
-        waiting_core=whole - gone + again if recompute == "selective" else 0,
+        waiting_first=waiting_first,
+        waiting_core=waiting_core,
         recompute=recompute,
     )
-
-
-def _norm(shape: ModelShape, rows: int, size: int, device: str) -> list[Storage]:
-    """A norm's input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
-    statistic = 4 if device == "cuda" else size
-    if shape.family == "gpt2":
-        return [Storage(size * rows * shape.hidden, size), *[Storage(statistic * rows, statistic, False)] * 2]
-    inputs = [size] if device == "cuda" else [4, 4]
-    return [
-        *(Storage(each * rows * shape.hidden, each) for each in inputs),
-        Storage(4 * rows, 4, features=False),
-    ]
-
-
-def _attention(
-    shape: ModelShape,
-    tokens: int,
-    size: int,
-    tensor: int,
-    context: int,
-    context_form: ContextForm,
-    recompute: Recomputed,
-) -> list[Storage]:
-    """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
-    unit = size * tokens * shape.head_size
-    heads, shared = shape.heads // tensor, max(1, shape.key_value_heads // tensor)
-    projected, output = Storage((heads + 2 * shared) * unit, size), Storage(heads * unit, size)
-    if recompute == "selective":
-        return [projected, output]
-    log_sum = Storage(4 * tokens * heads, 4, features=False)
-    if context > 1 and context_form == "all_to_all":
-        # The exchanged queries, keys, values and output, and the output as it comes back.
-        exchanged = Storage(max(shared, context) * unit, size)
-        return [output, exchanged, exchanged, output, log_sum, output]
-    rotated = [output, Storage(shared * unit, size)] if shape.family == "llama" else []
-    return [projected, *rotated, output, log_sum]

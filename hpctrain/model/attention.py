@@ -11,6 +11,7 @@ from hpctrain.parallel.all_to_all_attention import all_to_all_attention
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
 from hpctrain.parallel.ring_attention import ring_attention
+from hpctrain.parallel.saved import Saving, Storage
 
 
 class Rotary:
@@ -55,6 +56,9 @@ class Attention(nn.Module):
         super().__init__()
         size = shape.head_size
         self.groups, self.head_size = groups, size
+        self.core_flops = 4 * shape.heads * size * shape.sequence
+        """Of a token: the products of queries, keys and values; the causal mask is not subtracted."""
+        self.rotated = shape.family == "llama"
         queries = Rows.split(shape.heads * size, groups.tensor, size)
         keys = Rows.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(
@@ -86,3 +90,18 @@ class Attention(nn.Module):
         if self.groups.context_form == "ring":
             return ring_attention(query, key, value, context)
         return all_to_all_attention(query, key, value, context, causal_attention)
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
+        queries, keys, _ = self.inner.split_sizes
+        projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
+        if at.selective:
+            return [projected, output]
+        log_sum = at.features(queries // self.head_size, 4)
+        log_sum = Storage(log_sum.bytes, 4, features=False)
+        context = self.groups.context.size
+        if context > 1 and self.groups.context_form == "all_to_all":
+            # The exchanged queries, keys, values and output, and the output as it comes back.
+            exchanged = at.features(max(keys, context * self.head_size))
+            return [output, exchanged, exchanged, output, log_sum, output]
+        return [projected, *([output, shared] if self.rotated else []), output, log_sum]

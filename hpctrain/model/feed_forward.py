@@ -8,6 +8,7 @@ from torch.nn import functional
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+from hpctrain.parallel.saved import Saving, Storage
 
 
 class FeedForward(nn.Module):
@@ -31,3 +32,8 @@ class FeedForward(nn.Module):
             inner = functional.gelu(inner, approximate="tanh")
         output: Tensor = self.down(inner)
         return output
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """GELU's input and output; or gate and up, which are one, their product's other factor, and it."""
+        inner = at.features(self.up.split_sizes[-1])
+        return [*([at.features(sum(self.up.split_sizes))] if self.gated else []), inner, inner]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hpctrain.deck.sources import toml_value
-from hpctrain.model.transformer import Transformer
+from hpctrain.model.part import Part, blocks_of
 from hpctrain.parallel.shard import Parameter
 
 
@@ -22,12 +22,12 @@ class Frozen:
     torn: list[tuple[str, str]]
 
 
-def freeze_parameters(models: Sequence[Transformer], patterns: Sequence[str]) -> Frozen:
+def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> Frozen:
     """Freeze what the patterns name: no gradient, no weight decay."""
     used: set[str] = set()
     torn: list[tuple[str, str]] = []
     left = False
-    for leaf in (leaf for model in models for unit in model.units() for leaf in unit):
+    for leaf in (leaf for part in parts for unit in part.units() for leaf in unit):
         for fused in (_of_dims(leaf, 2), _of_dims(leaf, 1)):
             for parameter in fused:
                 matching = [p for p in patterns if fnmatchcase(parameter.shard.name, p)]
@@ -54,19 +54,18 @@ def frozen_problems(patterns: Sequence[str], found: Sequence[Frozen]) -> list[st
     return list(dict.fromkeys(told))
 
 
-def embedding_trained(model: Transformer) -> bool:
+def embedding_trained(part: Part) -> bool:
     """Whether what a part passes to its first block depends on parameters that are trained: its own, or
     those of the parts before.
     """
-    modules = (model.embedding, model.positions)
-    return model.embedding is None or any(p.requires_grad for m in modules if m for p in m.parameters())
+    return not part.span.embeds or any(p.requires_grad for p in part.layers[0].parameters())
 
 
-def silent_blocks(model: Transformer) -> int:
+def silent_blocks(part: Part) -> int:
     """Leading blocks that neither are trained nor follow anything that is."""
-    if embedding_trained(model):
+    if embedding_trained(part):
         return 0
-    trained = [any(p.requires_grad for p in block.parameters()) for block in model.block_list()]
+    trained = [any(p.requires_grad for p in block.parameters()) for block in blocks_of(part)]
     return trained.index(True) if True in trained else len(trained)
 
 

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter, Shard
 
 
@@ -31,3 +32,12 @@ class Norm(nn.Module):
         if self.bias is None:
             return functional.rms_norm(x, self.size, self.weight, self.epsilon)
         return functional.layer_norm(x, self.size, self.weight, self.bias, self.epsilon)
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """Input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
+        (hidden,), gpu = self.size, at.device == "cuda"
+        if self.bias is not None:
+            statistic = 4 if gpu else at.itemsize
+            return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]
+        inputs = [at.itemsize] if gpu else [4, 4]
+        return [*(at.row_features(hidden, each) for each in inputs), Storage(4 * at.rows, 4, features=False)]

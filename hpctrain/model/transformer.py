@@ -7,9 +7,9 @@ that are split over the tensor axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +18,15 @@ from torch.nn import functional
 from hpctrain.model.attention import Attention, Rotary
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.norm import Norm
+from hpctrain.model.part import Computed, Inputs, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.keeping import Layer
+from hpctrain.parallel.keeping import LayerPass
 from hpctrain.parallel.random import DropoutSource, dropout
 from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.saved import Saving, Storage, total
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
-
-Computed = TypeVar("Computed")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One micro-batch as this rank's model sees it.
-
-    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the
-    sequence; `dropout` draws masks, or is None where nothing is dropped.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    dropout: DropoutSource | None = None
 
 
 class PositionEmbedding(nn.Module):
@@ -55,18 +42,54 @@ class PositionEmbedding(nn.Module):
         return x + functional.embedding(positions, self.table).unsqueeze(1)
 
 
-class Block(nn.Module):
+class Embedding(Layer):
+    """Tokens [s, b] -> [s or s/t, b, h], with learned positions where the family has them."""
+
+    def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter) -> None:
+        super().__init__()
+        self.hidden, self.probability = shape.hidden, shape.dropout
+        self.tokens = VocabularyEmbedding(table, groups)
+        learned = shape.family == "gpt2"
+        self.positions = PositionEmbedding("embedding.positions", shape, groups) if learned else None
+
+    @property
+    def table(self) -> Parameter:
+        """The tokens' rows [V/t, h]."""
+        return self.tokens.table
+
+    def forward(self, inputs: Inputs, positions: Tensor) -> Tensor:
+        """Rows of the result stand at `positions`."""
+        x: Tensor = self.tokens(inputs.tokens)
+        if self.positions is not None:
+            x = self.positions(x, positions)
+        return dropout(x, inputs.dropout, 0, positions, self.probability)
+
+    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
+        """See Layer."""
+        yield None, own_parameters(self)[::-1]
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
+        ids = 8 if self.tokens.groups.tensor.size == 1 else 9
+        places = 8 * at.tokens // at.micro_size if self.positions is not None else 0
+        return [Storage(ids * at.tokens + places, 8, features=False), *_masks(self, at)]
+
+
+class Block(Layer):
     """Attention and feed-forward, each after a norm and with a residual connection."""
+
+    is_block = True
 
     def __init__(self, index: int, shape: ModelShape, groups: LayerGroups) -> None:
         super().__init__()
         name = f"blocks.{index}"
-        self.site, self.probability = 1 + 2 * index, shape.dropout
+        self.site, self.hidden, self.probability = 1 + 2 * index, shape.hidden, shape.dropout
         self.attention_norm = Norm(f"{name}.attention_norm", shape, groups)
         self.attention = Attention(f"{name}.attention", shape, groups)
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
         self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
-        self.parameter_tuple = tuple(p for p in self.parameters() if isinstance(p, Parameter))
+        self.core_flops = self.attention.core_flops
+        self.parameter_tuple = tuple(own_parameters(self))
 
     @property
     def unit(self) -> Parameter:
@@ -82,30 +105,71 @@ class Block(nn.Module):
         expanded = self.feed_forward(self.feed_forward_norm(x))
         return x + dropout(expanded, source, self.site + 1, positions, self.probability)
 
+    def saved(self, at: Saving) -> list[Storage]:
+        """See Layer."""
+        hidden, mask = at.row_features(self.hidden), _masks(self, at)
+        attended = [*self.attention_norm.saved(at), hidden, *self.attention.saved(at), *mask]
+        return [*attended, *self.feed_forward_norm.saved(at), hidden, *self.feed_forward.saved(at), *mask]
 
-@dataclass(frozen=True)
-class Part:
-    """Which piece of the model a pipeline stage's chunk is: blocks `first` to `last` (exclusive).
+    def waiting(self, at: Saving) -> tuple[int, int, int]:
+        """Bytes that weight gradients hold which are computed later; what is there besides before anything
+        of the block goes, and while the core of its attention is computed again.
+        """
+        inner, up, down = self.attention.inner, self.feed_forward.up, self.feed_forward.down
+        each = sum(layer.waiting(at) for layer in (inner, self.attention.output, up, down))
+        whole, masks = at.features(self.hidden).bytes, total(_masks(self, at))
+        if not at.selective:
+            return each, whole - masks, 0
+        again = total(self.attention.saved(replace(at, selective=False))) - total(self.attention.saved(at))
+        again += at.features(inner.split_sizes[0]).bytes
+        # By then masks are gone, what the second norm keeps for itself alone, and one factor of a gate.
+        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
+        gone += at.features(up.split_sizes[0]).bytes if self.feed_forward.gated else 0
+        return each, whole - masks, whole - gone + again
 
-    The first part embeds, the last one predicts. `tied_stage` numbers this stage among those that hold
-    tied embeddings, of which there are `tied_stages`.
-    """
 
-    first: int
-    last: int
-    embeds: bool
-    predicts: bool
-    tied_stage: int = 0
-    tied_stages: int = 1
+class Predictor(Layer):
+    """Final norm and head; `own` says that the head's table is not another layer's."""
 
-    @staticmethod
-    def whole(layers: int) -> Part:
-        """All of a model in one piece."""
-        return Part(0, layers, True, True)
+    def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter, own: bool) -> None:
+        super().__init__()
+        self.norm = Norm("final_norm", shape, groups)
+        self.head = VocabularyHead(table, groups)
+        if own:
+            self.owned = nn.Module()
+            self.owned.register_parameter("table", table)
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """See Layer."""
+        yield from ([leaf] for leaf in leaves(self))
+
+    @property
+    def held(self) -> list[Parameter]:
+        """See Layer."""
+        return [self.norm.weight, self.head.table]
+
+    @property
+    def added_in_forward(self) -> list[Parameter]:
+        """See Layer: as soon as the loss has the logits of a chunk of tokens."""
+        return [self.head.table]
+
+    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
+        """See Layer."""
+        yield None, [self.head.table]
+        yield self.norm.weight, own_parameters(self.norm)[::-1]
+
+    @property
+    def matrix_elements(self) -> int:
+        """See Layer."""
+        return prod(self.head.table.shard.shape)
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """See Layer: the gradient of the hidden states is computed in the forward pass."""
+        return [*self.norm.saved(at), at.features(*self.norm.size)]
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head, or the piece of these that `part` says.
+    """Embedding, blocks, final norm and head, or the piece of these that `span` says: a Part.
 
     Its parameters are without memory until bucketed. `table` is the embedding's table where another chunk
     of the same stage holds it and the two are tied.
@@ -115,62 +179,59 @@ class Transformer(nn.Module):
         self,
         shape: ModelShape,
         groups: LayerGroups,
-        part: Part | None = None,
+        span: Span | None = None,
         table: Parameter | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups
         self.residency = Residency()
-        self.part = part if part is not None else Part.whole(shape.layers)
-        self.embedding: VocabularyEmbedding | None = None
-        self.positions: PositionEmbedding | None = None
-        self.vocabulary_head: VocabularyHead | None = None
-        if self.part.embeds:
-            self.embedding = VocabularyEmbedding(self._table("embedding.tokens.weight", shape.tied), groups)
-            if shape.family == "gpt2":
-                self.positions = PositionEmbedding("embedding.positions", shape, groups)
-        blocks = range(self.part.first, self.part.last)
-        self.blocks = nn.ModuleList(Block(index, shape, groups) for index in blocks)
-        if self.part.predicts:
-            self.final_norm = Norm("final_norm", shape, groups)
-            if shape.tied and self.embedding is not None:
-                table = self.embedding.table
-            if shape.tied and table is not None:
-                table.uses = 2
-                # Lookup and head of one stage's two chunks add in an order that the schedule decides.
-                table.apart = self.embedding is None
-            else:
+        self.span = span if span is not None else Span.whole(shape.layers)
+        layers: list[Layer] = []
+        if self.span.embeds:
+            table = self._table("embedding.tokens.weight", shape.tied)
+            layers.append(Embedding(shape, groups, table))
+        layers += [Block(index, shape, groups) for index in range(self.span.first, self.span.last)]
+        if self.span.predicts:
+            own = not shape.tied or table is None
+            if own or table is None:
                 name = "embedding.tokens.weight" if shape.tied else "head.weight"
                 table = self._table(name, shape.tied)
-                self.head = nn.Module()
-                self.head.register_parameter("table", table)
-            self.vocabulary_head = VocabularyHead(table, groups)
+            else:
+                table.uses = 2
+                # Lookup and head of one stage's two chunks add in an order that the schedule decides.
+                table.apart = not self.span.embeds
+            layers.append(Predictor(shape, groups, table, own))
+        self.layers = tuple(layers)
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
 
     def _table(self, name: str, tied: bool) -> Parameter:
         """A table [V, h], one of two where it is tied and lies on two stages."""
         shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.groups)
         if tied:
-            part = self.part
-            shard = replace(shard, stage_copy=part.tied_stage, stage_copies=part.tied_stages)
+            shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
         return Parameter(shard)
 
-    def block_list(self) -> list[Block]:
+    @property
+    def embedding(self) -> Embedding | None:
+        """The first layer, on the part that embeds."""
+        return next((layer for layer in self.layers if isinstance(layer, Embedding)), None)
+
+    @property
+    def blocks(self) -> list[Block]:
         """The blocks of this part."""
-        return [block for block in self.blocks if isinstance(block, Block)]
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    @property
+    def predictor(self) -> Predictor:
+        """The last layer, on the part that predicts."""
+        last = self.layers[-1]
+        assert isinstance(last, Predictor)
+        return last
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """What computes together, in the order of the forward pass: embedding, blocks, final norm, head.
-
-        Of each unit its layers' parameters; those of one layer stay together. Every parameter once.
-        """
-        units: list[list[nn.Module | None]] = [[self.embedding, self.positions]]
-        units += [[block] for block in self.blocks]
-        if self.part.predicts:
-            units += [[self.final_norm], [getattr(self, "head", None)]]
-        for unit in units:
-            leaves = [leaf for module in unit if module is not None for leaf in _leaves(module)]
-            if leaves:
-                yield leaves
+        """See Part."""
+        return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
@@ -178,39 +239,48 @@ class Transformer(nn.Module):
         The part that predicts ends with the final norm.
         """
         positions = self._local(inputs.positions)
-        if self.embedding is not None:
-            with self.residency.held(self.embedding.table):
-                x: Tensor = self.embedding(inputs.tokens)
-                if self.positions is not None:
-                    x = self.positions(x, positions)
-            x = dropout(x, inputs.dropout, 0, positions, self.shape.dropout)
+        embedding = self.embedding
+        if embedding is not None:
+            with self.residency.held(embedding.table):
+                x: Tensor = embedding(inputs, positions)
         else:
             assert hidden is not None
             x = hidden
         rotary = None
         if self.shape.family == "llama":
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
-        layers = []
-        for block in self.block_list():
+        passes = []
+        for block in self.blocks:
             compute = partial(block, rotary=rotary, source=inputs.dropout, positions=positions)
             around = partial(self.residency.around, block.unit, compute)
-            layers.append(Layer(around, block.parameter_tuple))
-        x = self.groups.keeping.run(layers, x, rotary.tables if rotary is not None else ())
-        if self.part.predicts:
-            x = self.residency.around(self.final_norm.weight, self.final_norm, x)
+            passes.append(LayerPass(around, block.parameter_tuple))
+        x = self.groups.keeping.run(passes, x, rotary.tables if rotary is not None else ())
+        if self.span.predicts:
+            norm = self.predictor.norm
+            x = self.residency.around(norm.weight, norm, x)
         return x
 
     def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
-        """What `compute` makes of the head and of the last hidden states, on the part that predicts."""
-        assert self.vocabulary_head is not None
-        with self.residency.held(self.vocabulary_head.table):
-            return compute(self.vocabulary_head, hidden)
+        """See Part."""
+        head = self.predictor.head
+        with self.residency.held(head.table):
+            return compute(head, hidden)
+
+    def shared_bytes(self, at: Saving) -> int:
+        """What all blocks save together: the tables of a Rotary."""
+        rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
+        return rotary if self.shape.family == "llama" else 0
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Shape of what passes from part to part."""
         tensor, context = self.groups.tensor.size, self.groups.context.size
         rows = self.shape.sequence // context // (tensor if self.groups.sequence_parallel else 1)
         return rows, micro_size, self.shape.hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Part."""
+        return self.layers[0].held[0].dtype
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -225,14 +295,6 @@ class Transformer(nn.Module):
         return positions.chunk(tensor.size)[tensor.rank] if self.groups.sequence_parallel else positions
 
 
-def parameter_list(model: Transformer) -> list[Parameter]:
-    """All parameters, each once, in the order of the forward pass."""
-    return [parameter for unit in model.units() for leaf in unit for parameter in leaf]
-
-
-def _leaves(module: nn.Module) -> Iterator[list[Parameter]]:
-    """The parameters of each of a module's layers."""
-    for layer in module.modules():
-        parameters = [p for p in layer.parameters(recurse=False) if isinstance(p, Parameter)]
-        if parameters:
-            yield parameters
+def _masks(layer: Embedding | Block, at: Saving) -> list[Storage]:
+    """What dropout keeps of the hidden states."""
+    return [Storage(at.rows * layer.hidden, 1, features=False)] if layer.probability else []

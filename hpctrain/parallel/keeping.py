@@ -11,8 +11,8 @@ from hpctrain.parallel.shard import Parameter
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Some step of a model: its computation, from hidden states to hidden states, and its parameters.
+class LayerPass:
+    """A layer in one forward pass: its computation, from hidden states to hidden states, and parameters.
 
     Computing it again gives the same bits.
     """
@@ -24,7 +24,7 @@ class Layer:
 class Keeping:
     """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides both methods."""
 
-    def run(self, layers: Sequence[Layer], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
+    def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
         """All layers, one after the other, of x. `shared` are tensors that every layer uses besides."""
         for layer in layers:
             x = layer.compute(x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.saved import Saving, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 PRODUCT_ELEMENTS = 1 << 23
@@ -104,8 +106,8 @@ def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     )
 
 
-class _SplitLinear(nn.Module):
-    """Shared by both layers: fused weights and biases, and the weight-gradient computation."""
+class SplitLinear(nn.Module):
+    """What both layers share: fused weights and biases, and the weight-gradient computation."""
 
     def __init__(self, groups: LayerGroups) -> None:
         super().__init__()
@@ -129,6 +131,16 @@ class _SplitLinear(nn.Module):
     def bias(self) -> Tensor | None:
         """All biases as one vector [n], if there are any."""
         return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole matrices."""
+        return sum(prod(weight.shard.shape) for weight in self.weights)
+
+    @property
+    def late(self) -> list[Parameter]:
+        """The parameters whose gradients wait in the queue of weight gradients."""
+        return self.weights
 
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
@@ -217,7 +229,7 @@ class _Row(torch.autograd.Function):
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
 
 
-class ColumnLinear(_SplitLinear):
+class ColumnLinear(SplitLinear):
     """Y = X A^T + b with A split by output features: each rank computes its features of Y.
 
     Several outputs (query, key, value; gate, up) are computed by one product; each keeps its own
@@ -240,8 +252,18 @@ class ColumnLinear(_SplitLinear):
         result: Tensor = _Column.apply(x, self, *self.weights, *self.biases)
         return result
 
+    @property
+    def late(self) -> list[Parameter]:
+        """See SplitLinear."""
+        return self.weights + self.biases
 
-class RowLinear(_SplitLinear):
+    def waiting(self, at: Saving) -> int:
+        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
+        inputs = at.row_features(self.weights[0].shape[1])
+        return total((inputs, at.features(sum(self.split_sizes))))
+
+
+class RowLinear(SplitLinear):
     """Y = X A^T + b with A split by input features, the parts of Y summed over the tensor axis.
 
     Input [s, b, k/t]; output [s, b, n], whole on every rank, or [s/t, b, n] under sequence
@@ -267,3 +289,8 @@ class RowLinear(_SplitLinear):
         """[s, b, k/t] -> [s or s/t, b, n]."""
         result: Tensor = _Row.apply(x, self, *self.weights, *self.biases)
         return result
+
+    def waiting(self, at: Saving) -> int:
+        """See ColumnLinear."""
+        outputs, inputs = self.weights[0].shape
+        return total((at.features(inputs), at.features(outputs)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.model.part import Inputs, Part
 from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_piece
@@ -77,7 +77,7 @@ class Executor:
     """
 
     def __init__(
-        self, models: Sequence[Transformer], group: Group, queue: WeightGradientQueue, ledger: Ledger
+        self, models: Sequence[Part], group: Group, queue: WeightGradientQueue, ledger: Ledger
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
 
@@ -202,7 +202,7 @@ class _Pass:
         inputs = self.micro_batches[0].inputs
         model = self.executor.models[0]
         shape = model.hidden_shape(inputs.tokens.shape[1])
-        return self.executor.group.empty(shape, next(model.parameters()).dtype)
+        return self.executor.group.empty(shape, model.dtype)
 
 
 class _Mailbox:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from hpctrain.model.part import Span
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Part, Transformer
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 
@@ -76,7 +77,7 @@ def balanced_split(layers: int, block: float, first: float, last: float, schedul
     return even if as_good else split
 
 
-def parts_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Part]:
+def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span]:
     """The parts of one stage, by chunk; `counts` are the blocks of each part of the model, in order."""
     assert len(counts) == schedule.parts, (counts, schedule.parts)
     ends = list(accumulate(counts))
@@ -86,7 +87,7 @@ def parts_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Part
     for chunk in range(schedule.chunks):
         part = schedule.part(stage, chunk)
         tied = stages.index(stage) if part in {0, last} else 0
-        found.append(Part(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
+        found.append(Span(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
     return found
 
 
@@ -98,8 +99,8 @@ def build_parts(
     Tied embeddings of one stage are one table.
     """
     models: list[Transformer] = []
-    for part in parts_of(schedule, counts, stage):
+    for span in spans_of(schedule, counts, stage):
         embedding = next((model.embedding for model in models if model.embedding is not None), None)
         table = embedding.table if embedding is not None else None
-        models.append(Transformer(shape, groups, part, table))
+        models.append(Transformer(shape, groups, span, table))
     return models

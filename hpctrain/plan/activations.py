@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activations import SMALLEST, UNDER_WAY
 from hpctrain.memory.compress import compress_peak
-from hpctrain.memory.saved import ActivationBytes, Storage, activation_bytes
+from hpctrain.memory.saved import ActivationBytes, activation_bytes, packed_bytes
 from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.part import Span
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Part
+from hpctrain.parallel.saved import Storage
 from hpctrain.pipeline.action import Action
 
 
@@ -21,14 +22,9 @@ class PlannedPart:
     that comes before the first trained block is frozen.
     """
 
-    part: Part
+    span: Span
     silent: int = 0
     embedding_kept: bool = True
-
-    @property
-    def blocks(self) -> int:
-        """All of them."""
-        return self.part.last - self.part.first
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class _Way:
         if memory.activations == "keep" and memory.activation_format == "exact":
             return _Way(sum(storage.bytes for storage in segment), 0, 0)
         leaving = [storage for storage in segment if storage.bytes >= SMALLEST]
-        packed = sum(storage.compressed(memory.activation_format) for storage in leaving)
+        packed = sum(packed_bytes(storage, memory.activation_format) for storage in leaving)
         exact = sum(storage.bytes for storage in leaving)
         return _Way(sum(storage.bytes for storage in segment) - exact, packed, exact)
 
@@ -82,11 +78,11 @@ def activation_peak(
     latest: tuple[int, int] | None = None
     for action in actions:
         part = parts[action.chunk]
-        pieces = kept.segments(part.blocks, part.silent)
-        head = kept.head if part.part.predicts else 0
+        pieces = kept.segments(part.span.blocks, part.silent)
+        head = kept.head if part.span.predicts else 0
         each = pieces * (way.staying + (0 if elsewhere else way.packed))
         each += (kept.shared if pieces else 0) + head
-        each += kept.embedding if part.part.embeds and part.embedding_kept else 0
+        each += kept.embedding if part.span.embeds and part.embedding_kept else 0
         here = min(pieces, 1)
         if action.kind == "F":
             # The present segment as it is, those before it still leaving; the head comes after them.
@@ -99,7 +95,7 @@ def activation_peak(
             peak = max(peak, forward, alive + left * _on_way(way, deck))
             latest = (action.chunk, action.micro_batch)
             continue
-        seen = kept.seen(part.blocks, part.silent)
+        seen = kept.seen(part.span.blocks, part.silent)
         waiting = seen * kept.waiting if action.kind in "IW" else 0
         if action.kind == "W":
             alive -= waiting
@@ -111,7 +107,7 @@ def activation_peak(
                 extra += _on_way(way, deck) * min(1, pieces - 1)
                 if latest != (action.chunk, action.micro_batch):
                     extra += min(UNDER_WAY, stored - pieces) * _on_way(way, deck)
-        again = kept.again(part.blocks) if pieces else 0
+        again = kept.again(part.span.blocks) if pieces else 0
         peak = max(peak, alive, alive - head + extra + again)
         if action.kind == "I" and pieces:
             # From block to block the graph goes and what weight gradients need comes.
@@ -137,7 +133,7 @@ def packing_bytes(deck: Deck, kept: ActivationBytes) -> int:
         if storage.features and storage.bytes >= SMALLEST:
             length = storage.bytes // storage.itemsize
             peak = max(peak, compress_peak(length, storage.itemsize, form) - saved)
-            saved += storage.bytes - storage.compressed(form)
+            saved += storage.bytes - packed_bytes(storage, form)
     return peak
 
 

@@ -11,6 +11,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.memory.accounts import Account, storage_bytes
 from hpctrain.memory.saved import ActivationBytes
+from hpctrain.model.count import count
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
@@ -18,7 +19,7 @@ from hpctrain.parallel.linear import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
-from hpctrain.pipeline.split import even_split, parts_of
+from hpctrain.pipeline.split import even_split, spans_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
 from hpctrain.plan.model import PlannedStage, plan_stage, rehearse, zero_group_size
@@ -124,9 +125,9 @@ def plan_memory(
     kept = saved_bytes(deck, shape, sizes)
     stages = []
     for number in range(schedule.stage_count):
-        parts = parts_of(schedule, counts, number)
+        spans = spans_of(schedule, counts, number)
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold.
-        kind: object = tuple((part.last - part.first, part.embeds, part.predicts) for part in parts)
+        kind: object = tuple((span.blocks, span.embeds, span.predicts) for span in spans)
         if deck.model.frozen:
             kind = number
         if kind not in found:
@@ -152,9 +153,9 @@ def plan_memory(
             + _input_gradients(deck, shape, sizes),
             other=other,
         )
-        blocks = sum(part.last - part.first for part in parts)
+        blocks = sum(span.blocks for span in spans)
         stages.append(StageMemory(number, blocks, used, memory))
-    return MemoryPlan(shape.parameters, sizes, zero_group, schedule.name, micro_batches, tuple(stages))
+    return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, micro_batches, tuple(stages))
 
 
 def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[int] | None) -> Sequence[int]:
@@ -258,7 +259,7 @@ def _workspace(
     if itemsize < MOMENT_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
         block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
     loss = 0
-    if any(part.part.predicts for part in parts):
+    if any(part.span.predicts for part in parts):
         block = max(0, block - kept.head)
         rows = -(-shape.vocabulary // tensor)
         chunk = chunk_rows(tokens, rows)

@@ -8,10 +8,9 @@ turns in, and at the same time what each axis sends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-
-from torch import nn
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
@@ -21,10 +20,10 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
+from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import ColumnLinear, RowLinear
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
@@ -58,13 +57,6 @@ class PlannedMesh:
         return planned_group((axis,), 0, size, self._ledger)
 
 
-def bare_model(deck: Deck) -> Transformer:
-    """The whole model of a deck as one rank has it, without memory."""
-    tensor, context = (planned_group((axis,), 0, 1, Ledger()) for axis in ("tensor", "context"))
-    with META:
-        return Transformer(ModelShape.of(deck, deck.model.vocabulary or 2), LayerGroups(tensor, context))
-
-
 @dataclass
 class PlannedStage:
     """What one rank of a pipeline stage holds, the first along the other axes.
@@ -83,7 +75,7 @@ class PlannedStage:
     def parts(self) -> list[PlannedPart]:
         """What activations need to know of the parts."""
         return [
-            PlannedPart(model.part, silent_blocks(model), embedding_trained(model)) for model in self.models
+            PlannedPart(model.span, silent_blocks(model), embedding_trained(model)) for model in self.models
         ]
 
 
@@ -150,7 +142,7 @@ def plan_stage(
                 gradient_dtype=DTYPES[compute if deck.precision.gradients == "compute" else "fp32"],
             )
         ]
-    units = [block.unit for model in models for block in model.block_list()]
+    units = [block.held[0] for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, units, deck.memory.keep_gathered)
     synchronizer = GradientSynchronizer(
         [make_reducer(bucket) for bucket in buckets], EveryStep(), deck.memory.accumulate == "sliced"
@@ -170,77 +162,49 @@ def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
             if action.kind == "F":
                 _forward(model, stage.residency)
             elif action.kind == "W":
-                for block in reversed(model.block_list()):
-                    _add(p for p in _of(block) if p in _waiting(block))
+                for layer in reversed(model.layers):
+                    late = layer.late
+                    _add(p for _, added in layer.backward_order() for p in added if p in late)
             else:
                 _backward(model, stage, action.kind == "I")
         stage.synchronizer.finish()
 
 
-def _forward(model: Transformer, residency: Residency) -> None:
-    for unit in model.units():
-        with residency.held(unit[0][0]):
-            pass
-    if model.vocabulary_head is not None:
-        table = model.vocabulary_head.table
-        with residency.held(table):
-            # The loss adds to the head's gradient as soon as it has the logits.
-            assert not table.requires_grad or table.gradient is not None
+def _forward(part: Part, residency: Residency) -> None:
+    for layer in part.layers:
+        for parameter in layer.held:
+            with residency.held(parameter):
+                if parameter in set(layer.added_in_forward):
+                    assert not parameter.requires_grad or parameter.gradient is not None
 
 
-def _backward(model: Transformer, stage: PlannedStage, waiting: bool) -> None:
-    """Head, final norm, blocks and embedding; with `waiting` the linear layers of blocks wait for their W."""
-    residency = stage.residency
-    if model.vocabulary_head is not None:
-        head = model.vocabulary_head.table
-        if head.requires_grad:
-            head.added()
-        with residency.held(model.final_norm.weight):
-            _add(_of(model.final_norm))
-    blocks = model.block_list()
+def _backward(part: Part, stage: PlannedStage, waiting: bool) -> None:
+    """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
+    residency, blocks = stage.residency, blocks_of(part)
     size = segment_size(stage.recompute, len(blocks))
-    silent = silent_blocks(model)
-    for number in reversed(range(silent // (size or 1) * (size or 1), len(blocks))):
-        block = blocks[number]
-        last = min(number // size * size + size, len(blocks)) - 1 if size else -1
-        if number == last:  # the forward pass of its segment again
-            for other in blocks[number // size * size : number + 1]:
-                with residency.held(other.unit):
-                    pass
-        with residency.held(block.unit):
-            apart = _waiting(block) if waiting else set()
-            _add(p for p in _of(block) if p not in apart)
-    if model.embedding is not None and embedding_trained(model):
-        if model.positions is not None:
-            _add(_of(model.positions))
-        table = model.embedding.table
-        if table.lookups is None:
-            _add([table])
-        elif table.requires_grad:
-            table.added()
-
-
-def _of(module: nn.Module) -> list[Parameter]:
-    """A module's parameters, the last one first, as backward comes to them."""
-    return [
-        parameter for parameter in reversed(list(module.parameters())) if isinstance(parameter, Parameter)
-    ]
-
-
-def _waiting(block: nn.Module) -> set[Parameter]:
-    """The parameters whose gradients are computed in W where backward is split."""
-    found: set[Parameter] = set()
-    for layer in block.modules():
-        if isinstance(layer, ColumnLinear):
-            found |= {*layer.weights, *layer.biases}
-        elif isinstance(layer, RowLinear):
-            found |= {*layer.weights}
-    return found
+    silent = silent_blocks(part)
+    seen = blocks[silent // (size or 1) * (size or 1) :]
+    for layer in reversed(part.layers):
+        if layer.is_block:
+            if layer not in seen:
+                continue
+            number = blocks.index(layer)
+            last = min(number // size * size + size, len(blocks)) - 1 if size else -1
+            if number == last:  # the forward pass of its segment again
+                for other in blocks[number // size * size : number + 1]:
+                    with residency.held(other.held[0]):
+                        pass
+        elif layer is part.layers[0] and not embedding_trained(part):
+            continue
+        late = layer.late if waiting else set()
+        for held, added in layer.backward_order():
+            with residency.held(held) if held is not None else nullcontext():
+                _add(p for p in added if p not in late)
 
 
 def _add(parameters: Iterable[Parameter]) -> None:
     """One addition to each gradient."""
     for parameter in parameters:
         if parameter.requires_grad:
-            assert parameter.gradient is not None
+            assert parameter.lookups is not None or parameter.gradient is not None
             parameter.added()

@@ -43,10 +43,12 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
 
 
 def _frozen(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.model.count import bare_model
     from hpctrain.model.frozen import freeze_parameters, frozen_problems
-    from hpctrain.plan.model import bare_model
+    from hpctrain.model.shape import ModelShape
 
-    found = freeze_parameters([bare_model(deck)], deck.model.frozen)
+    model = bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))
+    found = freeze_parameters([model], deck.model.frozen)
     yield from (Problem("model.frozen", told) for told in frozen_problems(deck.model.frozen, [found]))
 
 

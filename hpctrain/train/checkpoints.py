@@ -27,6 +27,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
+from hpctrain.model.count import count
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 from hpctrain.watch.folder import no_way_on
@@ -59,7 +60,7 @@ class Checkpoints(Hook):
     def expected_bytes(self) -> float:
         """About the size of one: parameters, moments and, in half precision, master weights."""
         half = self.deck.precision.compute != "fp32"
-        return self.engine.shape.parameters * (14.0 if half else 12.0)
+        return count(self.engine.shape).parameters * (14.0 if half else 12.0)
 
     def has(self, step: int) -> bool:
         """Whether the newest one in the run's folder, complete or under way, is of this step."""

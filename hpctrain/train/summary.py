@@ -7,6 +7,7 @@ from pathlib import Path
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.keeping import introduce_keeping
+from hpctrain.model.count import count
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
@@ -21,7 +22,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
     shape, world, mesh = engine.shape, engine.world, engine.mesh
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pipeline", "data", "context", "tensor"))
     lines = [
-        f"{deck.run.title}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
         f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "

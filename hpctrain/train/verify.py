@@ -26,8 +26,10 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.model.count import bare_model
+from hpctrain.model.part import parameter_list
+from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
-from hpctrain.plan.model import bare_model
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 
@@ -99,9 +101,8 @@ def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
     Its first and last blocks stand for the deck's, those between for some between. None is frozen where
     nothing would be left to train.
     """
-    names = [
-        parameter.shard.name for unit in bare_model(small).units() for leaf in unit for parameter in leaf
-    ]
+    model = bare_model(ModelShape.of(small, small.model.vocabulary or 2))
+    names = [parameter.shard.name for parameter in parameter_list(model)]
     scale = (deck.model.layers - 1) / (small.model.layers - 1)
 
     def original(name: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpctrain.comm.timeline import Timeline
 from hpctrain.data.batches import Batches
+from hpctrain.model.count import count
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.checkpoints import Checkpoints
@@ -136,7 +137,7 @@ class Report(Hook):
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
-            mfu=self.peak.share(rate * engine.shape.flops_per_token / engine.world.size),
+            mfu=self.peak.share(rate * count(engine.shape).flops_per_token / engine.world.size),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
         )

@@ -18,6 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from tests.engines import DECK, small_deck
 
@@ -98,5 +99,5 @@ def test_variants_take_turns_and_stand_alone(
 def test_the_deck_of_the_comparison_is_gpt2() -> None:
     path = Path(__file__).parents[2] / "inputs" / "bench" / "gpt-124m.toml"
     deck = parse_deck(path.read_text(), ())
-    assert ModelShape.of(deck, deck.model.vocabulary or 0).parameters == pytest.approx(124e6, rel=0.01)
+    assert count(ModelShape.of(deck, deck.model.vocabulary or 0)).parameters == pytest.approx(124e6, rel=0.01)
     assert (deck.batch.sequence, deck.batch.micro_size) == (512, 1)

@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.deck.presets import PRESETS, Preset, PresetName
 from hpctrain.deck.read import parse_deck
+from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 
 
@@ -59,7 +60,7 @@ def test_the_model_counts_the_same_parameters(name: str) -> None:
         f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
     )
     parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
-    assert ModelShape.of(deck, preset.vocabulary).parameters == pytest.approx(parameters, rel=1e-12)
+    assert count(ModelShape.of(deck, preset.vocabulary)).parameters == pytest.approx(parameters, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -130,7 +130,7 @@ def test_the_slowest_stage_takes_no_longer_than_it_must(
     deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
     engine = trainer(world, deck).engine
     assert engine.placement.split == split
-    assert engine.model.part.last - engine.model.part.first == split[world.rank]
+    assert engine.model.span.blocks == split[world.rank]
 
 
 @pytest.mark.mpi(min_size=2)

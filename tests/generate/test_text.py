@@ -202,7 +202,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(world: World, tmp_path: Path) 
     alone, path = world.alone(), tmp_path / "a.h5"
 
     def favour_padding(model: Transformer) -> None:
-        model.vocabulary_head.table.data[BYTES.vocabulary :] *= 10
+        model.predictor.head.table.data[BYTES.vocabulary :] *= 10
 
     trained = make_checkpoint(alone, path, change=favour_padding)
     logits = trained.logits(torch.tensor([BYTES.encode("x")]))[0, -1]

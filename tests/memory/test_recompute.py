@@ -80,7 +80,7 @@ def saved_bytes(training: Trainer) -> list[int]:
             hidden = torch.randn(model.hidden_shape(micro)).to(dtype).requires_grad_()
         with LiveActivations(lambda: parameters) as saved:
             last = model(batch.inputs, hidden)
-            if model.part.predicts:
+            if model.span.predicts:
                 model.predict(last, batch.losses)
         found.append(saved.peak)
     return found
@@ -119,8 +119,8 @@ def test_saved_bytes_are_those_predicted(world: World, model: str, compute: str)
             )
             training = trainer(world, deck)
             expected = [
-                predicted(deck, training.engine.shape).of_part(p.last - p.first, p.embeds, p.predicts)
-                for p in (model.part for model in training.engine.models)
+                predicted(deck, training.engine.shape).of_part(p.blocks, p.embeds, p.predicts)
+                for p in (model.span for model in training.engine.models)
             ]
             measured = saved_bytes(training)
             assert measured == expected, (layout, recompute, measured, expected)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hpctrain.model.count import count
+from hpctrain.model.part import Inputs, parameter_list
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Inputs, Transformer, parameter_list
+from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.outer import EveryStep
@@ -154,8 +156,8 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
 def test_parameter_counts(world) -> None:
     for shape in (GPT2, LLAMA):
         model = Transformer(shape, alone(world))
-        assert sum(p.numel() for p in parameter_list(model)) == shape.parameters
+        assert sum(p.numel() for p in parameter_list(model)) == count(shape).parameters
     gpt2 = ModelShape("gpt2", 12, 768, 12, 12, 3072, 50257, 1024, tied=True)
-    assert gpt2.parameters == 124_439_808
+    assert count(gpt2).parameters == 124_439_808
     llama = ModelShape("llama", 32, 4096, 32, 32, 11008, 32000, 2048, tied=False)
-    assert llama.parameters == 6_738_415_616
+    assert count(llama).parameters == 6_738_415_616

@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import Message, forward_only, messages
 from hpctrain.pipeline.generate import PLAIN, V_SHAPED, generate
-from hpctrain.pipeline.split import even_split, parts_of
+from hpctrain.pipeline.split import even_split, spans_of
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
@@ -166,7 +166,7 @@ def test_even_split() -> None:
 
 def test_parts_know_their_blocks_and_ends() -> None:
     schedule = generate("interleaved", 2, 2, chunks=2)
-    first, second = parts_of(schedule, [1, 2, 3, 4], 0), parts_of(schedule, [1, 2, 3, 4], 1)
+    first, second = spans_of(schedule, [1, 2, 3, 4], 0), spans_of(schedule, [1, 2, 3, 4], 1)
     assert [(part.first, part.last) for part in first] == [(0, 1), (3, 6)]
     assert [(part.first, part.last) for part in second] == [(1, 3), (6, 10)]
     assert (first[0].embeds, first[0].tied_stage, first[0].tied_stages) == (True, 0, 2)

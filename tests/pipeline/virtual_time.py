@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.world import World
-from hpctrain.model.transformer import Inputs, Transformer
+from hpctrain.model.part import Inputs, Part
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.parallel.weight_grad import WeightGradientQueue
@@ -102,7 +102,7 @@ class _Spend(torch.autograd.Function):
 
 
 class TimedPart(nn.Module):
-    """One part of a model, with what the executor asks of a Transformer."""
+    """One part of a model, with what the executor asks of a Part."""
 
     def __init__(
         self, times: Sequence[float], shape: tuple[int, int, int], clock: Clock, queue: WeightGradientQueue
@@ -110,7 +110,8 @@ class TimedPart(nn.Module):
         super().__init__()
         self.forward_time, self.input_time, self.weight_time = times
         self.shape, self.clock, self.queue = shape, clock, queue
-        self.first = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+        self.dtype = torch.float64
+        self.first = nn.Parameter(torch.zeros(shape, dtype=self.dtype))
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         return self.shape
@@ -160,7 +161,7 @@ def run_in_virtual_time(
     clock, queue = Clock(), WeightGradientQueue()
     models = [TimedPart(seconds, shape, clock, queue) for _ in range(schedule.chunks)]
     group = LateGroup(world.everyone, clock, cast(float, times.communication))
-    executor = Executor(cast("list[Transformer]", models), cast(Group, group), queue, world.ledger)
+    executor = Executor(cast("list[Part]", models), cast(Group, group), queue, world.ledger)
     tokens = torch.zeros(4, 1, dtype=torch.int64)
     batch = PreparedBatch(Inputs(tokens, torch.arange(4)), no_losses)
     executor.run(schedule, [batch] * schedule.micro_batches)

@@ -8,6 +8,7 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.model.count import count
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.bucket import make_buckets
@@ -34,7 +35,7 @@ def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
     engine = trainer(world, small_deck(f"layout.tensor={world.size}")).engine
     if world.rank == 1:
         with torch.no_grad():
-            engine.model.final_norm.weight[0] += 1e-6
+            engine.model.predictor.norm.weight[0] += 1e-6
     with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
         check_replicas(engine.buckets, world.everyone)
 
@@ -84,7 +85,7 @@ def test_buckets_have_the_size_asked_for(world: World) -> None:
     limit = 30_000
     buckets = make_buckets(model.units(), Replications.alone(groups.tensor), torch.float32, limit)
     used = [4 * sum(segment.length for segment in bucket.segments) for bucket in buckets]
-    assert sum(used) == 4 * shape.parameters
+    assert sum(used) == 4 * count(shape).parameters
     assert all(size <= limit for size in used)
     assert len(buckets) <= 2 * sum(used) // limit + 1
     for bucket in buckets:

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.model.count import count
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket
 from tests.engines import LLAMA, Trainer, reference, shared_losses, small_deck, trainer
 
@@ -126,7 +127,7 @@ def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) 
 def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
     """From the second step of a kind on, whose order is known: three gathers instead of four."""
     engine = trainer(world, small_deck("layout.zero=3")).engine
-    first, second = (block.unit for block in engine.model.block_list())
+    first, second = (block.unit for block in engine.model.blocks)
     moved = []
     for _ in range(2):
         world.ledger.reset()
@@ -182,7 +183,7 @@ def test_traffic_is_that_of_the_closed_forms(world: World, compute: str) -> None
                 moved[row.operation] += row.bytes
         buckets = training.engine.buckets
         padding = sum(bucket.length - bucket.layout.used for bucket in buckets)
-        parameters = training.engine.shape.parameters
+        parameters = count(training.engine.shape).parameters
         assert sum(bucket.layout.used for bucket in buckets) == parameters
         assert 0 < padding <= len(buckets) * ALIGNMENT * (world.size + 1)
         whole = parameters + padding

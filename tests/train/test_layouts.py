@@ -239,7 +239,7 @@ def test_tied_embeddings_stay_tied(world: World) -> None:
     run = trainer(world, small_deck("layout.tensor=2"))
     run.train(2)
     model = run.engine.model
-    assert model.vocabulary_head.table is model.embedding.table
+    assert model.predictor.head.table is model.embedding.table
     assert "head.weight" not in run.parameters()
 
 

@@ -44,6 +44,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import delete_folder, files_named, synchronize
 from hpctrain.memory.scratch import Flat
+from hpctrain.model.count import count
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
@@ -108,7 +109,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     told = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == wanted)
     return (
-        f"{folder}: {shape.family}, {format_count(shape.parameters)} parameters, {name}, "
+        f"{folder}: {shape.family}, {format_count(count(shape).parameters)} parameters, {name}, "
         f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {told}"
     )
 
@@ -146,7 +147,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     shape = model.shape
     told = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     return (
-        f"{out}: {shape.family}, {format_count(shape.parameters)} parameters, "
+        f"{out}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
         f'{format_bytes(out.stat().st_size)}, {told}; to train it, [model] from = "{out}"'
     )
 

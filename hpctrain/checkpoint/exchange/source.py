@@ -39,8 +39,9 @@ from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer, parameter_list
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.

@@ -1,0 +1,73 @@
+"""Parameters and FLOPs of a whole model, told by its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.model.part import blocks_of, parameter_list
+from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.groups import ContextForm, LayerGroups
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """`parameters`: elements of all, without padding. FLOPs are those of one token.
+
+    `block_forward` is the forward pass of all blocks, `core_forward` the part of it that is not products with
+    their matrices: of queries, keys and values.
+    """
+
+    parameters: int
+    flops_per_token: float
+    block_forward: float
+    core_forward: float
+
+    def recomputed_flops_per_token(self, recompute: Recomputed) -> float:
+        """FLOPs that recomputation adds to one token's backward pass: the forward pass again.
+
+        Of all blocks, or of the products of queries, keys and values alone ("selective").
+        """
+        if recompute in {"none", "selective"}:
+            return self.core_forward if recompute == "selective" else 0.0
+        return self.block_forward
+
+
+@lru_cache
+def count(shape: ModelShape) -> ModelCount:
+    """The count of a model: forward and backward pass (arXiv 2104.04473, without recomputation).
+
+    6 FLOPs for every matrix element, the head's included, and 12 l h s for the products of queries, keys and
+    values; the causal mask is not subtracted, as in the paper.
+    """
+    model = bare_model(shape)
+    forward = sum(2 * layer.matrix_elements + layer.core_flops for layer in model.layers)
+    blocks = blocks_of(model)
+    return ModelCount(
+        sum(prod(parameter.shard.shape) for parameter in parameter_list(model)),
+        3.0 * forward,
+        float(sum(2 * block.matrix_elements + block.core_flops for block in blocks)),
+        float(sum(block.core_flops for block in blocks)),
+    )
+
+
+def bare_model(
+    shape: ModelShape,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    context: int = 1,
+    context_form: ContextForm = "ring",
+) -> Transformer:
+    """The whole model as the first of so many ranks has it, without memory."""
+    ledger = Ledger()
+    groups = LayerGroups(
+        planned_group(("tensor",), 0, tensor, ledger),
+        planned_group(("context",), 0, context, ledger),
+        sequence_parallel,
+        context_form,
+    )
+    return Transformer(shape, groups)

@@ -1,0 +1,148 @@
+"""What a piece of a model is to those who run, freeze, place, plan and time it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.random import DropoutSource
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.vocabulary import VocabularyHead
+
+Computed = TypeVar("Computed")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch as this rank's model sees it; what layers have to say of it besides goes here.
+
+    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the
+    sequence; `dropout` draws masks, or is None where nothing is dropped.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    dropout: DropoutSource | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which piece of the model a pipeline stage's chunk is: blocks `first` to `last` (exclusive).
+
+    The first part embeds, the last one predicts. `tied_stage` numbers this stage among those that hold
+    tied embeddings, of which there are `tied_stages`.
+    """
+
+    first: int
+    last: int
+    embeds: bool
+    predicts: bool
+    tied_stage: int = 0
+    tied_stages: int = 1
+
+    @staticmethod
+    def whole(layers: int) -> Span:
+        """All of a model in one piece."""
+        return Span(0, layers, True, True)
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.last - self.first
+
+
+class Layer(nn.Module):
+    """A layer of a part, from which everything about the part is told.
+
+    `is_block` says that it is one of those between the first and the last, which Keeping may compute again;
+    `core_flops` are the FLOPs of a token's forward pass that are not products with its matrices.
+    """
+
+    is_block: ClassVar[bool] = False
+    core_flops: int = 0
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """What computes together, in the order of the forward pass: of each unit its modules' parameters."""
+        yield list(leaves(self))
+
+    @property
+    def held(self) -> list[Parameter]:
+        """The parameters that stand for what the forward pass has there, in its order; see Residency."""
+        return [unit[0][0] for unit in self.units()]
+
+    @property
+    def added_in_forward(self) -> list[Parameter]:
+        """Those to whose gradients the forward pass adds."""
+        return []
+
+    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
+        """What backward tells to be added, in its order, with the parameter that is held meanwhile."""
+        yield self.held[0], own_parameters(self)[::-1]
+
+    @property
+    def late(self) -> set[Parameter]:
+        """Those whose gradients may be computed later than the rest of backward."""
+        return {p for layer in self.modules() if isinstance(layer, SplitLinear) for p in layer.late}
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the whole matrices that activations are multiplied with."""
+        return sum(layer.elements for layer in self.modules() if isinstance(layer, SplitLinear))
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """What autograd saves of it, in the order of the forward pass, each storage once."""
+        raise NotImplementedError
+
+
+class Part(Protocol):
+    """A pipeline stage holds one for each chunk. A module that users bring implements this too."""
+
+    span: Span
+    layers: tuple[Layer, ...]
+    residency: Residency
+
+    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`."""
+
+    def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
+        """What `compute` makes of the head and of the last hidden states, on the part that predicts."""
+
+    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
+        """Shape of what passes from part to part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of what passes."""
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """Those of the layers. Every parameter once."""
+
+
+def blocks_of(part: Part) -> list[Layer]:
+    """The layers between the first and the last, in their order."""
+    return [layer for layer in part.layers if layer.is_block]
+
+
+def parameter_list(part: Part) -> list[Parameter]:
+    """All parameters, each once, in the order of the forward pass."""
+    return [parameter for unit in part.units() for leaf in unit for parameter in leaf]
+
+
+def own_parameters(module: nn.Module) -> list[Parameter]:
+    """A module's parameters."""
+    return [p for p in module.parameters() if isinstance(p, Parameter)]
+
+
+def leaves(module: nn.Module) -> Iterable[list[Parameter]]:
+    """The parameters of each of a module's modules; those of one stay together."""
+    for layer in module.modules():
+        parameters = [p for p in layer.parameters(recurse=False) if isinstance(p, Parameter)]
+        if parameters:
+            yield parameters

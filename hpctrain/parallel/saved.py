@@ -1,0 +1,49 @@
+"""What layers say of the memory that autograd saves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that autograd saves: bytes, bytes of an element, and whether these are features of tokens, which
+    may be compressed.
+    """
+
+    bytes: int
+    itemsize: int
+    features: bool = True
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A micro-batch as the layers of one rank see it.
+
+    `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
+    `itemsize` of weights and activations, `device` ("cpu" or "cuda") for what torch's kernels save;
+    `selective` says that the core of attention is computed again.
+    """
+
+    tokens: int
+    rows: int
+    micro_size: int
+    itemsize: int
+    device: str = "cpu"
+    selective: bool = False
+
+    def features(self, count: int, itemsize: int | None = None) -> Storage:
+        """So many features of every token."""
+        size = itemsize or self.itemsize
+        return Storage(self.tokens * count * size, size)
+
+    def row_features(self, count: int, itemsize: int | None = None) -> Storage:
+        """So many features of every row."""
+        size = itemsize or self.itemsize
+        return Storage(self.rows * count * size, size)
+
+
+def total(storages: Iterable[Storage]) -> int:
+    """Their bytes."""
+    return sum(storage.bytes for storage in storages)
