@@ -70,6 +70,17 @@ class Mesh:
         first = whole.rank // size * size
         return self.world.split((axis,), whole.ranks[first : first + size], self.transport, whole)
 
+    def cut(self, group: Group, size: int) -> tuple[Group, Group]:
+        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts. Collective."""
+        first = group.rank // size * size
+        part = self.world.split(group.axes, group.ranks[first : first + size], self.transport, group)
+        peers = group.ranks[group.rank % size :: size]
+        return part, self.world.split(("replicas",), peers, self.transport, group)
+
+    def nodes(self, group: Group) -> list[int]:
+        """The node of every rank of a group. Collective."""
+        return group.all_gather_object(self.world.node)
+
     def _group(self, axes: tuple[str, ...]) -> Group:
         others = [axis for axis in AXES if axis not in axes]
         ranks = tuple(

@@ -1,7 +1,9 @@
-"""Groups of ranks that are not there: what they are asked to move, the ledger counts, and nothing moves."""
+"""A mesh of ranks that are not there: what they are asked to move, the ledger counts, and nothing moves."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.mesh import coordinates
 from hpctrain.comm.mpi import scratch_bytes
 from hpctrain.comm.transport import Transport
 
@@ -41,3 +44,43 @@ def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -
     """A group that knows its rank and size alone, on torch's device "meta"."""
     planned = PlannedTransport(rank, size)
     return Group(axes, tuple(range(size)), planned, planned, planned, META, ledger, set())
+
+
+class PlannedMesh:
+    """What groups are asked of a mesh, at the place of the first rank of a pipeline stage.
+
+    A node has `ranks_per_node` of its ranks, in their order.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], stage: int, ranks_per_node: int) -> None:
+        self._sizes, self._stage, self._per_node = sizes, stage, ranks_per_node
+        self._ledger = Ledger()
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, *axes: str) -> Group:
+        """The group along these axes."""
+        if axes not in self._groups:
+            size = prod(self._sizes[axis] for axis in axes)
+            rank = self._stage if axes == ("pipeline",) else 0
+            self._groups[axes] = planned_group(axes, rank, size, self._ledger)
+        return self._groups[axes]
+
+    def part(self, axis: str, size: int) -> Group:
+        """The first `size` ranks along an axis."""
+        return planned_group((axis,), 0, size, self._ledger)
+
+    def cut(self, group: Group, size: int) -> tuple[Group, Group]:
+        """The first `size` ranks of a group, and the first ranks of all such parts."""
+        peers = planned_group(("replicas",), 0, group.size // size, self._ledger)
+        return planned_group(group.axes, 0, size, self._ledger), peers
+
+    def nodes(self, group: Group) -> list[int]:
+        """The node of every rank of a group."""
+        here = {"pipeline": self._stage}
+        others = [axis for axis in self._sizes if axis not in group.axes]
+        places = ((rank, coordinates(self._sizes, rank)) for rank in range(prod(self._sizes.values())))
+        return [
+            rank // self._per_node
+            for rank, place in places
+            if all(place[axis] == here.get(axis, 0) for axis in others)
+        ]

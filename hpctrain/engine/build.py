@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SequenceSource
@@ -19,12 +18,12 @@ from hpctrain.engine.keeping import make_keeping, open_shelf
 from hpctrain.engine.offload import Offload, make_optimizer, open_offload
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import Scratch, to_fill
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.initialize import initialize
-from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
@@ -34,15 +33,9 @@ from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.residency import Residency
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
-from hpctrain.sharding.bucket import Bucket, make_buckets
-from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.outer import EveryStep
-from hpctrain.sharding.reducer import make_reducer
-from hpctrain.sharding.replication import Replications, Sharding
-from hpctrain.sharding.synchronize import GradientSynchronizer, check_replicas
+from hpctrain.sharding.synchronize import check_replicas
 
 
 @dataclass(frozen=True)
@@ -59,23 +52,16 @@ class Arrangement:
 
 
 @dataclass
-class Engine:
+class Engine(Stage):
     """Everything that computes: model, gradients, optimizer, on one mesh.
 
-    `models` are the parts of this rank's pipeline stage, by chunk; `plan` is the pipeline schedule of the
-    deck's batch.
+    `plan` is the pipeline schedule of the deck's batch.
     """
 
     world: World
     mesh: Mesh
     shape: ModelShape
     objective: Objective
-    groups: LayerGroups
-    models: list[Transformer]
-    replications: Replications
-    buckets: list[Bucket]
-    synchronizer: GradientSynchronizer
-    residency: Residency
     optimizer: Optimizer
     offload: Offload
     activation_files: Scratch | None
@@ -143,13 +129,7 @@ def arrange(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None)
     assert settled is not None
     with world.agreement():
         keeping = make_keeping(deck, world)
-    groups = LayerGroups(
-        tensor=mesh.group("tensor"),
-        context=mesh.group("context"),
-        sequence_parallel=deck.layout.sequence_parallel,
-        context_form=deck.layout.context_form,
-        keeping=keeping,
-    )
+    groups = make_groups(deck, mesh, keeping)
     shape = ModelShape.of(deck, settled)
     placement = place_layers(deck, shape, groups, mesh, DTYPES[deck.precision.compute])
     plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
@@ -174,45 +154,24 @@ def assemble(
     dtype = DTYPES[deck.precision.compute]
     models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
     freeze(deck, world, models)
-    replications = Replications(mesh, lambda everyone: make_sharding(deck, mesh, everyone))
+    replications = make_replications(deck, mesh)
     offload = open_offload(deck, world, models, replications, dtype)
     with world.agreement():
-        buckets = [
-            bucket
-            for model in models
-            for bucket in make_buckets(
-                model.units(),
-                replications,
-                dtype,
-                deck.communication.bucket_bytes,
-                gradient_dtype=dtype if deck.precision.gradients == "compute" else torch.float32,
-                store=offload.parameters,
-            )
-        ]
-        optimizer = make_optimizer(deck, buckets, offload.optimizer, world.agreement)
-    units = [block.held[0] for model in models for block in blocks_of(model)]
-    residency = make_residency(buckets, units, deck.memory.keep_gathered)
-    for model in models:
-        model.residency = residency
+        stage = build_stage(deck, groups, models, replications, offload.parameters)
+        optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, world.agreement)
     _initialize(world, models, optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
-        check_replicas(buckets, world.everyone)
-    each = deck.memory.accumulate == "sliced"
+        check_replicas(stage.buckets, world.everyone)
     rate = deck.learning_rate
     scaled = deck.precision.compute == "fp16"
     return Engine(
+        **vars(stage),
         world=world,
         mesh=mesh,
         shape=shape,
         objective=make_objective(deck),
-        groups=groups,
-        models=models,
         placement=arrangement.placement,
         plan=plan,
-        replications=replications,
-        buckets=buckets,
-        synchronizer=GradientSynchronizer([make_reducer(bucket) for bucket in buckets], EveryStep(), each),
-        residency=residency,
         optimizer=optimizer,
         offload=offload,
         activation_files=open_shelf(
@@ -232,35 +191,6 @@ def assemble(
         ),
         positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
     )
-
-
-def make_sharding(deck: Deck, mesh: Mesh, everyone: Group) -> Sharding:
-    """Over which of `everyone` ZeRO cuts parameters, gradients and optimizer state. Collective."""
-    zero, size, world = deck.layout.zero, everyone.size, mesh.world
-    if zero and deck.layout.zero_group is not None:
-        size = zero_group_size(deck, everyone, world)
-    if zero == 0 or size == everyone.size:
-        return Sharding(zero, everyone, mesh.part("data", 1))
-    first = everyone.rank // size * size
-    group = world.split(everyone.axes, everyone.ranks[first : first + size], mesh.transport, everyone)
-    same = everyone.ranks[everyone.rank % size :: size]
-    return Sharding(zero, group, world.split(("replicas",), same, mesh.transport, everyone))
-
-
-def zero_group_size(deck: Deck, everyone: Group, world: World) -> int:
-    """Ranks of one ZeRO group; HpctrainError on all ranks where the data x context ranks do not make such."""
-    wish = deck.layout.zero_group
-    if wish != "node":
-        size = wish
-    else:
-        nodes = everyone.all_gather_object(world.node)
-        size = nodes.count(nodes[0])
-        if nodes != [nodes[place // size * size] for place in range(len(nodes))] or len(nodes) % size:
-            raise HpctrainError(
-                deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
-            )
-    assert isinstance(size, int) and everyone.size % size == 0, (size, everyone.size)
-    return size
 
 
 def _initialize(

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from hpctrain.comm.planned import PlannedTransport
+from hpctrain.comm.planned import PlannedMesh, PlannedTransport
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import zero_group_size
+from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account, storage_bytes
 from hpctrain.memory.saved import ActivationBytes
 from hpctrain.model.count import count
@@ -22,7 +24,7 @@ from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import even_split, spans_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
-from hpctrain.plan.model import PlannedStage, plan_stage, rehearse, zero_group_size
+from hpctrain.plan.model import PlannedStage, plan_stage, rehearse
 from hpctrain.sharding.bucket import Bucket, pool_bytes
 
 MOMENT_BYTES = 4
@@ -114,7 +116,11 @@ def plan_memory(
     """
     sizes = axis_sizes(deck, ranks)
     shape = ModelShape.of(deck, vocabulary)
-    zero_group = zero_group_size(deck, sizes, ranks_per_node)
+    if deck.layout.zero_group == "node" and ranks_per_node is None:
+        told = "the plan needs to know a node's ranks: give --ranks-per-node N"
+        raise HpctrainError(deck.problem("layout.zero_group", told))
+    meshes = [PlannedMesh(sizes, stage, ranks_per_node or ranks) for stage in range(sizes["pipeline"])]
+    zero_group = zero_group_size(deck, meshes[0], meshes[0].group("data", "context"))
     micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * sizes["data"]))
     if schedule is None:
         schedule = make_schedule(deck, sizes["data"])(micro_batches)
@@ -131,7 +137,7 @@ def plan_memory(
         if deck.model.frozen:
             kind = number
         if kind not in found:
-            planned = plan_stage(deck, shape, sizes, schedule, counts, number, zero_group)
+            planned = plan_stage(deck, shape, meshes[number], schedule, counts, number)
             if deck.layout.zero > 1:
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)

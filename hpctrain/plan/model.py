@@ -2,74 +2,37 @@
 
 Parameters, buckets and what synchronizes and gathers them are those that a run builds; their tensors lie
 on torch's device "meta", which keeps shapes alone. A rehearsal of a step then finds what memory buckets take
-turns in, and at the same time what each axis sends.
+turns in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
 
-from hpctrain.comm.group import Group
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import META, planned_group
+from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
+from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
 from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
 from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
 from hpctrain.plan.activations import PlannedPart
-from hpctrain.sharding.bucket import Bucket, make_buckets
-from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.outer import EveryStep
-from hpctrain.sharding.reducer import make_reducer
-from hpctrain.sharding.replication import Replications, Sharding
-from hpctrain.sharding.synchronize import GradientSynchronizer
-
-
-class PlannedMesh:
-    """What groups are asked of a mesh, without ranks: the place of the first rank of a stage."""
-
-    def __init__(self, sizes: Mapping[str, int], stage: int, ledger: Ledger) -> None:
-        self._sizes, self._stage, self._ledger = sizes, stage, ledger
-        self._groups: dict[tuple[str, ...], Group] = {}
-
-    def group(self, *axes: str) -> Group:
-        """The group along these axes."""
-        if axes not in self._groups:
-            size = prod(self._sizes[axis] for axis in axes)
-            rank = self._stage if axes == ("pipeline",) else 0
-            self._groups[axes] = planned_group(axes, rank, size, self._ledger)
-        return self._groups[axes]
-
-    def part(self, axis: str, size: int) -> Group:
-        """The first `size` ranks along an axis."""
-        return planned_group((axis,), 0, size, self._ledger)
 
 
 @dataclass
-class PlannedStage:
+class PlannedStage(Stage):
     """What one rank of a pipeline stage holds, the first along the other axes.
 
     The others of the stage hold as much: what does not divide is padded alike.
     """
 
-    models: list[Transformer]
     recompute: Recomputed
-    buckets: list[Bucket]
-    synchronizer: GradientSynchronizer
-    residency: Residency
-    ledger: Ledger
 
     @property
     def parts(self) -> list[PlannedPart]:
@@ -79,75 +42,22 @@ class PlannedStage:
         ]
 
 
-def zero_group_size(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int | None) -> int:
-    """Ranks over which layout.zero cuts."""
-    everyone, wish = sizes["data"] * sizes["context"], deck.layout.zero_group
-    if deck.layout.zero == 0 or wish is None:
-        return everyone
-    if wish != "node":
-        return wish
-    if ranks_per_node is None:
-        raise HpctrainError(
-            deck.problem(
-                "layout.zero_group", "the plan needs to know a node's ranks: give --ranks-per-node N"
-            )
-        )
-    size = max(1, min(everyone, ranks_per_node // sizes["tensor"]))
-    if everyone % size:
-        raise HpctrainError(
-            deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
-        )
-    return size
-
-
 def plan_stage(
     deck: Deck,
     shape: ModelShape,
-    sizes: Mapping[str, int],
+    mesh: PlannedMesh,
     schedule: Schedule,
     split: Sequence[int],
     stage: int,
-    zero_group: int,
 ) -> PlannedStage:
     """A stage of the pipeline as the run builds it, without its memory."""
-    ledger = Ledger()
-    mesh = PlannedMesh(sizes, stage, ledger)
-    layer_groups = LayerGroups(
-        mesh.group("tensor"),
-        mesh.group("context"),
-        deck.layout.sequence_parallel,
-        deck.layout.context_form,
-        keeping=Recompute(deck.memory.recompute),
-    )
-    replications = Replications(
-        mesh,
-        lambda everyone: Sharding(
-            deck.layout.zero,
-            planned_group(everyone.axes, 0, zero_group, ledger),
-            planned_group(("replicas",), 0, everyone.size // zero_group if deck.layout.zero else 1, ledger),
-        ),
-    )
-    compute = deck.precision.compute
+    recompute = deck.memory.recompute
+    groups = make_groups(deck, mesh, Recompute(recompute))
     with META:
-        models = build_parts(shape, layer_groups, schedule, split, stage)
+        models = build_parts(shape, groups, schedule, split, stage)
         freeze_parameters(models, deck.model.frozen)
-        buckets = [
-            bucket
-            for model in models
-            for bucket in make_buckets(
-                model.units(),
-                replications,
-                DTYPES[compute],
-                deck.communication.bucket_bytes,
-                gradient_dtype=DTYPES[compute if deck.precision.gradients == "compute" else "fp32"],
-            )
-        ]
-    units = [block.held[0] for model in models for block in blocks_of(model)]
-    residency = make_residency(buckets, units, deck.memory.keep_gathered)
-    synchronizer = GradientSynchronizer(
-        [make_reducer(bucket) for bucket in buckets], EveryStep(), deck.memory.accumulate == "sliced"
-    )
-    return PlannedStage(models, deck.memory.recompute, buckets, synchronizer, residency, ledger)
+        built = build_stage(deck, groups, models, make_replications(deck, mesh))
+    return PlannedStage(**vars(built), recompute=recompute)
 
 
 def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
