@@ -145,9 +145,9 @@ class _Bench:
         self.trainer = Trainer(deck, engine, batches)
         self._train(1)  # moments that are not zero
         self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
-        moments = engine.optimizer.moments
-        self.entries = training_entries(engine.buckets, moments, writing=True)
-        self.loaded = resumed_entries(engine.buckets, moments, self._everyones(self.entries))
+        states = engine.optimizer.states
+        self.entries = training_entries(engine.buckets, states, writing=True)
+        self.loaded = resumed_entries(engine.buckets, states, self._everyones(self.entries))
         self.write_bytes = _bytes([entry.part(*entry.share()) for entry in self.entries])
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None

@@ -1,4 +1,4 @@
-"""What a training run stores: parameters, master weights and moments, each rank its pieces."""
+"""What a training run stores: parameters and the state that belongs to them, each rank its pieces."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ import torch
 
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.memory.scratch import Flat
-from hpctrain.optim.adamw import Moments
+from hpctrain.optim.optimizer import MASTER, State
 from hpctrain.sharding.bucket import Bucket
 
 
 def training_entries(
-    buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], writing: bool = False
+    buckets: Sequence[Bucket], states: Sequence[State], writing: bool = False
 ) -> list[Entry]:
-    """Entries `/model/<name>`, `/master/<name>` (half precision only) and `/optimizer/<moment>/<name>`.
+    """Entries `/model/<name>`, `/master/<name>` (half precision only) and `/optimizer/<state>/<name>`.
 
     Each rank has its own elements of them; for `writing`, what another stage writes is left out.
     """
     entries: list[Entry] = []
-    for bucket, moment in zip(buckets, moments, strict=True):
+    for bucket, state in zip(buckets, states, strict=True):
         if bucket.dtype == torch.float32:
             # In single precision the master weights, wherever they are, are the parameters.
-            flats: dict[str, Flat] = {"/model": moment.master}
+            flats = _places(state, "/model")
         else:
-            flats = {"/model": bucket.own_values, "/master": moment.master}
-        for place, flat in (flats | _moment_places(moment)).items():
+            flats = {"/model": bucket.own_values} | _places(state, "/master")
+        for place, flat in flats.items():
             entries += _entries(place, flat, bucket, writing)
     return entries
 
 
 def resumed_entries(
-    buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], stored: Collection[str]
+    buckets: Sequence[Bucket], states: Sequence[State], stored: Collection[str]
 ) -> list[Entry]:
-    """What a run reads of a file with the datasets `stored`: master weights and moments.
+    """What a run reads of a file with the datasets `stored`: master weights and other state.
 
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. The parameters themselves are made from the master weights afterwards.
     """
-    half = any(name.startswith("/master/") for name in stored)
-    entries: list[Entry] = []
-    for bucket, moment in zip(buckets, moments, strict=True):
-        flats = {"/master" if half else "/model": moment.master} | _moment_places(moment)
-        for place, flat in flats.items():
-            entries += _entries(place, flat, bucket)
-    return entries
+    master = "/master" if any(name.startswith("/master/") for name in stored) else "/model"
+    return [
+        entry
+        for bucket, state in zip(buckets, states, strict=True)
+        for place, flat in _places(state, master).items()
+        for entry in _entries(place, flat, bucket)
+    ]
 
 
-def _moment_places(moment: Moments[Flat]) -> dict[str, Flat]:
-    return {"/optimizer/exp_avg": moment.exp_avg, "/optimizer/exp_avg_sq": moment.exp_avg_sq}
+def _places(state: State, master: str) -> dict[str, Flat]:
+    """Where each goes, the master weights to `master`."""
+    return {master if name == MASTER else f"/optimizer/{name}": flat for name, flat in state.items()}
 
 
 def model_entries(buckets: Sequence[Bucket]) -> list[Entry]:
@@ -57,12 +58,12 @@ def model_entries(buckets: Sequence[Bucket]) -> list[Entry]:
     return [entry for bucket in buckets for entry in _entries("/model", bucket.own_values, bucket)]
 
 
-def master_entries(buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]]) -> list[Entry]:
+def master_entries(buckets: Sequence[Bucket], states: Sequence[State]) -> list[Entry]:
     """Entries `/model/<name>` of the fp32 weights that the optimizer updates, whatever the precision."""
     return [
         entry
-        for bucket, moment in zip(buckets, moments, strict=True)
-        for entry in _entries("/model", moment.master, bucket)
+        for bucket, state in zip(buckets, states, strict=True)
+        for entry in _entries("/model", state[MASTER], bucket)
     ]
 
 

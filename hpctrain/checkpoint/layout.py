@@ -41,7 +41,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Entry:
     """What one rank holds of one dataset: a flat range of its Shard's local piece.
 
-    `dataset` is the full name in the file, such as "/model/<name>" or "/optimizer/exp_avg/<name>".
+    `dataset` is the full name in the file, such as "/model/<name>" or "/optimizer/<state>/<name>".
     `values` is 1-D and contiguous, in memory or in a file: the elements `offset` to
     `offset + values.numel()` of the piece of shape `shard.local`, row-major, padding included.
     This rank is number `copy` of the `copies` ranks that hold exactly these values, over

@@ -28,8 +28,8 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
 from hpctrain.objective.objective import Objective
-from hpctrain.optim.adamw import Optimizer
 from hpctrain.optim.loss_scale import LossScale
+from hpctrain.optim.optimizer import MASTER, Optimizer
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
@@ -199,8 +199,8 @@ def _initialize(
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
     targets = (
         (segment.parameter, piece, offset + first)
-        for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True)
-        for segment, values, offset in bucket.owned(moments.master)
+        for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True)
+        for segment, values, offset in bucket.owned(state[MASTER])
         if values.numel()
         for first, piece in to_fill(values)
     )

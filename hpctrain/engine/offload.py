@@ -16,8 +16,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, Scratch, ScratchTensor, check_room
 from hpctrain.model.part import Part
-from hpctrain.optim.adamw import AdamW, Optimizer
-from hpctrain.optim.offload import OffloadedAdamW, state_elements
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.offload import OffloadedOptimizer, state_elements
+from hpctrain.optim.optimizer import STATE_BYTES, Optimizer, ResidentOptimizer, Rule
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
@@ -89,7 +90,7 @@ def offloaded_bytes(
         for layout in bucket_layouts(model.units(), replications, deck.communication.bucket_bytes):
             own = layout.own.stop - layout.own.start
             if memory.optimizer != "device":
-                optimizer += 4 * state_elements(dtype, values_on, own)
+                optimizer += STATE_BYTES * state_elements(make_rule(deck), dtype, values_on, own)
             if memory.parameters != "device":
                 parameters += dtype.itemsize * own
     return optimizer, parameters
@@ -131,20 +132,16 @@ def host_store(length: int, dtype: torch.dtype) -> Flat:
     return torch.zeros(length, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
+def make_rule(deck: Deck) -> Rule:
+    """How the deck's optimizer updates."""
+    keys = deck.optimizer
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+
+
 def make_optimizer(
     deck: Deck, buckets: Sequence[Bucket], store: Store | None, agreement: Agreement
 ) -> Optimizer:
     """The deck's optimizer, with its state where `store` makes it or, without one, on the device."""
-    keys = deck.optimizer
-    betas = (keys.beta1, keys.beta2)
     if store is None:
-        return AdamW(buckets, betas=betas, epsilon=keys.epsilon, weight_decay=keys.weight_decay)
-    return OffloadedAdamW(
-        buckets,
-        betas=betas,
-        epsilon=keys.epsilon,
-        weight_decay=keys.weight_decay,
-        store=store,
-        buffer_bytes=deck.memory.offload_buffer,
-        agreement=agreement,
-    )
+        return ResidentOptimizer(make_rule(deck), buckets)
+    return OffloadedOptimizer(make_rule(deck), buckets, store, deck.memory.offload_buffer, agreement)

@@ -1,4 +1,4 @@
-"""AdamW whose state lies in host memory or in files, updated on the CPU a piece at a time.
+"""An optimizer whose state lies in host memory or in files, updated on the CPU a piece at a time.
 
 ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857): while one piece is updated, the next is
 read and the last one is written, so that a step takes as long as the slowest of the three.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, to_read
-from hpctrain.optim.adamw import Moments, decay_ranges, fused_update
+from hpctrain.optim.optimizer import MASTER, STATE_BYTES, Elements, Rule, State, decay_ranges, refresh
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
 
 SLOTS = 3
@@ -27,7 +27,7 @@ class Piece:
     """Neighbouring elements of one bucket's own that are updated at a time, all decayed or none."""
 
     bucket: Bucket
-    moments: Moments[Flat]
+    state: State
     part: slice
     decayed: bool
 
@@ -37,8 +37,8 @@ class Piece:
         return int(self.part.stop - self.part.start)
 
 
-class OffloadedAdamW:
-    """As AdamW, whose results are the same bits where gradients and parameters are on the CPU.
+class OffloadedOptimizer:
+    """As ResidentOptimizer, whose results are the same bits where gradients and parameters are on the CPU.
 
     `store` makes the memory of the state. Where it is files, at most `buffer_bytes` of it are in memory, and
     `agreement` surrounds what may fail on one rank alone (`World.agreement`).
@@ -46,26 +46,27 @@ class OffloadedAdamW:
 
     def __init__(
         self,
+        rule: Rule,
         buckets: Sequence[Bucket],
-        betas: tuple[float, float],
-        epsilon: float,
-        weight_decay: float,
         store: Store,
         buffer_bytes: int,
         agreement: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.buckets: Sequence[Bucket] = buckets
-        self.updates = 0
-        self._betas, self._epsilon, self._weight_decay = betas, epsilon, weight_decay
+        assert rule.by_element, "pieces are cut anywhere"
+        self.rule, self.buckets, self.updates = rule, buckets, 0
         self._agreement = agreement
-        self._moments = [_moments(bucket, store) for bucket in buckets]
-        self._pieces = list(_pieces(buckets, self._moments, buffer_bytes))
-        self._slots = [_Slot(longest) for longest in _slot_elements(buckets, buffer_bytes)]
+        self._states = [_state(rule, bucket, store) for bucket in buckets]
+        self._pieces = [
+            Piece(bucket, state, part, decayed)
+            for bucket, state in zip(buckets, self._states, strict=True)
+            for part, decayed in _parts(rule, bucket, buckets, buffer_bytes)
+        ]
+        self._slots = [_Slot(longest) for longest in _slot_elements(rule, buckets, buffer_bytes)]
 
     @property
-    def moments(self) -> Sequence[Moments[Flat]]:
+    def states(self) -> Sequence[State]:
         """The state, by bucket."""
-        return self._moments
+        return self._states
 
     @property
     def working_bytes(self) -> int:
@@ -87,22 +88,16 @@ class OffloadedAdamW:
                         slot.settle()  # nothing goes on behind the error
                 raise
         self.updates += 1
-        self._refresh()
+        refresh(self.buckets)
 
     def publish(self) -> None:
         """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
         with self._agreement():
-            for bucket, moments in zip(self.buckets, self._moments, strict=True):
-                if moments.master is not bucket.own_values:
-                    for first, master in to_read(moments.master):
+            for bucket, state in zip(self.buckets, self._states, strict=True):
+                if state[MASTER] is not bucket.own_values:
+                    for first, master in to_read(state[MASTER]):
                         _put(bucket.own_values[first : first + master.numel()], master)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        works = [bucket.start_refresh() for bucket in self.buckets]
-        for work in works:
-            if work is not None:
-                work.wait()
+        refresh(self.buckets)
 
     def _update_all(self, learning_rate: float, divisor: float) -> None:
         slots = self._slots
@@ -122,18 +117,8 @@ class OffloadedAdamW:
 
     def _update(self, piece: Piece, slot: _Slot, learning_rate: float, divisor: float) -> None:
         gradient = piece.bucket.own_gradients[piece.part].to(device="cpu", dtype=torch.float32)
-        fused_update(
-            [slot.master],
-            [gradient],
-            [slot.exp_avg],
-            [slot.exp_avg_sq],
-            [torch.tensor(float(self.updates))],
-            learning_rate,
-            self._weight_decay if piece.decayed else 0.0,
-            self._betas,
-            self._epsilon,
-            divisor,
-        )
+        updates = torch.tensor(float(self.updates))
+        self.rule.update([Elements(slot.state, gradient, updates, piece.decayed)], learning_rate, divisor)
 
 
 class _Slot:
@@ -143,7 +128,7 @@ class _Slot:
         self._longest = longest
         self._memory: dict[str, Tensor] = {}
         self._transfers: list[Transfer] = []
-        self.master = self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self.state: dict[str, Tensor] = {}
 
     @property
     def bytes(self) -> int:
@@ -152,27 +137,21 @@ class _Slot:
 
     def read(self, piece: Piece) -> None:
         """Start to have the piece's state here; `settle` completes it."""
-        self.master = self._bring("master", piece.moments.master[piece.part])
-        self.exp_avg = self._bring("exp_avg", piece.moments.exp_avg[piece.part])
-        self.exp_avg_sq = self._bring("exp_avg_sq", piece.moments.exp_avg_sq[piece.part])
+        self.state = {name: self._bring(name, flat[piece.part]) for name, flat in piece.state.items()}
 
     def write(self, piece: Piece) -> None:
         """Start to bring the piece's state back, and its parameters to where they belong."""
-        for home, here in (
-            (piece.moments.master, self.master),
-            (piece.moments.exp_avg, self.exp_avg),
-            (piece.moments.exp_avg_sq, self.exp_avg_sq),
-        ):
+        for name, home in piece.state.items():
             if isinstance(home, ScratchTensor):
-                self._transfers.append(home[piece.part].start_write(here))
-        values = piece.bucket.own_values
-        if values is piece.moments.master:
+                self._transfers.append(home[piece.part].start_write(self.state[name]))
+        values, master = piece.bucket.own_values, self.state[MASTER]
+        if values is piece.state[MASTER]:
             return
         part = values[piece.part]
         if isinstance(part, Tensor):
-            part.copy_(self.master)
+            part.copy_(master)
         else:
-            rounded = self._room("values", part.numel(), part.dtype).copy_(self.master)
+            rounded = self._room("values", part.numel(), part.dtype).copy_(master)
             self._transfers.append(part.start_write(rounded))
 
     def settle(self) -> None:
@@ -200,9 +179,9 @@ class _Slot:
         return self._memory[name][:elements]
 
 
-def state_elements(bucket_dtype: torch.dtype, device: torch.device, own: int) -> int:
-    """Elements of fp32 state that a store is asked for, of a bucket with `own` elements on this rank."""
-    return (2 if _is_master(bucket_dtype, device) else 3) * own
+def state_elements(rule: Rule, bucket_dtype: torch.dtype, device: torch.device, own: int) -> int:
+    """Elements of state that a store is asked for, of a bucket with `own` elements on this rank."""
+    return (len(rule.names) + (not _is_master(bucket_dtype, device))) * own
 
 
 def _is_master(dtype: torch.dtype, device: torch.device) -> bool:
@@ -210,52 +189,47 @@ def _is_master(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu"
 
 
-def _moments(bucket: Bucket, store: Store) -> Moments[Flat]:
+def _state(rule: Rule, bucket: Bucket, store: Store) -> State:
     own, values = bucket.own.stop - bucket.own.start, bucket.own_values
-    kept = store(state_elements(bucket.dtype, values.device, own), torch.float32)
-    exp_avg, exp_avg_sq = kept[:own], kept[own : 2 * own]
-    if _is_master(bucket.dtype, values.device):
-        return Moments(values, exp_avg, exp_avg_sq)
-    return Moments(kept[2 * own :], exp_avg, exp_avg_sq)
+    kept = store(state_elements(rule, bucket.dtype, values.device, own), torch.float32)
+    state = {name: kept[place * own : (place + 1) * own] for place, name in enumerate(rule.names)}
+    same = _is_master(bucket.dtype, values.device)
+    return {MASTER: values if same else kept[len(rule.names) * own :], **state}
 
 
-def piece_elements(buckets: Sequence[Bucket], buffer_bytes: int) -> int:
+def piece_elements(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int) -> int:
     """Elements of a piece, of which SLOTS fit into the buffer; pieces begin where vector instructions do."""
-    largest = max(bucket.dtype.itemsize for bucket in buckets)
-    return max(ALIGNMENT, buffer_bytes // (SLOTS * (12 + largest)) // ALIGNMENT * ALIGNMENT)
+    size = STATE_BYTES * (1 + len(rule.names)) + max(bucket.dtype.itemsize for bucket in buckets)
+    return max(ALIGNMENT, buffer_bytes // (SLOTS * size) // ALIGNMENT * ALIGNMENT)
 
 
-def working_bytes(buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool) -> int:
+def working_bytes(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool) -> int:
     """Memory of the pieces on their way, of state that lies in files."""
     half = any(bucket.dtype != torch.float32 for bucket in buckets)
-    size = 4 * (3 if half or values_in_files else 2)
+    size = STATE_BYTES * (len(rule.names) + (half or values_in_files))
     if half and values_in_files:
         size += max(bucket.dtype.itemsize for bucket in buckets)
-    return sum(_slot_elements(buckets, buffer_bytes)) * size
+    return sum(_slot_elements(rule, buckets, buffer_bytes)) * size
 
 
-def _slot_elements(buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
+def _slot_elements(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
     """Elements of the longest piece that every slot takes in turn; 0 where there are fewer pieces."""
     lengths = [
-        part.stop - part.start for bucket in buckets for part, _ in _parts(bucket, buckets, buffer_bytes)
+        part.stop - part.start
+        for bucket in buckets
+        for part, _ in _parts(rule, bucket, buckets, buffer_bytes)
     ]
     return [max(lengths[slot::SLOTS], default=0) for slot in range(SLOTS)]
 
 
-def _parts(bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int) -> Iterator[tuple[slice, bool]]:
+def _parts(
+    rule: Rule, bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int
+) -> Iterator[tuple[slice, bool]]:
     """What of a bucket's own is updated at a time, and whether it is decayed."""
-    most = piece_elements(buckets, buffer_bytes)
+    most = piece_elements(rule, buckets, buffer_bytes)
     for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True):
         for first in range(part.start, part.stop, most):
             yield slice(first, min(first + most, part.stop)), decayed
-
-
-def _pieces(buckets: Sequence[Bucket], moments: Sequence[Moments[Flat]], buffer_bytes: int) -> list[Piece]:
-    return [
-        Piece(bucket, moment, part, decayed)
-        for bucket, moment in zip(buckets, moments, strict=True)
-        for part, decayed in _parts(bucket, buckets, buffer_bytes)
-    ]
 
 
 def _put(target: Flat, values: Tensor) -> None:

@@ -8,6 +8,7 @@ from math import prod
 
 from hpctrain.comm.planned import PlannedMesh, PlannedTransport
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.offload import make_rule
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import zero_group_size
 from hpctrain.errors import HpctrainError
@@ -17,6 +18,7 @@ from hpctrain.model.count import count
 from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
+from hpctrain.optim.optimizer import STATE_BYTES, Rule
 from hpctrain.parallel.linear import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
@@ -26,9 +28,6 @@ from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
 from hpctrain.plan.model import PlannedStage, plan_stage, rehearse
 from hpctrain.sharding.bucket import Bucket, pool_bytes
-
-MOMENT_BYTES = 4
-"""Of an element of a moment, or of a master weight: fp32."""
 
 HOLES = {"gpt2": 2.4, "llama": 3.5}
 """Activations of so many blocks: freed memory between what is in use, which the C library keeps.
@@ -142,7 +141,7 @@ def plan_memory(
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
             used = sum(bucket.layout.used for bucket in planned.buckets)
-            held = _without_offloaded(deck, _states(planned, itemsize), planned)
+            held = _without_offloaded(deck, _states(planned, make_rule(deck), itemsize), planned)
             found[kind] = held, used, planned.parts
         states, used, planned_parts = found[kind]
         activation = activation_peak(deck, kept, schedule.stages[number], planned_parts)
@@ -172,7 +171,7 @@ def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[in
     return even_split(shape.layers, schedule.parts) if wanted is None or wanted == "balanced" else wanted
 
 
-def _states(planned: PlannedStage, itemsize: int) -> Account:
+def _states(planned: PlannedStage, rule: Rule, itemsize: int) -> Account:
     """Parameters, gradients, optimizer state, and what these take turns in."""
     buckets = planned.buckets
     parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]
@@ -183,9 +182,9 @@ def _states(planned: PlannedStage, itemsize: int) -> Account:
         [*(bucket.own_gradients for bucket in buckets), *(parameter.lookups for parameter in parameters)]
     )
     owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
-    copies = 2 if itemsize == MOMENT_BYTES else 3  # two moments, and master weights of 16-bit parameters
+    copies = len(rule.names) + (itemsize < STATE_BYTES)  # and master weights of 16-bit parameters
     turns = pool_bytes(buckets) + _reductions(buckets)
-    return Account(values, gradients, copies * MOMENT_BYTES * owned, buffer=turns)
+    return Account(values, gradients, copies * STATE_BYTES * owned, buffer=turns)
 
 
 def _reductions(buckets: Sequence[Bucket]) -> int:
@@ -220,18 +219,18 @@ def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Ac
     if memory.optimizer != "device":
         states = replace(states, optimizer=0)
     if memory.optimizer == "disk" and on_host:
-        way = working_bytes(buckets, memory.offload_buffer, memory.parameters == "disk")
+        way = working_bytes(make_rule(deck), buckets, memory.offload_buffer, memory.parameters == "disk")
         states = replace(states, buffer=states.buffer + way)
     return states
 
 
 def _snapshot(deck: Deck, elements: int) -> int:
     """Host memory that a checkpoint takes while training goes on: at most that of all it writes of a rank,
-    master weights and two moments of so many elements.
+    master weights and other state of so many elements.
     """
     if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
         return 0
-    return min(deck.checkpoint.buffer, 3 * MOMENT_BYTES * elements)
+    return min(deck.checkpoint.buffer, (1 + len(make_rule(deck).names)) * STATE_BYTES * elements)
 
 
 def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:
@@ -262,14 +261,14 @@ def _workspace(
     inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
     # Gradients of the residual stream, before and after, and of the widest hidden layer.
     block = tokens * (inner + 2 * shape.hidden) * itemsize
-    if itemsize < MOMENT_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
+    if itemsize < STATE_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
         block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
     loss = 0
     if any(part.span.predicts for part in parts):
         block = max(0, block - kept.head)
         rows = -(-shape.vocabulary // tensor)
         chunk = chunk_rows(tokens, rows)
-        loss = 2 * chunk * rows * MOMENT_BYTES  # of this chunk and of the one before
-        if itemsize < MOMENT_BYTES:
+        loss = 2 * chunk * rows * STATE_BYTES  # of this chunk and of the one before
+        if itemsize < STATE_BYTES:
             loss += (2 * chunk * rows + min(rows * shape.hidden, PRODUCT_ELEMENTS)) * itemsize
     return max(block, loss, packing_bytes(deck, kept))

@@ -28,6 +28,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.model.count import count
+from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 from hpctrain.watch.folder import no_way_on
@@ -58,9 +59,10 @@ class Checkpoints(Hook):
 
     @property
     def expected_bytes(self) -> float:
-        """About the size of one: parameters, moments and, in half precision, master weights."""
-        half = self.deck.precision.compute != "fp32"
-        return count(self.engine.shape).parameters * (14.0 if half else 12.0)
+        """About the size of one: master weights and other state, and parameters of half precision."""
+        half = 2.0 if self.deck.precision.compute != "fp32" else 0.0
+        state = STATE_BYTES * (1 + len(self.engine.optimizer.rule.names))
+        return count(self.engine.shape).parameters * (state + half)
 
     def has(self, step: int) -> bool:
         """Whether the newest one in the run's folder, complete or under way, is of this step."""
@@ -123,8 +125,7 @@ class Checkpoints(Hook):
         engine = self.engine
         structure = examine(path, engine.world.everyone)
         state = structure.state
-        moments = engine.optimizer.moments
-        entries = resumed_entries(engine.buckets, moments, structure.datasets)
+        entries = resumed_entries(engine.buckets, engine.optimizer.states, structure.datasets)
         load(structure, engine.world.everyone, entries)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
@@ -160,7 +161,7 @@ class Checkpoints(Hook):
 
     def _entries(self) -> list[Entry]:
         engine = self.engine
-        return training_entries(engine.buckets, engine.optimizer.moments, writing=True)
+        return training_entries(engine.buckets, engine.optimizer.states, writing=True)
 
     def _stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""

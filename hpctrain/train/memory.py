@@ -65,7 +65,7 @@ class MemoryLedger(Hook):
         values = storage_bytes(b.own_values if b.sharding.zero == 3 else b.values for b in buckets)
         lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
         gradients = storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
-        states = [t for m in self.engine.optimizer.moments for t in (m.master, m.exp_avg, m.exp_avg_sq)]
+        states = [flat for state in self.engine.optimizer.states for flat in state.values()]
         own = [bucket.own_values for bucket in buckets]
         # Storages that master weights share with parameters are entered there.
         optimizer = storage_bytes([*states, *own]) - storage_bytes(own)

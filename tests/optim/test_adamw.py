@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
+from hpctrain.optim.optimizer import MASTER, ResidentOptimizer
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.sharding.bucket import Bucket, make_buckets
 from hpctrain.sharding.replication import Replications
@@ -37,7 +38,7 @@ def setup(world, dtype: torch.dtype) -> tuple[dict[str, Parameter], list[Bucket]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
     parameters, buckets = setup(world, dtype)
-    ours = AdamW(buckets, (0.9, 0.95), 1e-8, 0.1)
+    ours = ResidentOptimizer(AdamW((0.9, 0.95), 1e-8, 0.1), buckets)
     copies: dict[str, Tensor] = {
         name: parameter.detach().float().clone().requires_grad_() for name, parameter in parameters.items()
     }
@@ -70,11 +71,11 @@ def test_updates_are_those_of_torch(world, dtype: torch.dtype) -> None:
     assert ours.updates == 5
 
 
-def master(optimizer: AdamW, parameter: Parameter) -> Tensor:
-    for bucket, moments in zip(optimizer.buckets, optimizer.moments, strict=True):
+def master(optimizer: ResidentOptimizer, parameter: Parameter) -> Tensor:
+    for bucket, moments in zip(optimizer.buckets, optimizer.states, strict=True):
         for segment in bucket.segments:
             if segment.parameter is parameter:
-                return segment.view(moments.master)
+                return segment.view(moments[MASTER])
     raise AssertionError
 
 

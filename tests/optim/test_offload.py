@@ -17,7 +17,8 @@ from hpctrain.engine.offload import host_store
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
 from hpctrain.memory.scratch import Flat, ScratchTensor
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.offload import SLOTS, OffloadedAdamW, piece_elements, working_bytes
+from hpctrain.optim.offload import SLOTS, OffloadedOptimizer, piece_elements, working_bytes
+from hpctrain.optim.optimizer import MASTER, ResidentOptimizer
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 3
@@ -45,9 +46,9 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
     expected = one.parameters()
     for name, values in other.parameters().items():
         assert torch.equal(values, expected[name]), name
-    for mine, theirs in zip(other.engine.optimizer.moments, one.engine.optimizer.moments, strict=True):
+    for mine, theirs in zip(other.engine.optimizer.states, one.engine.optimizer.states, strict=True):
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(contents(getattr(mine, kind)), contents(getattr(theirs, kind))), kind
+            assert torch.equal(contents(mine[kind]), contents(theirs[kind])), kind
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -68,7 +69,7 @@ def test_files_change_nothing(
         for place in places:
             folder = mpi_tmp_path / f"{number}-{len(place)}"
             files = trainer(world, small_deck(*deck, *place, SMALL_BUFFER, f"memory.offload_dir={folder}"))
-            assert isinstance(files.engine.optimizer, OffloadedAdamW)
+            assert isinstance(files.engine.optimizer, OffloadedOptimizer)
             assert len(files.engine.optimizer._pieces) > 2 * len(files.engine.buckets)
             assert [step.loss for step in files.train(STEPS)] == losses, (layout, place)
             assert_same_state(plain, files)
@@ -88,9 +89,9 @@ def test_what_lives_where(world: World, mpi_tmp_path: Path) -> None:
         f"memory.offload_dir={mpi_tmp_path / 'offload'}",
     )
     engine = trainer(world, deck).engine
-    for bucket, moments in zip(engine.buckets, engine.optimizer.moments, strict=True):
+    for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True):
         assert bucket.values is None
-        for flat in (bucket.own_values, moments.master, moments.exp_avg, moments.exp_avg_sq):
+        for flat in (bucket.own_values, *moments.values()):
             assert isinstance(flat, ScratchTensor)
             assert flat.numel() == bucket.length // world.size
     assert engine.offload.scratch is not None
@@ -134,7 +135,7 @@ def test_checkpoints_of_files_and_of_memory_are_the_same(
 
 def entries(training: Trainer, writing: bool = False) -> list:
     engine = training.engine
-    return training_entries(engine.buckets, engine.optimizer.moments, writing)
+    return training_entries(engine.buckets, engine.optimizer.states, writing)
 
 
 @pytest.mark.mpi(max_size=1)
@@ -143,11 +144,11 @@ def test_state_in_host_memory_gives_the_same_bits(world: World, compute: str) ->
     one = trainer(world, small_deck(f"precision.compute={compute}"))
     other = trainer(world, small_deck(f"precision.compute={compute}"))
     plain = one.engine.optimizer
-    assert isinstance(plain, AdamW)
-    hosted = OffloadedAdamW(other.engine.buckets, (0.9, 0.95), 1e-8, 0.1, host_store, 40_000)
-    for moments, bucket, start in zip(hosted.moments, other.engine.buckets, plain.moments, strict=True):
-        if moments.master is not bucket.own_values:
-            contents(moments.master).copy_(start.master)
+    assert isinstance(plain, ResidentOptimizer)
+    hosted = OffloadedOptimizer(plain.rule, other.engine.buckets, host_store, 40_000)
+    for moments, bucket, start in zip(hosted.states, other.engine.buckets, plain.states, strict=True):
+        if moments[MASTER] is not bucket.own_values:
+            contents(moments[MASTER]).copy_(start[MASTER])
     other.engine.optimizer = hosted
     assert [step.loss for step in one.train(5)] == [step.loss for step in other.train(5)]
     assert_same_state(one, other)
@@ -157,7 +158,7 @@ def test_pieces_fit_into_the_buffer_and_begin_where_vector_instructions_do() -> 
     class Half:
         dtype = torch.bfloat16
 
-    elements = piece_elements([Half()], 1_000_000)  # type: ignore[list-item]
+    elements = piece_elements(AdamW((0.9, 0.95), 1e-8, 0.1), [Half()], 1_000_000)  # type: ignore[list-item]
     assert elements % 64 == 0
     assert 1_000_000 - SLOTS * 64 * 14 < SLOTS * elements * 14 <= 1_000_000
 
@@ -211,8 +212,10 @@ def test_memory_of_pieces_is_foretold(world: World, mpi_tmp_path: Path, buffer: 
         training = trainer(world, deck)
         training.train(1)
         optimizer = training.engine.optimizer
-        assert isinstance(optimizer, OffloadedAdamW)
+        assert isinstance(optimizer, OffloadedOptimizer)
         held = optimizer.working_bytes
-        assert held == working_bytes(training.engine.buckets, deck.memory.offload_buffer, bool(place))
+        assert held == working_bytes(
+            optimizer.rule, training.engine.buckets, deck.memory.offload_buffer, bool(place)
+        )
         assert held <= deck.memory.offload_buffer
         training.engine.close()

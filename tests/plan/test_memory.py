@@ -10,6 +10,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import storage_bytes
+from hpctrain.optim.optimizer import MASTER
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -49,13 +50,13 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 def held(training: Trainer) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps."""
-    buckets, moments = training.engine.buckets, training.engine.optimizer.moments
+    buckets, moments = training.engine.buckets, training.engine.optimizer.states
     values = [bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets]
     gradients = [bucket.own_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
-    optimizer = [tensor for m in moments for tensor in (m.exp_avg, m.exp_avg_sq)]
+    optimizer = [tensor for m in moments for tensor in (m["exp_avg"], m["exp_avg_sq"])]
     if values[0] is not None and values[0].dtype != torch.float32:
-        optimizer += [m.master for m in moments]
+        optimizer += [m[MASTER] for m in moments]
     return (
         storage_bytes(values),
         storage_bytes([*gradients, *lookups]),

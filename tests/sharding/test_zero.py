@@ -207,7 +207,7 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
     for stage in range(4):
         training = trainer(world, small_deck(f"layout.zero={stage}", f"precision.compute={compute}"))
         engine = training.engine
-        for bucket, moment in zip(engine.buckets, engine.optimizer.moments, strict=True):
+        for bucket, moment in zip(engine.buckets, engine.optimizer.states, strict=True):
             held = {
                 "values": bucket.own_values if stage == 3 else bucket.values,
                 "gradients": bucket.own_gradients if stage > 1 else bucket.gradients,
@@ -215,7 +215,7 @@ def test_model_states_take_the_bytes_of_the_closed_forms(world: World, compute: 
             cut = bucket.length // world.size
             assert held["values"].nbytes == size * (cut if stage == 3 else bucket.length)
             assert held["gradients"].nbytes == 4 * (cut if stage > 1 else bucket.length)
-            states = {t.data_ptr(): t.nbytes for t in (moment.master, moment.exp_avg, moment.exp_avg_sq)}
+            states = {t.data_ptr(): t.nbytes for t in moment.values()}
             if compute == "fp32":
                 del states[bucket.own_values.data_ptr()]
             assert sum(states.values()) == state * (cut if stage > 0 else bucket.length)

@@ -57,8 +57,8 @@ class Ranks:
         engine = self.training.engine
         flats = [
             values
-            for bucket, moments in zip(engine.buckets, engine.optimizer.moments, strict=True)
-            for flat in (bucket.own_values, moments.master, moments.exp_avg, moments.exp_avg_sq)
+            for bucket, moments in zip(engine.buckets, engine.optimizer.states, strict=True)
+            for flat in (bucket.own_values, *moments.values())
             for _, values, _ in bucket.owned(flat)
         ]
         for flat in flats:

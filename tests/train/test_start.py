@@ -22,6 +22,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.optim.optimizer import MASTER
 from hpctrain.plan.deck import plan_deck
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
@@ -73,7 +74,7 @@ def make_source(world: World, folder: Path, family: str, kind: str) -> tuple[Pat
 
 def stored(engine: Engine, path: Path) -> dict[str, np.ndarray]:
     """The fp32 weights of all ranks, whole, through a checkpoint."""
-    entries = master_entries(engine.buckets, engine.optimizer.moments)
+    entries = master_entries(engine.buckets, engine.optimizer.states)
     save(path, engine.world.everyone, entries, {})
     found: dict[str, np.ndarray] = {}
     with h5py.File(path) as file:
@@ -107,10 +108,10 @@ def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path
         assert np.array_equal(found[name][:rows], expected[:rows]), name
         assert np.array_equal(found[name][rows:], initial[name][rows:]), name
         assert not np.array_equal(found[name], initial[name]), name
-    for bucket, moments in zip(after.buckets, after.optimizer.moments, strict=True):
+    for bucket, moments in zip(after.buckets, after.optimizer.states, strict=True):
         # What computes is what was read, rounded; padding stays zero, as the optimizer expects.
         for (segment, values, _), (_, masters, _) in zip(
-            bucket.owned(bucket.own_values), bucket.owned(moments.master), strict=True
+            bucket.owned(bucket.own_values), bucket.owned(moments[MASTER]), strict=True
         ):
             whole = masters if isinstance(masters, torch.Tensor) else masters.load()
             assert torch.equal(values, whole.to(values.dtype)), segment.parameter.shard.name

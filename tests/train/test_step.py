@@ -22,7 +22,7 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     run = trainer(world, small_deck())
     run.train(1)
     before = {name: values.clone() for name, values in run.parameters().items()}
-    moments = [moment.exp_avg.clone() for moment in run.engine.optimizer.moments]
+    moments = [moment["exp_avg"].clone() for moment in run.engine.optimizer.states]
     prepare = run.step.prepare
 
     def spoiled(micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
@@ -36,8 +36,8 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     assert (run.state.step, run.state.skipped, run.engine.optimizer.updates) == (2, 1, 1)
     for name, values in run.parameters().items():
         assert torch.equal(values, before[name]), name
-    for moment, earlier in zip(run.engine.optimizer.moments, moments, strict=True):
-        assert torch.equal(moment.exp_avg, earlier)
+    for moment, earlier in zip(run.engine.optimizer.states, moments, strict=True):
+        assert torch.equal(moment["exp_avg"], earlier)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -1,0 +1,177 @@
+"""The optimizer: what belongs to parameters, by name, and what updates them by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.memory.scratch import Flat
+from hpctrain.sharding.bucket import Bucket
+
+State = Mapping[str, Flat]
+"""What belongs to the elements of a bucket that are this rank's (`Bucket.own`), by name: flat, fp32, a value
+for each, which lies where the element lies in its Shard."""
+
+MASTER = "master"
+"""In every State: the weights that are updated, the bucket's `own_values` themselves where those are fp32 and
+lie where the update is computed."""
+
+STATE_BYTES = 4
+"""Of a value: fp32."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device.
+
+    `updates` is a scalar there that counts the updates before this one; the rule adds it.
+    """
+
+    state: Mapping[str, Tensor]
+    gradients: Tensor
+    updates: Tensor
+    decayed: bool
+
+
+class Rule(Protocol):
+    """How parameters are updated, wherever they and their state are.
+
+    `names` are those of its state beside master weights; it begins as zeros. `by_element` says that an update
+    needs no more than the element's own state and gradient, so that elements may be cut anywhere; other rules
+    update whole matrices.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    by_element: ClassVar[bool]
+
+    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+        """Update in place; the gradients are divided by `gradient_divisor`, and stay so."""
+
+
+class Optimizer(Protocol):
+    """What updates the parameters of buckets by a rule, wherever it keeps its state."""
+
+    rule: Rule
+    buckets: Sequence[Bucket]
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The state, by bucket."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Host memory that state which lies elsewhere passes through."""
+
+    @property
+    def updates(self) -> int:
+        """Updates done so far; what the bias correction counts."""
+
+    @updates.setter
+    def updates(self, count: int) -> None: ...
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient)."""
+
+    def publish(self) -> None:
+        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The decayed or the other elements of one bucket's own: their place there, and views of their state."""
+
+    bucket: Bucket
+    place: slice
+    decayed: bool
+    state: Mapping[str, Tensor]
+    updates: Tensor
+
+
+class ResidentOptimizer:
+    """Keeps the state where it is updated, and updates all buckets in one call."""
+
+    def __init__(self, rule: Rule, buckets: Sequence[Bucket]) -> None:
+        assert rule.by_element, "buckets are cut anywhere"
+        self.rule, self.buckets = rule, buckets
+        self._states = [_state(rule, bucket) for bucket in buckets]
+        self._parts = [
+            _Part(bucket, place, decayed, {name: flat[place] for name, flat in state.items()}, updates)
+            for bucket, state in zip(buckets, self._states, strict=True)
+            for place, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
+            for updates in [torch.zeros((), device=state[MASTER].device)]
+            if place.stop > place.start
+        ]
+
+    @property
+    def states(self) -> Sequence[Mapping[str, Tensor]]:
+        """The state, by bucket."""
+        return self._states
+
+    @property
+    def working_bytes(self) -> int:
+        """None: the state is where it is updated."""
+        return 0
+
+    @property
+    def updates(self) -> int:
+        """Updates done so far; what the bias correction counts."""
+        return int(self._parts[0].updates.item())
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for part in self._parts:
+            part.updates.fill_(count)
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
+
+        Gradient buffers in fp32 hold the divided gradients afterwards.
+        """
+        if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets):
+            self._update(self._parts, learning_rate, gradient_divisor)
+        else:
+            # One bucket after the other has its gradients in fp32, for as long.
+            for bucket in self.buckets:
+                parts = [part for part in self._parts if part.bucket is bucket]
+                self._update(parts, learning_rate, gradient_divisor)
+        self.publish()
+
+    def publish(self) -> None:
+        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
+        for bucket, state in zip(self.buckets, self._states, strict=True):
+            if state[MASTER] is not bucket.own_values:
+                assert isinstance(bucket.own_values, Tensor)
+                bucket.own_values.copy_(state[MASTER])
+        refresh(self.buckets)
+
+    def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
+        elements = [
+            Elements(part.state, part.bucket.own_gradients[part.place].float(), part.updates, part.decayed)
+            for part in parts
+        ]
+        self.rule.update(elements, learning_rate, gradient_divisor)
+
+
+def refresh(buckets: Sequence[Bucket]) -> None:
+    """Bring the other ranks' slices, which they have updated, into whole values. Collective."""
+    for work in [bucket.start_refresh() for bucket in buckets]:
+        if work is not None:
+            work.wait()
+
+
+def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
+    """The decayed and the other elements of the bucket's own."""
+    own = bucket.own
+    border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
+    return slice(0, border), slice(border, own.stop - own.start)
+
+
+def _state(rule: Rule, bucket: Bucket) -> dict[str, Tensor]:
+    values = bucket.own_values
+    assert isinstance(values, Tensor)
+    master = values if values.dtype == torch.float32 else values.float()
+    return {MASTER: master, **{name: torch.zeros_like(master) for name in rule.names}}
