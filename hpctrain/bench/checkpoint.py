@@ -271,7 +271,7 @@ class _Bench:
 
     def _begin(self, folder: Path) -> BackgroundSave:
         if self.buffer is None:
-            self.buffer = HostBuffer(self.deck.checkpoint.buffer, self.world.device.type == "cuda")
+            self.buffer = HostBuffer(self.deck.checkpoint.buffer, self.world.device)
         path = folder / "background.h5"
         return BackgroundSave(path, self.world.everyone, self.entries, self.stored, self.buffer)
 

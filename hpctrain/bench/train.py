@@ -21,6 +21,7 @@ from hpctrain.bench.torch_model import RIVALS, torch_step
 from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.device import peak_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
@@ -43,7 +44,6 @@ from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes, format_count
 from hpctrain.watch.machine import measure_gemm_flops
-from hpctrain.watch.metrics import peak_rss_bytes
 
 DEFAULT_VOCABULARY = 320
 OWN = "deck"
@@ -201,7 +201,7 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
 
 def _peak_bytes(world: World) -> int:
     """The most memory that a rank of the world has had in use: of its GPU, or resident. Collective."""
-    own = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else peak_rss_bytes()
+    own = peak_bytes(world.device)
     return int(world.everyone.all_reduce(torch.tensor(own), "max").item())
 
 

@@ -16,16 +16,17 @@ import torch
 
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.draft import Piece
+from hpctrain.comm.device import host_empty
 
 _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Memory given out and taken back in the same order; pinned, if pieces come from a GPU."""
+    """Host memory given out and taken back in the same order, for pieces that come from `device`."""
 
-    def __init__(self, size: int, pinned: bool = False) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         assert size >= 2 * _ALIGNMENT, size
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self.memory = host_empty((size,), torch.uint8, device).numpy()
         self._given: deque[tuple[int, int]] = deque()
 
     @property

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.device import on_host
 from hpctrain.comm.ledger import Entry, Ledger
 from hpctrain.comm.timeline import Span
 from hpctrain.comm.transport import Pending, Transport
@@ -171,7 +172,7 @@ class Group:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialized memory that the transport likes best."""
-        transport = self.host if self.device.type == "cpu" else self.accelerator
+        transport = self.host if on_host(self.device) else self.accelerator
         return transport.empty(shape, dtype, self.device)
 
     # Reductions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,20 @@ def resident_bytes() -> int:
         return 0
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had resident so far, in bytes.
+
+    Where there is /proc, from there: what `getrusage` tells began with the peak of the process that
+    started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def shared_bytes() -> int:

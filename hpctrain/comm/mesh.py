@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Literal
 
-import torch
-
+from hpctrain.comm.device import identity_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.transports import Name
 from hpctrain.comm.world import World
@@ -131,6 +130,5 @@ def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Name
 
 def _identity(world: World) -> str | None:
     """A name for this rank's GPU that no other GPU of the job has; None on a CPU."""
-    if world.device.type != "cuda":
-        return None
-    return f"{world.hostname} {torch.cuda.get_device_properties(world.device).uuid}"
+    identity = identity_of(world.device)
+    return None if identity is None else f"{world.hostname} {identity}"

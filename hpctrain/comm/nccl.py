@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.device import SideStream, present_stream
 from hpctrain.comm.reduction import Scratch
 from hpctrain.comm.transport import Pending, Span, Transport, spans_of
 
@@ -35,22 +36,6 @@ SUMMED = frozenset({torch.float32, torch.float64})
 INTEGERS = frozenset(
     {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
 )
-
-
-class StreamEvent:
-    """An operation under way on a side stream."""
-
-    def __init__(self, event: Any, tensors: Sequence[Tensor | None]) -> None:
-        self._event = event
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def test(self) -> bool:
-        """Whether it is complete."""
-        return bool(self._event.query())
 
 
 class HeldReceive:
@@ -84,7 +69,7 @@ class NcclTransport(Transport):
         self._mpi = communicator
         self._communicator: Any = None
         self._core: Any = None
-        self._side: Any = None
+        self._side = SideStream()
         self._receives: list[HeldReceive] = []
 
     def _nccl(self) -> Any:
@@ -113,22 +98,10 @@ class NcclTransport(Transport):
         self.launch_receives()
         self._nccl()
         if blocking:
-            if self._side is not None:  # one communicator's operations follow each other
-                torch.cuda.current_stream().wait_stream(self._side)
+            self._side.precede()  # one communicator's operations follow each other
             action(self, call)
             return None
-        return self._start(lambda: action(self, call), [call.tensor, call.output])
-
-    def _start(self, action: Callable[[], None], tensors: Sequence[Tensor | None]) -> StreamEvent:
-        if self._side is None:
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            action()
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(self._side)
-        return StreamEvent(self._side.record_event(), tensors)
+        return self._side.start(lambda: action(self, call), [call.tensor, call.output])
 
     def launch_receives(self, sent: Tensor | None = None, destination: int = -1) -> Pending | None:
         """Start the receives that are held back, in one NCCL group, with one send if it is given."""
@@ -141,11 +114,11 @@ class NcclTransport(Transport):
             with self._core.group():
                 for receive in held:
                     if receive.tensor.numel():
-                        communicator.recv(_bytes(receive.tensor), receive.source, stream=_stream())
+                        communicator.recv(_bytes(receive.tensor), receive.source, stream=present_stream())
                 if sent is not None and sent.numel():
-                    communicator.send(_bytes(sent), destination, stream=_stream())
+                    communicator.send(_bytes(sent), destination, stream=present_stream())
 
-        launched = self._start(action, [sent, *(receive.tensor for receive in held)])
+        launched = self._side.start(action, [sent, *(receive.tensor for receive in held)])
         for receive in held:
             receive.launched = launched
         return launched
@@ -166,7 +139,7 @@ class NcclTransport(Transport):
             _finish(reduction.all_reduce(self, flat, operation, True))
         elif flat.numel():
             operator = getattr(self._core.NcclRedOp, plain)
-            self._nccl().allreduce(flat, flat, operator, stream=_stream())
+            self._nccl().allreduce(flat, flat, operator, stream=present_stream())
 
     def _reduce(self, call: Call) -> None:
         tensor, operation, root = call.tensor, call.reduced, call.root
@@ -177,7 +150,7 @@ class NcclTransport(Transport):
         elif flat.numel():
             operator = getattr(self._core.NcclRedOp, plain)
             target = flat if self.rank == root else None
-            self._nccl().reduce(flat, target, operator, root, stream=_stream())
+            self._nccl().reduce(flat, target, operator, root, stream=present_stream())
 
     def _reduce_scatter(self, call: Call) -> None:
         tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
@@ -188,7 +161,7 @@ class NcclTransport(Transport):
             _finish(reduction.reduce_scatter(self, flat, mine, counts, operation, True))
         elif flat.numel():
             operator = getattr(self._core.NcclRedOp, plain)
-            self._nccl().reduce_scatter(flat, mine, operator, stream=_stream())
+            self._nccl().reduce_scatter(flat, mine, operator, stream=present_stream())
 
     # Movement
 
@@ -197,7 +170,7 @@ class NcclTransport(Transport):
         assert tensor is not None
         if tensor.numel():
             flat = _bytes(tensor)
-            self._nccl().broadcast(flat, flat, call.root, stream=_stream())
+            self._nccl().broadcast(flat, flat, call.root, stream=present_stream())
 
     def _all_gather(self, call: Call) -> None:
         tensor, output, counts = call.tensor, call.output, call.counts
@@ -231,12 +204,12 @@ class NcclTransport(Transport):
     def _send(self, call: Call) -> None:
         assert call.tensor is not None
         if call.tensor.numel():
-            self._nccl().send(_bytes(call.tensor), call.peer, stream=_stream())
+            self._nccl().send(_bytes(call.tensor), call.peer, stream=present_stream())
 
     def _recv(self, call: Call) -> None:
         assert call.output is not None
         if call.output.numel():
-            self._nccl().recv(_bytes(call.output), call.peer, stream=_stream())
+            self._nccl().recv(_bytes(call.output), call.peer, stream=present_stream())
 
     # What reductions are made of: all of it is ordered on the stream, and nothing is pending
 
@@ -247,7 +220,7 @@ class NcclTransport(Transport):
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:  # noqa: ARG002
         """See Mover."""
         if output.numel():
-            self._nccl().allgather(_bytes(tensor), _bytes(output), stream=_stream())
+            self._nccl().allgather(_bytes(tensor), _bytes(output), stream=present_stream())
         return None
 
     def exchange(
@@ -264,7 +237,7 @@ class NcclTransport(Transport):
         own, there = sent[begin : begin + count], received[place : place + count]
         if count and own.data_ptr() != there.data_ptr():
             there.copy_(own)
-        communicator, stream = self._nccl(), _stream()
+        communicator, stream = self._nccl(), present_stream()
         with self._core.group():
             for peer in range(self.size):
                 if peer == self.rank:
@@ -297,10 +270,6 @@ ACTIONS: Mapping[str, Callable[[NcclTransport, Call], None]] = {
     "send": NcclTransport._send,
     "recv": NcclTransport._recv,
 }
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 def _bytes(tensor: Tensor) -> Tensor:

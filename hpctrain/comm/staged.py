@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
+from hpctrain.comm.device import host_empty, wait_for_copies
 from hpctrain.comm.transport import Pending, Transport
 
 
@@ -40,18 +40,19 @@ class _CopyBack:
 class StagedTransport(Transport):
     """Another transport's calls, for tensors of a device."""
 
-    def __init__(self, inner: Transport, pinned: bool = True) -> None:
+    def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.pinned = pinned
         self.rank, self.size = inner.rank, inner.size
 
     def run(self, call: Call) -> Pending | None:
         """See Transport. Waits for what is given to be on the host; copies results back in stream order."""
         given, received = call.tensor, call.output
-        source = None if given is None else self._host(given).copy_(given.detach(), non_blocking=True)
-        target = None if received is None else source if received is given else self._host(received)
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()
+        source = target = None
+        if given is not None:
+            source = _host(given).copy_(given.detach(), non_blocking=True)
+            wait_for_copies(given.device)
+        if received is not None:
+            target = source if received is given else _host(received)
         pending = self.inner.run(call.over(source, target))
 
         def finish() -> None:
@@ -63,6 +64,6 @@ class StagedTransport(Transport):
             return None
         return _CopyBack(pending, finish)
 
-    def _host(self, tensor: Tensor) -> Tensor:
-        # torch keeps pinned memory for the next call, and until the copies that use it are done.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+
+def _host(tensor: Tensor) -> Tensor:
+    return host_empty(tensor.shape, tensor.dtype, tensor.device)

@@ -18,8 +18,9 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
+from hpctrain.comm.device import gpu_count, held_bytes, on_host, use
 from hpctrain.comm.group import Group, Work
-from hpctrain.comm.host_memory import is_out_of_memory, resident_bytes
+from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes
@@ -103,11 +104,9 @@ class World:
 
     def use_device(self, name: str) -> None:
         """Choose the device, as `start` does. Collective; before any Mesh is made."""
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         with self.agreement():
-            self.device = choose_device(name, self.local_rank, count)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            self.device = choose_device(name, self.local_rank, gpu_count())
+        use(self.device)
         self.everyone.device = self.device
 
     def compare_calls(self, wanted: bool) -> None:
@@ -250,10 +249,7 @@ class World:
 
     def _out_of_memory(self, error: BaseException) -> str:
         """In one sentence, what this rank had and was to have when it got no more."""
-        if self.device.type == "cuda":
-            held, where = torch.cuda.memory_allocated(self.device), f" on {self.device}"
-        else:
-            held, where = resident_bytes(), ""
+        held, where = held_bytes(self.device), "" if on_host(self.device) else f" on {self.device}"
         plan = f", of {format_bytes(self.planned_bytes)} by the plan" if self.planned_bytes else ""
         why = " ".join(str(error).split()) or type(error).__name__
         return (

@@ -7,6 +7,7 @@ from math import ceil
 
 import torch
 
+from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST_ACTIVATIONS
 from hpctrain.deck.schema import Deck
@@ -28,7 +29,7 @@ from hpctrain.units import format_bytes, format_count
 def make_keeping(deck: Deck, world: World) -> Recompute:
     """The deck's choice; HpctrainError where the device cannot do it. `open_shelf` gives it its place."""
     memory = deck.memory
-    if memory.activations == "host" and world.device.type == "cpu":
+    if memory.activations == "host" and on_host(world.device):
         raise HpctrainError(deck.problem("memory.activations", NO_HOST_ACTIVATIONS))
     plain = memory.activations == "keep" and memory.activation_format == "exact"
     return Recompute(memory.recompute, None if plain else ActivationStore(memory.activation_format))

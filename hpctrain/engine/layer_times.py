@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import wait
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -182,8 +183,7 @@ class Replay:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return perf_counter()
 
 

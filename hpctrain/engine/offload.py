@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.comm.device import gpu_count, host_empty, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
@@ -44,7 +45,7 @@ def open_offload(
 ) -> Offload:
     """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
     with world.agreement():
-        if world.device.type == "cpu":
+        if on_host(world.device):
             problems = [
                 deck.problem(f"memory.{key}", NO_HOST)
                 for key in ("optimizer", "parameters")
@@ -129,7 +130,7 @@ def file_store(scratch: Scratch, name: str) -> Store:
 
 def host_store(length: int, dtype: torch.dtype) -> Flat:
     """Makes zeros in host memory that a GPU reads and writes directly."""
-    return torch.zeros(length, dtype=dtype, pin_memory=torch.cuda.is_available())
+    return host_empty((length,), dtype, torch.device("cuda" if gpu_count() else "cpu")).zero_()
 
 
 def make_rule(deck: Deck) -> Rule:

@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import Launched, SideStream, host_empty, on_host
 from hpctrain.memory.scratch import Scratch, ScratchFile, Transfer
 
 
@@ -53,40 +54,25 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = SideStream()
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, size: int) -> Tensor:
         """Pinned memory, to be given back."""
         free = self._free[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return free.pop() if free else host_empty((size,), torch.uint8, self.device)
 
     def give(self, host: Tensor) -> None:
         """What uses it next is ordered after what used it before, by the stream."""
         self._free[host.numel()].append(host)
 
-    def start_out(self, memory: Tensor, host: Tensor) -> torch.cuda.Event:
+    def start_out(self, memory: Tensor, host: Tensor) -> Launched:
         """Start to copy to the host."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            host.copy_(memory, non_blocking=True)
-        memory.record_stream(self.stream)
-        event: torch.cuda.Event = self.stream.record_event()
-        return event
+        return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
-    def start_in(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def start_in(self, host: Tensor) -> tuple[Tensor, Launched]:
         """Start to copy to the device."""
-        with torch.cuda.stream(self.stream):
-            memory = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
-            memory.copy_(host, non_blocking=True)
-        return memory, self.stream.record_event()
-
-    def arrived(self, memory: Tensor, event: torch.cuda.Event) -> Tensor:
-        """Memory of `start_in`, for use by what is computed from now on."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        memory.record_stream(current)
-        return memory
+        return self.stream.bring(host, self.device)
 
 
 class HostShelf(Shelf):
@@ -105,13 +91,13 @@ class _HostStay(Stay):
         self.copies = copies
         self.host = copies.take(memory.numel())
         self.out = copies.start_out(memory, self.host)
-        self.coming: tuple[Tensor, torch.cuda.Event] | None = None
+        self.coming: tuple[Tensor, Launched] | None = None
 
     def advance(self) -> None:
         pass
 
     def settle(self) -> None:
-        self.out.synchronize()
+        self.out.settle()
 
     def start_fetch(self) -> None:
         if self.coming is None:
@@ -120,7 +106,8 @@ class _HostStay(Stay):
     def fetch(self) -> Tensor:
         self.start_fetch()
         assert self.coming is not None
-        return self.copies.arrived(*self.coming)
+        memory, copy = self.coming
+        return copy.deliver(memory)
 
     def release(self) -> None:
         self.copies.give(self.host)
@@ -139,7 +126,7 @@ class DiskShelf(Shelf):
 
     def __init__(self, scratch: Scratch, capacity: int, device: torch.device) -> None:
         self.scratch, self.capacity = scratch, max(1, capacity)
-        self.copies = DeviceCopies(device) if device.type == "cuda" else None
+        self.copies = None if on_host(device) else DeviceCopies(device)
         self._free: defaultdict[int, list[Region]] = defaultdict(list)
         self._files: list[ScratchFile] = []
         self._end = 0
@@ -185,7 +172,7 @@ class _DiskStay(Stay):
         self.shelf, self.size = shelf, memory.numel()
         self.region = shelf.take(self.size)
         self.host: Tensor | None = None
-        self.out: torch.cuda.Event | None = None
+        self.out: Launched | None = None
         self.writing: Transfer | None = None
         self.reading: Transfer | None = None
         if shelf.copies is None:
@@ -200,7 +187,7 @@ class _DiskStay(Stay):
 
     def advance(self) -> None:
         if self.out is not None and self.host is not None:
-            self.out.synchronize()
+            self.out.settle()
             self.out = None
             self._write(self.host)
 
@@ -225,9 +212,9 @@ class _DiskStay(Stay):
         if copies is None:
             self.host = None  # from now on the caller's
             return host
-        memory = copies.arrived(*copies.start_in(host))
+        memory, copy = copies.start_in(host)
         self._give_host()
-        return memory
+        return copy.deliver(memory)
 
     @property
     def memory(self) -> Tensor | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, to_read
 from hpctrain.optim.optimizer import MASTER, STATE_BYTES, Elements, Rule, State, decay_ranges, refresh
@@ -186,7 +187,7 @@ def state_elements(rule: Rule, bucket_dtype: torch.dtype, device: torch.device, 
 
 def _is_master(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether parameters of this type that lie there are the master weights themselves."""
-    return dtype == torch.float32 and device.type == "cpu"
+    return dtype == torch.float32 and on_host(device)
 
 
 def _state(rule: Rule, bucket: Bucket, store: Store) -> State:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpctrain.comm.device import on_host, total_bytes
 from hpctrain.comm.host_memory import Limit, node_limits
 from hpctrain.deck.schema import Machine
 from hpctrain.units import format_bytes
@@ -62,10 +63,8 @@ def tightest(claims: Iterable[Claim]) -> Room | None:
 
 def limits_of(machine: Machine, device: torch.device, environment: Mapping[str, str]) -> tuple[Limit, ...]:
     """The limits of what this process may hold on that device: those of the deck, else those it finds."""
-    if device.type == "cuda":
-        size = machine.gpu_memory
-        if size is None and torch.cuda.is_available():
-            size = torch.cuda.get_device_properties(device).total_memory
+    if not on_host(device):
+        size = total_bytes(device) if machine.gpu_memory is None else machine.gpu_memory
         name = f"GPU {device.index or 0}"
         return () if size is None else (Limit(name, size, f"on {name}"),)
     if machine.memory is not None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import host_empty, on_host
 from hpctrain.comm.group import Group, Work
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
@@ -183,11 +184,11 @@ class Bucket:
     def start_fetch(self) -> None:
         """Start to read this rank's slice where it lies in a file, for the `start_gather` that comes."""
         if isinstance(self.own_values, ScratchTensor) and self._fetched is None:
-            length, on_host = self.own_values.numel(), self.sharding.group.device.type == "cpu"
+            length, device = self.own_values.numel(), self.sharding.group.device
             memory = (
                 self.sharding.pool.take(length, self.dtype)
-                if on_host
-                else torch.empty(length, dtype=self.dtype, pin_memory=True)
+                if on_host(device)
+                else host_empty((length,), self.dtype, device)
             )
             self._fetched = memory, self.own_values.start_read(memory)
 

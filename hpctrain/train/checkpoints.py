@@ -80,8 +80,7 @@ class Checkpoints(Hook):
         if checkpoint.mode == "background":
             with self._timed():
                 if self._buffer is None:
-                    on_gpu = self.engine.world.device.type == "cuda"
-                    self._buffer = HostBuffer(checkpoint.buffer, pinned=on_gpu)
+                    self._buffer = HostBuffer(checkpoint.buffer, self.engine.world.device)
                 self._pending = BackgroundSave(path, everyone, entries, stored, self._buffer)
             return
         with self._timed():

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host, peak_bytes
 from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.memory.accounts import Account, storage_bytes
@@ -21,7 +21,6 @@ from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import pool_bytes
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook
-from hpctrain.watch.metrics import peak_rss_bytes
 
 PLAN_FILE = "plan.json"
 
@@ -70,15 +69,14 @@ class MemoryLedger(Hook):
         # Storages that master weights share with parameters are entered there.
         optimizer = storage_bytes([*states, *own]) - storage_bytes(own)
         buffers = pool_bytes(buckets) + self.engine.world.buffer_bytes
-        if self.engine.world.device.type == "cpu":
+        if on_host(self.engine.world.device):
             buffers += self.engine.optimizer.working_bytes
         known = Account(values, gradients, optimizer, self.activations.bytes or 0, buffers)
         return replace(known, other=max(0, self.peak_bytes() - known.total))
 
     def peak_bytes(self) -> int:
         """The peak of the process, or on a GPU of torch's allocator."""
-        device = self.engine.world.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss_bytes()
+        return peak_bytes(self.engine.world.device)
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""

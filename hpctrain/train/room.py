@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from hpctrain.comm.device import on_host
 from hpctrain.comm.host_memory import available_bytes, resident_bytes, shared_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
@@ -40,7 +41,7 @@ def build_within_memory(
     has, or than the deck's [machine] says. `ready` is called when that is settled, before the engine makes
     any file.
     """
-    libraries = library_bytes() if world.device.type == "cpu" else 0
+    libraries = library_bytes() if on_host(world.device) else 0
     arrangement = arrange(deck, world, mesh, vocabulary)
 
     def planned(deck: Deck, arrangement: Arrangement | None = None) -> MemoryPlan:
@@ -72,7 +73,7 @@ def build_within_memory(
         less = (
             f"{', '.join([*others, f'or {last}' if others else last])} would need less, and " if told else ""
         )
-        key = "machine.gpu_memory" if world.device.type == "cuda" else "machine.memory"
+        key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
         return f"{largest_kinds(plan)}; {less}--set {key}=SIZE overrules what is there"
 
     demand_room(world, deck.machine, deck.sources.name, here, advice)
@@ -90,7 +91,7 @@ def demand_room(
     `advice` for the node that lacks most. Where there is as much, but others hold it at present, that is a
     warning.
     """
-    on_cpu = world.device.type == "cpu"
+    on_cpu = on_host(world.device)
     shared = min(needed, shared_bytes()) if on_cpu else 0
     limits = limits_of(machine, world.device, os.environ)
     claim = Claim(world.node, world.hostname, needed, shared, limits)

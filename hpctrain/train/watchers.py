@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.comm.timeline import Timeline
 from hpctrain.data.batches import Batches
 from hpctrain.model.count import count
@@ -21,7 +22,7 @@ from hpctrain.train.time_limit import Pace
 from hpctrain.train.trainer import Trainer
 from hpctrain.watch.folder import way_on
 from hpctrain.watch.machine import Peak
-from hpctrain.watch.metrics import StepMetrics, peak_rss_bytes
+from hpctrain.watch.metrics import StepMetrics
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.stragglers import Stragglers
 

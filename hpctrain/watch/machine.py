@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.comm.device import name_of, on_host, wait
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
@@ -95,9 +96,8 @@ class Peak:
     def _kinds(self) -> str:
         """On what the rate depends, in words: device, how many share it, threads, precision."""
         world, run = self._world, self._deck.run
-        if world.device.type == "cuda":
-            here = torch.cuda.get_device_name(world.device)
-        else:
+        here = name_of(world.device)
+        if here is None:
             ranks = -(-world.size // world.nodes)
             here = f"{_processor()}, cores {os.cpu_count()}, ranks {ranks}, threads {run.threads}"
         everywhere = sorted(set(world.everyone.all_gather_object(here)))
@@ -110,7 +110,7 @@ def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
     All ranks should measure at the same time, so that those which share cores or memory count that in.
     """
     sizes = _SIZES[device.type]
-    if device.type == "cpu" and torch.get_num_threads() > 1:
+    if on_host(device) and torch.get_num_threads() > 1:
         sizes = (*sizes, _LARGE)
     # The operands of one size after the other lie in the same memory, as do the products.
     factors, products = torch.ones(2, max(sizes) ** 2, dtype=dtype, device=device)
@@ -119,10 +119,10 @@ def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
         rounds += 1
         for size in sizes:
             square, product = (memory[: size * size].view(size, size) for memory in (factors, products))
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             torch.mm(square, square, out=product)
-            _wait(device)
+            wait(device)
             best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
     return best
 
@@ -138,8 +138,3 @@ def _processor() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -8,8 +8,6 @@ import errno
 import json
 import math
 import os
-import resource
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +16,9 @@ from types import TracebackType
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.rows import Row, read_metrics, scan_metrics
 
-__all__ = ["MetricsWriter", "StepMetrics", "peak_rss_bytes", "read_metrics"]
+__all__ = ["MetricsWriter", "StepMetrics", "read_metrics"]
 
 Measured = bool | int | float | None
-
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +113,6 @@ class MetricsWriter:
             yield
         except OSError as error:
             raise InputOutputError(f"{self.path}: cannot be {verb}: {error.strerror or error}") from error
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident so far, in bytes.
-
-    Where there is /proc, from there: what `getrusage` tells began with the peak of the process that
-    started this one.
-    """
-    try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _demand_new(path: Path) -> None:

@@ -25,6 +25,8 @@ from hpctrain.errors import InputOutputError
 from tests.checkpoint.conftest import LAYOUTS, Tensors, entry
 from tests.checkpoint.test_write import contents
 
+CPU = torch.device("cpu")
+
 STATE = {"step": 3, "deck": "[run]\n"}
 
 
@@ -38,7 +40,7 @@ def test_same_file_as_collective_although_values_change(
     group = world.everyone
     held = LAYOUTS[layout](tensors, group.rank, group.size)
     save(mpi_tmp_path / "a.h5", group, held, STATE)
-    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(buffer))
+    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(buffer, CPU))
     pending.protect()
     for each in held:
         each.values.zero_()
@@ -61,7 +63,7 @@ def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:
     values = torch.arange(6 * 1024, dtype=torch.float32)
     expected = values.clone()
     parts = pieces(values, 6)
-    snapshot = Snapshot(parts, HostBuffer(3 * 4096))
+    snapshot = Snapshot(parts, HostBuffer(3 * 4096, CPU))
     values = parts[0].entry.values
     assert isinstance(values, Tensor)
     found = [snapshot.take(0)]  # being written from where it is; 1, 2 and 3 fit into the buffer
@@ -89,14 +91,14 @@ def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:
 
 def test_a_failed_writer_holds_nobody_up() -> None:
     parts = pieces(torch.ones(4096), 4)
-    snapshot = Snapshot(parts, HostBuffer(2 * 4096))
+    snapshot = Snapshot(parts, HostBuffer(2 * 4096, CPU))
     snapshot.take(0)
     snapshot.close()
     snapshot.protect()
 
 
 def test_the_buffer_is_a_ring() -> None:
-    buffer = HostBuffer(1024)
+    buffer = HostBuffer(1024, CPU)
     assert buffer.take(1025) is None
     first, second = buffer.take(500), buffer.take(448)  # 512 and 448 bytes
     assert first is not None and second is not None
@@ -133,7 +135,7 @@ def test_errors_are_agreed_and_leave_nothing(
             raise OSError(5, os.strerror(5), str(draft.temporary))
 
     monkeypatch.setattr(Draft, stage, silent if stage == "publish" else refusing)
-    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(1 << 20))
+    pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(1 << 20, CPU))
     pending.protect()
     with pytest.raises(InputOutputError, match=r"/b\.h5: Input/output error") as error:
         pending.poll(wait=True)

@@ -45,7 +45,7 @@ def write(step):
     if mode == "collective":
         save(path, world.everyone, held, state, 1 << 20)
         return
-    pending = BackgroundSave(path, world.everyone, held, state, HostBuffer(2 << 20))
+    pending = BackgroundSave(path, world.everyone, held, state, HostBuffer(2 << 20, torch.device("cpu")))
     pending.protect()
     pending.poll(wait=True)
 

@@ -32,7 +32,7 @@ def group(request: pytest.FixtureRequest, world: World) -> Iterator[Group]:
     if request.param == "split":
         host.limit = 7
     if request.param == "staged":
-        staged = StagedTransport(host, pinned=False)
+        staged = StagedTransport(host)
         whole._transport = lambda _: staged  # type: ignore[method-assign]
     yield whole
     host.limit = 2**31 - 1

@@ -77,7 +77,7 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     transport._core = SimpleNamespace(
         NcclRedOp=SimpleNamespace(SUM="sum", MAX="max", MIN="min"), group=grouped
     )
-    monkeypatch.setattr(nccl, "_stream", lambda: 0)
+    monkeypatch.setattr(nccl, "present_stream", lambda: 0)
     whole._transport = lambda _: transport  # type: ignore[method-assign]
     yield whole
     whole._transport = ordinary  # type: ignore[method-assign]
