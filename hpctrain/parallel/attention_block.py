@@ -8,16 +8,20 @@ have fewer heads; the log-sum-exp is [b, heads, s] fp32.
 
 from __future__ import annotations
 
-from math import sqrt
-
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+HEAD_ALIGNMENT, LOG_SUM_ALIGNMENT = 8, 32
+"""Elements of a head, and log-sum-exps of one, to which kernels of GPUs pad."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block."""
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    output, log_sum = (_fused if q.device.type == "cpu" else _plain)(q, k, v, causal)
+    output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, causal)
     return _sequence_first(output), log_sum
 
 
@@ -35,45 +39,90 @@ def attend_backward(
     `output` and `log_sum` are those over all keys that the queries attend to.
     """
     g, q, k, v, o = (_heads_first(x) for x in (output_gradient, query, key, value, output))
-    backward = _fused_backward if q.device.type == "cpu" else _plain_backward
+    backward = _on_host_backward if q.is_cpu else _on_gpu_backward
     of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, causal)
     return _sequence_first(of_query), _sequence_first(of_key), _sequence_first(of_value)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _on_host(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Torch's flash attention for the CPU; all tensors [b, heads, s, d]."""
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    output, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return output, log_sum
 
 
-def _fused_backward(
+def _on_host_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         g, q, k, v, o, log_sum, 0.0, causal
     )
     return of_query, of_key, of_value
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The same written out, for devices without a fused kernel that gives the log-sum-exp in fp32."""
-    scores = _scores(q, k, causal)
-    log_sum = scores.logsumexp(-1)
-    weights = (scores - log_sum.unsqueeze(-1)).exp().to(v.dtype)
-    return weights @ _repeated(v, q), log_sum
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same by torch's kernels for GPUs: flash attention, or the memory-efficient one of any type."""
+    size, scale, rows = q.shape[-1], q.shape[-1] ** -0.5, q.shape[2]
+    q, k, v = (_padded(x) for x in (q, _repeated(k, q), _repeated(v, q)))
+    if _flash(q, k, v, causal):
+        output, log_sum = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[
+            :2
+        ]
+    else:
+        output, log_sum = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )[:2]
+    return output[..., :size], log_sum[..., :rows]
 
 
-def _plain_backward(
+def _on_gpu_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, causal) - log_sum.unsqueeze(-1)).exp()
-    delta = (g.float() * o.float()).sum(-1, keepdim=True)
-    of_weights = g.float() @ _repeated(v, q).float().transpose(-1, -2)
-    of_scores = weights * (of_weights - delta) / sqrt(q.shape[-1])
-    of_query = of_scores @ _repeated(k, q).float()
-    of_key = _summed(of_scores.transpose(-1, -2) @ q.float(), k)
-    of_value = _summed(weights.transpose(-1, -2) @ g.float(), v)
-    return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
+    size, scale, held = q.shape[-1], q.shape[-1] ** -0.5, k
+    g, q, k, v, o = (_padded(x) for x in (g, q, _repeated(k, q), _repeated(v, q), o))
+    nothing = torch.empty(2, dtype=torch.int64, device=q.device)  # the random state of no dropout
+    if _flash(q, k, v, causal):
+        of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_backward(
+            g,
+            q,
+            k,
+            v,
+            o,
+            log_sum.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            nothing,
+            nothing,
+            scale=scale,
+        )
+    else:
+        # This kernel's log-sum-exps lie in rows of whole alignments; beyond the queries nothing has weight.
+        log_sum = functional.pad(log_sum, (0, -q.shape[2] % LOG_SUM_ALIGNMENT), value=torch.inf)
+        of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+            g,
+            q,
+            k,
+            v,
+            None,
+            o,
+            log_sum,
+            nothing,
+            nothing,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+    return of_query[..., :size], _summed(of_key[..., :size], held), _summed(of_value[..., :size], held)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether this GPU has flash attention for these tensors."""
+    cuda = torch.backends.cuda
+    return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, False))
 
 
 def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
@@ -104,10 +153,6 @@ def _summed(x: Tensor, like: Tensor) -> Tensor:
     return x.view(batch, like.shape[1], -1, rows, size).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Scaled products [b, heads, s, s] fp32, those with later positions minus infinity."""
-    scores = (q @ _repeated(k, q).transpose(-1, -2)).float() / sqrt(q.shape[-1])
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(later, -torch.inf)
-    return scores
+def _padded(x: Tensor) -> Tensor:
+    """Heads as long as kernels of GPUs take them; zeros add nothing to any product."""
+    return functional.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT))
