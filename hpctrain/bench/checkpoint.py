@@ -63,7 +63,7 @@ HELD_UP = 0.10
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One way to write or read the state; lists are by round.
 
     `bytes` are those of all ranks, `seconds` of the slowest. `of_plain`: the bandwidth over that of plain
@@ -95,7 +95,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Wish:
+class CheckpointWish:
     """How often to measure, beside what, and where: `folder` exists, and all ranks see it."""
 
     rounds: int
@@ -105,7 +105,7 @@ class Wish:
 
 
 def bench_checkpoint(
-    world: World, path: Path, overrides: Sequence[str], wish: Wish, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], wish: CheckpointWish, output: Path | None
 ) -> None:
     """Time saving and loading the state of a deck's engine, in turns with what it is compared with."""
     with world.agreement():
@@ -136,7 +136,7 @@ def bench_checkpoint(
 class _Bench:
     """An engine whose state is saved and loaded, and what was measured."""
 
-    def __init__(self, world: World, deck: Deck, wish: Wish) -> None:
+    def __init__(self, world: World, deck: Deck, wish: CheckpointWish) -> None:
         self.world, self.deck, self.wish = world, deck, wish
         vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
@@ -204,7 +204,7 @@ class _Bench:
                 self._forget(folder)
                 self._measure(DCP_LOAD, lambda: dcp.load(folder))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CheckpointRow]:
         """What was measured; collective, the same on all ranks."""
         bandwidth: dict[str, list[float]] = {}
         found = []
@@ -218,7 +218,7 @@ class _Bench:
             known = [extra for extra in extras if extra is not None]
             bandwidth[name] = [total / each for each in seconds[1:]]
             peak = max(known) if len(known) == len(extras) else None
-            found.append(Row(name, total, seconds[1:], [], [], peak))
+            found.append(CheckpointRow(name, total, seconds[1:], [], [], peak))
         for row in found:
             saving = row.name in SAVES
             for ratios, other in (
@@ -327,7 +327,9 @@ def _bytes(entries: Sequence[Entry]) -> int:
     return sum(entry.values.numel() * entry.values.element_size() for entry in entries)
 
 
-def _show(deck: Deck, world: World, wish: Wish, rows: Sequence[Row], training: Training) -> None:
+def _show(
+    deck: Deck, world: World, wish: CheckpointWish, rows: Sequence[CheckpointRow], training: Training
+) -> None:
     console = stdout_console()
     stored = next(row.bytes for row in rows if row.name == PLAIN_WRITE)
     console.print(

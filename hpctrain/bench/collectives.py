@@ -34,7 +34,7 @@ LEAST_SAMPLES, MOST_SAMPLES = 7, 400
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """One primitive at one size: medians of seconds over interleaved samples, each the slowest rank's.
 
     `bytes` is the full (concatenated) tensor's; send_recv is there and back.
@@ -59,7 +59,7 @@ class Row:
         return self.hpctrain - self.mpi4py <= SMALL_SECONDS
 
 
-def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> list[Row]:
+def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> list[CollectiveRow]:
     """Time the operations (comma-separated, or "all") from `least` to `most` bytes, in steps of four.
 
     Collective. HpctrainError for an unknown operation, a wrong size, or a world of one rank.
@@ -100,7 +100,7 @@ def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
-def _measure(group: Group, operation: str, size: int, gloo: bool) -> Row:
+def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveRow:
     share = max(1, size // 4 // group.size)
     whole, part = torch.zeros(share * group.size), torch.zeros(share)
     calls = {
@@ -111,7 +111,7 @@ def _measure(group: Group, operation: str, size: int, gloo: bool) -> Row:
     if other is not None:
         calls["gloo"] = other
     times = _medians(group, calls)
-    return Row(operation, whole.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"))
+    return CollectiveRow(operation, whole.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"))
 
 
 def _medians(group: Group, calls: dict[str, Call]) -> dict[str, float]:
@@ -145,7 +145,7 @@ def _sample(group: Group, call: Call, repeats: int) -> float:
     return (perf_counter() - began) / repeats
 
 
-def print_rows(rows: Sequence[Row], ranks: int) -> None:
+def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
     """The rows as a table on stdout, and how many of them keep the limits."""
     table = Table(title=f"collectives on {ranks} ranks, fp32, medians", title_justify="left", box=SIMPLE)
     gloo = any(row.gloo is not None for row in rows)
@@ -181,7 +181,7 @@ def print_rows(rows: Sequence[Row], ranks: int) -> None:
     )
 
 
-def write_rows(rows: Sequence[Row], ranks: int, path: Path) -> None:
+def write_rows(rows: Sequence[CollectiveRow], ranks: int, path: Path) -> None:
     """The rows as JSON: ranks, and one object each with seconds."""
     text = json.dumps({"ranks": ranks, "rows": [asdict(row) for row in rows]}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ DEFAULT_VOCABULARY = 320
 
 
 @dataclass(frozen=True)
-class Figures:
+class OffloadFigures:
     """Medians over the rounds, of the slowest rank. `bytes_moved`: read and written by a rank in an update.
 
     `disk_seconds`: to read and write as many bytes, by themselves. `compute_seconds`: the same update with
@@ -79,7 +79,7 @@ def bench_offload(
                 seconds.append(spent)
     disk, compute, update = (median(seconds) for _, seconds in turns)
     shares = [(a + b) / c for a, b, c in zip(*(seconds for _, seconds in turns), strict=True)]
-    figures = Figures(2 * size, disk, compute, update, median(shares))
+    figures = OffloadFigures(2 * size, disk, compute, update, median(shares))
     scratch.close()
     files.close()
     with world.agreement():

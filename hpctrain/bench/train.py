@@ -67,7 +67,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Figures:
+class TrainingFigures:
     """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase.
 
     `pipeline` is the simulator's prediction, of a variant with stages. `peak_bytes` is the most memory that
@@ -83,7 +83,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainingWish:
     """What to measure beside the deck's own layout, and how long.
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def bench_train(
-    world: World, path: Path, overrides: Sequence[str], wish: Comparison, output: Path | None
+    world: World, path: Path, overrides: Sequence[str], wish: TrainingWish, output: Path | None
 ) -> int:
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
@@ -138,7 +138,7 @@ def bench_train(
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
     flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token
     figures = [
-        Figures(
+        TrainingFigures(
             variant.name,
             rates,
             median(rates) * flops / (peak * world.size),
@@ -166,7 +166,7 @@ def _with_vocabulary(deck: Deck) -> Deck:
     return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
 
 
-def _chosen(wish: Comparison) -> list[str]:
+def _chosen(wish: TrainingWish) -> list[str]:
     """The names of what to measure, in order; HpctrainError where `only` is none of them."""
     names = [OWN]
     names += ["data-parallel"] if wish.data_parallel else []
@@ -179,7 +179,7 @@ def _chosen(wish: Comparison) -> list[str]:
     return [wish.only]
 
 
-def _changed(path: Path, overrides: Sequence[str], wish: Comparison) -> dict[str, Deck]:
+def _changed(path: Path, overrides: Sequence[str], wish: TrainingWish) -> dict[str, Deck]:
     """The deck of each of the wish's variants."""
     return {
         changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()], read_source=settled_keys))
@@ -239,7 +239,7 @@ def _independent(deck: Deck, world: World) -> Variant:
 
 
 def _measure(
-    world: World, variants: Sequence[Variant], wish: Comparison
+    world: World, variants: Sequence[Variant], wish: TrainingWish
 ) -> list[tuple[Variant, list[float], dict[str, float]]]:
     """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""
     rates: list[list[float]] = [[] for _ in variants]
@@ -300,7 +300,7 @@ def _mean(world: World, value: float) -> float:
     return float(total.item()) / world.size
 
 
-def _show(deck: Deck, world: World, figures: Sequence[Figures], peak: float) -> None:
+def _show(deck: Deck, world: World, figures: Sequence[TrainingFigures], peak: float) -> None:
     shape = ModelShape.of(deck, deck.model.vocabulary or 0)
     console = stdout_console()
     console.print(

@@ -83,10 +83,10 @@ def train(
     path: Path | None,
 ) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
-    from hpctrain.bench.train import Comparison, bench_train
+    from hpctrain.bench.train import TrainingWish, bench_train
     from hpctrain.comm.verb import run_verb
 
-    wish = Comparison(steps, rounds, no_sync, data_parallel, against, variants, only)
+    wish = TrainingWish(steps, rounds, no_sync, data_parallel, against, variants, only)
     run_verb(lambda world: bench_train(world, deck, overrides, wish, path))
 
 
@@ -134,8 +134,8 @@ def checkpoint(
     path: Path | None,
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
-    from hpctrain.bench.checkpoint import Wish, bench_checkpoint
+    from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
     from hpctrain.comm.verb import run_verb
 
-    wish = Wish(rounds, against == "dcp", folder, warm)
+    wish = CheckpointWish(rounds, against == "dcp", folder, warm)
     run_verb(lambda world: bench_checkpoint(world, deck, overrides, wish, path))

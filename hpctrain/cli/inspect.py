@@ -23,7 +23,7 @@ def command(target: Path, tensors: bool, deck: bool, verify: bool, other: Path |
     3 if something is damaged.
     """
     from hpctrain.comm.verb import run_verb
-    from hpctrain.report.inspect import Wish, inspect
+    from hpctrain.report.inspect import InspectionWish, inspect
 
-    wish = Wish(tensors, deck, verify, other, as_json)
+    wish = InspectionWish(tensors, deck, verify, other, as_json)
     run_verb(lambda world: inspect(world.everyone, target, wish, click.echo), device="cpu")

@@ -47,7 +47,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Run(Section):
+class RunSection(Section):
     """The run as a whole."""
 
     title: str = key(
@@ -265,7 +265,7 @@ class Batch(Section):
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """How parameters follow gradients."""
 
     name: Literal["adamw"] = key("Which optimizer.", "adamw")
@@ -276,7 +276,7 @@ class Optimizer(Section):
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
 
 
-class LearningRate(Section):
+class LearningRateSection(Section):
     """The rate of every step: linear warm-up to the peak, then decay to the floor."""
 
     peak: float = key("Highest learning rate.", 3e-4, gt=0)
@@ -415,13 +415,13 @@ class Machine(Section):
 class Deck(Section):
     """A whole deck: the only description of a run. Read with `hpctrain.deck.read`."""
 
-    run: Run
+    run: RunSection
     model: Model
     data: Data
     layout: Layout
     batch: Batch
-    optimizer: Optimizer
-    learning_rate: LearningRate
+    optimizer: OptimizerSection
+    learning_rate: LearningRateSection
     precision: Precision
     memory: Memory
     communication: Communication

@@ -18,7 +18,7 @@ from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room, limits_of
-from hpctrain.plan.savings import Saving, find_savings
+from hpctrain.plan.savings import MemorySaving, find_savings
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DeckPlan:
     ranks: int
     memory: MemoryPlan
     room: Room | None
-    savings: tuple[Saving, ...]
+    savings: tuple[MemorySaving, ...]
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -65,7 +65,7 @@ def plan_deck(
         return plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
 
     memory = planned(deck)
-    savings: list[Saving] = []
+    savings: list[MemorySaving] = []
     if advised:
         savings = find_savings(
             deck,

@@ -16,7 +16,7 @@ LEAST_SAVING = 0.02
 
 
 @dataclass(frozen=True)
-class Saving:
+class MemorySaving:
     """A change of the deck and what the rank that holds most would then hold less, in bytes."""
 
     change: str
@@ -30,7 +30,7 @@ def find_savings(
     changed: Callable[[str], Deck],
     plan: Callable[[Deck], MemoryPlan],
     seconds: float = inf,
-) -> list[Saving]:
+) -> list[MemorySaving]:
     """What changes of a deck would save, each by itself, the most first.
 
     `memory` is its own plan; `changed` gives the deck with a change such as "layout.zero=3", `plan` its plan.
@@ -47,7 +47,7 @@ def find_savings(
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         if held - total > LEAST_SAVING * held:
-            savings.append(Saving(change, held - total, total))
+            savings.append(MemorySaving(change, held - total, total))
     return sorted(savings, key=lambda saving: -saving.saved)
 
 

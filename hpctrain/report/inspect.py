@@ -24,7 +24,7 @@ from hpctrain.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Wish:
+class InspectionWish:
     """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another."""
 
     tensors: bool = False
@@ -34,7 +34,7 @@ class Wish:
     as_json: bool = False
 
 
-def inspect(group: Group, target: Path, wish: Wish, show: Callable[[str], None]) -> int:
+def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
     """Tell of a checkpoint, or of all those of a run's folder; the exit code. Collective, rank 0 shows.
 
     1 where the tensors of two files differ, 3 where a checkpoint of a folder is found damaged by `verify`;
@@ -72,7 +72,7 @@ def _read(group: Group, path: Path, thorough: bool) -> Structure:
 
 
 def _inspect_two(
-    group: Group, one: Structure, other: Structure, wish: Wish, show: Callable[[str], None]
+    group: Group, one: Structure, other: Structure, wish: InspectionWish, show: Callable[[str], None]
 ) -> int:
     found = differences(one, other, group)
     if group.rank == 0:
@@ -84,7 +84,7 @@ def _show_deck(structure: Structure, show: Callable[[str], None]) -> None:
     show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
 
 
-def _inspect_folder(group: Group, target: Path, wish: Wish, show: Callable[[str], None]) -> int:
+def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
     """A table of the checkpoints, newest first, good or damaged; the newest good one is marked."""
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
     names: list[str] = []

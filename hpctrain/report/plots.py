@@ -33,7 +33,7 @@ _SKIPPED_COLOUR = "#b00020"
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """A run to be drawn: what the legend calls it, and its rows."""
 
     name: str
@@ -87,7 +87,7 @@ def plot_runs(
     return written
 
 
-def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
+def load_runs(run_dirs: Sequence[Path]) -> list[PlottedRun]:
     """The rows of every run directory, each run with the shortest name that tells it from the others."""
     problems: list[str] = []
     tables: list[list[Row]] = []
@@ -109,10 +109,10 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
                 problems.append(f"{path}: holds no step yet; there is something to draw after the first one")
     if problems:
         raise InputOutputError(problems)
-    return [Run(name, rows) for name, rows in zip(_names(run_dirs), tables, strict=True)]
+    return [PlottedRun(name, rows) for name, rows in zip(_names(run_dirs), tables, strict=True)]
 
 
-def draw(runs: Sequence[Run], *, log_loss: bool = False) -> dict[str, Figure]:
+def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:
     """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm."""
     return {
         "loss": _loss(runs, log_loss=log_loss),
@@ -122,7 +122,7 @@ def draw(runs: Sequence[Run], *, log_loss: bool = False) -> dict[str, Figure]:
     }
 
 
-def draw_schedules(runs: Sequence[Run], run_dirs: Sequence[Path]) -> dict[str, Figure]:
+def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict[str, Figure]:
     """A figure for each run with a trace of a pipeline: `schedule`, of several runs with their names.
 
     It shows the middle one of the steps recorded, as the first may still warm up.
@@ -136,7 +136,7 @@ def draw_schedules(runs: Sequence[Run], run_dirs: Sequence[Path]) -> dict[str, F
     return figures
 
 
-def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:
+def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
     figure, (axes,) = _figure("Loss", ["loss (nats per token)"], runs)
     for index, run in enumerate(runs):
         validation = run.series("validation_loss")
@@ -161,7 +161,7 @@ def _loss(runs: Sequence[Run], *, log_loss: bool) -> Figure:
     return figure
 
 
-def _learning_rate(runs: Sequence[Run]) -> Figure:
+def _learning_rate(runs: Sequence[PlottedRun]) -> Figure:
     figure, (axes,) = _figure("Learning rate", ["learning rate"], runs)
     for index, run in enumerate(runs):
         axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.label)
@@ -172,7 +172,7 @@ def _learning_rate(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _throughput(runs: Sequence[Run]) -> Figure:
+def _throughput(runs: Sequence[PlottedRun]) -> Figure:
     from matplotlib.ticker import FuncFormatter
 
     measured = any(len(run.series("mfu")[0]) for run in runs)
@@ -192,7 +192,7 @@ def _throughput(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _grad_norm(runs: Sequence[Run]) -> Figure:
+def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
     figure, (axes,) = _figure("Gradient norm", ["global norm before clipping"], runs)
     spread = 1.0
     for index, run in enumerate(runs):
@@ -207,7 +207,7 @@ def _grad_norm(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _figure(title: str, labels: Sequence[str], runs: Sequence[Run]) -> tuple[Figure, list[Axes]]:
+def _figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tuple[Figure, list[Axes]]:
     """A figure with one panel a label, one above the other over the same steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -259,7 +259,7 @@ def smoothed(
     return centres, np.array(smooth)
 
 
-def _mark_skipped(axes: Axes, runs: Sequence[Run]) -> None:
+def _mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     for index, run in enumerate(runs):
         steps = run.skipped()
         if len(steps):

@@ -42,7 +42,7 @@ from hpctrain.train.summary import decay_ended, introduction, warms_again
 from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
-from hpctrain.train.watchers import Evaluation, Report, SlowRanks, Trace
+from hpctrain.train.watchers import Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.reporter import Reporter
@@ -141,7 +141,7 @@ class Loop:
             self.pace,
             self.evaluation,
             memory,
-            Report(trainer, reporter, peak, self.pace, checkpoints, memory),
+            StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
             checkpoints,
         ]
 

@@ -53,7 +53,7 @@ class LayoutError(HpctrainError):
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayoutDifference:
     """How far one tensor (or the loss, or the norm) is from the one-rank run, and what explains it."""
 
     name: str
@@ -144,7 +144,7 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
     return Trainer(deck, engine, Batches(source, deck.run.seed))
 
 
-def compare(deck: Deck, world: World, mesh: Mesh) -> list[Difference]:
+def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     """Differences of initial parameters, losses, gradients and norms of a miniature deck's first two steps.
 
     Collective; the same list on all ranks, in the order of the computation: parameters, then of each step
@@ -268,7 +268,7 @@ def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
 
 def _difference(
     name: str, mine: Tensor, expected: Tensor, scale: float, world: World, mesh: Mesh, shard: Shard | None
-) -> Difference:
+) -> LayoutDifference:
     mine = mine.detach().double().cpu()
     expected, largest = expected.double(), max(scale, 1e-30)
 
@@ -280,7 +280,7 @@ def _difference(
 
     error = worst(mine)
     if error <= TOLERANCE:
-        return Difference(name, error, "")
+        return LayoutDifference(name, error, "")
     splits = world.everyone.all_gather_object(None if shard is None else sorted(shard.split))
     split = next((each for each in splits if each is not None), None)
     what = "" if split is None else f"split over {', '.join(split) or 'no axis'}; "
@@ -291,7 +291,7 @@ def _difference(
             continue
         over = f"the {group.name} axis ({group.size} ranks)"
         if worst(group.all_reduce(mine.clone())) <= explained:
-            return Difference(name, error, f"{what}a sum over {over} is likely missing")
+            return LayoutDifference(name, error, f"{what}a sum over {over} is likely missing")
         if worst(mine / group.size) <= explained:
-            return Difference(name, error, f"{what}a sum over {over} is likely doubled")
-    return Difference(name, error, f"{what}no single missing or doubled sum explains it")
+            return LayoutDifference(name, error, f"{what}a sum over {over} is likely doubled")
+    return LayoutDifference(name, error, f"{what}no single missing or doubled sum explains it")

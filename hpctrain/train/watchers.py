@@ -92,7 +92,7 @@ class Trace(Hook):
             )
 
 
-class Report(Hook):
+class StepReport(Hook):
     """Tells of every step in metrics, log, terminal and status, and at the end what came of the run."""
 
     def __init__(

@@ -75,7 +75,7 @@ class GroupNote:
 
 
 @dataclass(frozen=True)
-class Report:
+class HangReport:
     """Where one rank is. `token` tells this run from earlier ones in the same folder."""
 
     token: str
@@ -105,7 +105,7 @@ class Report:
         return next(here, None)
 
 
-def take_report(world: World, token: str, silent: float) -> Report:
+def take_report(world: World, token: str, silent: float) -> HangReport:
     """Where this rank is now, asked by another thread than the main one."""
     calls, now = world.ledger.calls, perf_counter()
     current = calls.current
@@ -113,7 +113,7 @@ def take_report(world: World, token: str, silent: float) -> Report:
     if current is not None:
         note = _note(current, now - max(current.began, calls.waits))
     groups = [_group_note(group) for group in list(calls.groups)]
-    return Report(
+    return HangReport(
         token,
         world.rank,
         world.hostname,
@@ -126,7 +126,7 @@ def take_report(world: World, token: str, silent: float) -> Report:
     )
 
 
-def write_report(path: Path, report: Report, size: int) -> None:
+def write_report(path: Path, report: HangReport, size: int) -> None:
     """Write the report for people, with all threads' stacks, and in its last line for the other ranks."""
     lines = [
         f"rank {report.rank} of {size} on {report.hostname}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
@@ -148,7 +148,7 @@ def write_report(path: Path, report: Report, size: int) -> None:
     temporary.replace(path)
 
 
-def read_report(path: Path, token: str) -> Report | None:
+def read_report(path: Path, token: str) -> HangReport | None:
     """Another rank's report of this run; None where there is none."""
     try:
         row = json.loads(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
@@ -164,10 +164,10 @@ def read_report(path: Path, token: str) -> Report | None:
         )
         for group in row["groups"]
     )
-    return Report(**row)
+    return HangReport(**row)
 
 
-def verdict(reports: Mapping[int, Report], size: int) -> list[str]:
+def verdict(reports: Mapping[int, HangReport], size: int) -> list[str]:
     """Why nothing moves, in sentences, from the reports of the ranks that gave one."""
     found = [*_missing(reports, size), *_disagreements(reports), *_absent(reports), *_messages(reports)]
     if not found:
@@ -183,7 +183,7 @@ def verdict(reports: Mapping[int, Report], size: int) -> list[str]:
     return found
 
 
-def _missing(reports: Mapping[int, Report], size: int) -> Iterator[str]:
+def _missing(reports: Mapping[int, HangReport], size: int) -> Iterator[str]:
     missing = [rank for rank in range(size) if rank not in reports]
     if missing:
         words = (
@@ -192,7 +192,7 @@ def _missing(reports: Mapping[int, Report], size: int) -> Iterator[str]:
         yield f"{name_ranks(missing)} {words} dead or stopped, or cannot write to the run's folder"
 
 
-def _waiting(reports: Mapping[int, Report], pairs: bool) -> dict[tuple[GroupKey, int], list[int]]:
+def _waiting(reports: Mapping[int, HangReport], pairs: bool) -> dict[tuple[GroupKey, int], list[int]]:
     """Collective calls (or messages) that ranks are in, and which ranks."""
     waiting: dict[tuple[GroupKey, int], list[int]] = {}
     for rank, report in sorted(reports.items()):
@@ -201,7 +201,7 @@ def _waiting(reports: Mapping[int, Report], pairs: bool) -> dict[tuple[GroupKey,
     return waiting
 
 
-def _disagreements(reports: Mapping[int, Report]) -> Iterator[str]:
+def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Calls with one number in a group that differ."""
     for key, number in _waiting(reports, pairs=False):
         told: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
@@ -214,7 +214,7 @@ def _disagreements(reports: Mapping[int, Report]) -> Iterator[str]:
             yield f"the ranks disagree in what they call: {'; '.join(calls)}"
 
 
-def _absent(reports: Mapping[int, Report]) -> Iterator[str]:
+def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Ranks that never entered a call in which others wait; first those that wait for nobody themselves."""
     lines = []
     for (key, number), waiting in _waiting(reports, pairs=False).items():
@@ -232,7 +232,7 @@ def _absent(reports: Mapping[int, Report]) -> Iterator[str]:
     yield from (line for _, line in sorted(lines, key=lambda each: each[0]))
 
 
-def _messages(reports: Mapping[int, Report]) -> Iterator[str]:
+def _messages(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Ranks that wait for a message, or for one of theirs to be taken."""
     for ranks in _waiting(reports, pairs=True).values():
         for rank in ranks:
@@ -247,7 +247,7 @@ def _messages(reports: Mapping[int, Report]) -> Iterator[str]:
             yield f"rank {rank} waits for {note.seconds:.1f} s in {note}; rank {note.peer} {answer}"
 
 
-def _behind(reports: Mapping[int, Report]) -> Iterator[str]:
+def _behind(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Groups in which ranks have made fewer calls than others: on a GPU nobody is seen waiting."""
     entered: dict[GroupKey, dict[int, int]] = {}
     for rank, report in sorted(reports.items()):
@@ -264,7 +264,7 @@ def _behind(reports: Mapping[int, Report]) -> Iterator[str]:
             yield f"{_on_nodes(behind, reports)} never entered {call}, which {name_ranks(ahead)} entered"
 
 
-def _on_nodes(ranks: list[int], reports: Mapping[int, Report]) -> str:
+def _on_nodes(ranks: list[int], reports: Mapping[int, HangReport]) -> str:
     """The ranks, with their node where it is one."""
     nodes = {reports[rank].hostname for rank in ranks}
     return name_ranks(ranks) + (f" on {nodes.pop()}" if len(nodes) == 1 else "")
@@ -310,7 +310,7 @@ def _by_rank(row: dict[str, int]) -> dict[int, int]:
     return {int(rank): count for rank, count in row.items()}
 
 
-def _group_lines(report: Report) -> Iterator[str]:
+def _group_lines(report: HangReport) -> Iterator[str]:
     for group in report.groups:
         name, ranks, copy = group.key
         made = f"number {copy + 1} of " if copy else ""

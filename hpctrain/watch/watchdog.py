@@ -24,7 +24,7 @@ from typing import NoReturn
 from hpctrain.comm.outcome import describe
 from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
-from hpctrain.watch.hang import THREAD, Report, read_report, take_report, verdict, write_report
+from hpctrain.watch.hang import THREAD, HangReport, read_report, take_report, verdict, write_report
 
 QUESTION = "hang.ask"
 """Name of the file by which a silent rank asks all others how they are."""
@@ -113,7 +113,7 @@ class Watchdog:
         self._remove(QUESTION)
         self._remove(self._path(own.rank).name)
 
-    def _write(self, own: Report) -> bool:
+    def _write(self, own: HangReport) -> bool:
         """Write this rank's report and the question; whether the folder took them."""
         try:
             write_report(self._path(own.rank), own, self.world.size)
@@ -128,7 +128,7 @@ class Watchdog:
             return False
         return True
 
-    def _judge(self, reports: dict[int, Report]) -> NoReturn:
+    def _judge(self, reports: dict[int, HangReport]) -> NoReturn:
         silent = max(report.silent for report in reports.values())
         why = verdict(reports, self.world.size)
         _tell(self.world.rank, f"the run hangs: no rank gave a sign of life for {silent:.0f} s")
@@ -139,7 +139,7 @@ class Watchdog:
         self.on_hang(f"hang: {why[0]}")
         self.world.abort(EXIT_INTERNAL)
 
-    def _reports(self, own: Report) -> dict[int, Report]:
+    def _reports(self, own: HangReport) -> dict[int, HangReport]:
         """All reports there are, for rank 0; for others those of lower ranks, until one is found."""
         found = {own.rank: own}
         others = range(1, self.world.size) if own.rank == 0 else range(own.rank)

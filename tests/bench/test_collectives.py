@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.bench.collectives import Row, bench, print_rows, write_rows
+from hpctrain.bench.collectives import CollectiveRow, bench, print_rows, write_rows
 from hpctrain.comm.peers import OPERATIONS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -31,10 +31,10 @@ def test_every_primitive_is_timed(
 
 
 def test_limits() -> None:
-    assert Row("x", 1024, 20e-6, 6e-6, None).good
-    assert not Row("x", 1024, 22e-6, 6e-6, None).good
-    assert Row("x", 65536, 108e-6, 100e-6, None).good
-    assert not Row("x", 65536, 112e-6, 100e-6, None).good
+    assert CollectiveRow("x", 1024, 20e-6, 6e-6, None).good
+    assert not CollectiveRow("x", 1024, 22e-6, 6e-6, None).good
+    assert CollectiveRow("x", 65536, 108e-6, 100e-6, None).good
+    assert not CollectiveRow("x", 65536, 112e-6, 100e-6, None).good
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

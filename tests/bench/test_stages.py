@@ -1,4 +1,7 @@
-"""The benchmark of pipelines: its prediction, and torch's pipelines beside ours."""
+"""The benchmark of pipelines: its prediction, and torch's pipelines beside ours.
+
+Tests of bench/stages.py, bench/train.py and bench/torch_pipeline.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
 from hpctrain.bench.torch_pipeline import TorchPart, pipeline_step
-from hpctrain.bench.train import Comparison, bench_train
+from hpctrain.bench.train import TrainingWish, bench_train
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
@@ -70,7 +73,7 @@ def test_bench_beside_torch(world: World, mpi_tmp_path: Path, capsys: pytest.Cap
     world.everyone.barrier()
     if world.size != 2:
         pytest.skip("torch's pipeline of two stages needs two ranks")
-    wish = Comparison(1, 2, no_sync=True, against=("torch-pipeline", "torch-interleaved"))
+    wish = TrainingWish(1, 2, no_sync=True, against=("torch-pipeline", "torch-interleaved"))
     overrides = ["layout.pipeline=2", "model.layers=5", "layout.split=balanced", "model.dropout=0"]
     assert bench_train(world, path, overrides, wish, output) == 0
     if world.rank != 0:

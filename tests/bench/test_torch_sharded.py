@@ -1,4 +1,7 @@
-"""The benchmark of cut states: FSDP2 and DeepSpeed beside ours, further variants, one variant alone."""
+"""The benchmark of cut states: FSDP2 and DeepSpeed beside ours, further variants, one variant alone.
+
+Tests of bench/torch_sharded.py, bench/train.py and bench/torch_model.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.nn import functional
 
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_sharded import LEARNING_RATE, SHARDED_RIVALS, rank_tokens, sharded_step
-from hpctrain.bench.train import Comparison, bench_train
+from hpctrain.bench.train import TrainingWish, bench_train
 from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
@@ -73,9 +76,9 @@ def test_variants_take_turns_and_stand_alone(
     if world.rank == 0:
         path.write_text(DECK)
     world.everyone.barrier()
-    wish = Comparison(1, 2, variants=("layout.zero=1", "layout.zero=3 memory.keep_gathered=1"))
+    wish = TrainingWish(1, 2, variants=("layout.zero=1", "layout.zero=3 memory.keep_gathered=1"))
 
-    def measured(wish: Comparison) -> list[dict[str, object]]:
+    def measured(wish: TrainingWish) -> list[dict[str, object]]:
         assert bench_train(world, path, ["model.dropout=0"], wish, output) == 0
         world.everyone.barrier()
         rows: list[dict[str, object]] = json.loads(output.read_text())
@@ -85,15 +88,15 @@ def test_variants_take_turns_and_stand_alone(
     rows = measured(wish)
     assert [row["name"] for row in rows] == [f"data {world.size}", *wish.variants]
     assert all(row["peak_bytes"] is None for row in rows)
-    (row,) = measured(Comparison(1, 1, variants=wish.variants, only="layout.zero=1"))
+    (row,) = measured(TrainingWish(1, 1, variants=wish.variants, only="layout.zero=1"))
     assert row["name"] == "layout.zero=1"
     assert isinstance(row["peak_bytes"], int) and row["peak_bytes"] > 50e6
     if world.rank == 0:
         assert "layout.zero=1: a rank had at most" in capsys.readouterr().out
     with pytest.raises(HpctrainError, match=r"--only fsdp2: is not among .* deck, layout.zero=1"):
-        measured(Comparison(1, 1, variants=wish.variants, only="fsdp2"))
+        measured(TrainingWish(1, 1, variants=wish.variants, only="fsdp2"))
     with pytest.raises(HpctrainError, match=r"layout\.zero"):
-        measured(Comparison(1, 1, variants=("layout.zero=7",)))
+        measured(TrainingWish(1, 1, variants=("layout.zero=7",)))
 
 
 def test_the_deck_of_the_comparison_is_gpt2() -> None:

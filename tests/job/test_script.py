@@ -1,4 +1,7 @@
-"""Batch scripts of what users may write: every text stays one word, and what would be a line is refused."""
+"""Batch scripts of what users may write: every text stays one word, and what would be a line is refused.
+
+Tests of job/script.py and job/ranks.py.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hpctrain.cli.plot import plot
 from hpctrain.errors import InputOutputError
 from hpctrain.report.fonts import drawable
-from hpctrain.report.plots import Run, draw, load_runs, plot_run, plot_runs, smoothed
+from hpctrain.report.plots import PlottedRun, draw, load_runs, plot_run, plot_runs, smoothed
 
 NAMES = ["loss.png", "learning_rate.png", "throughput.png", "grad_norm.png"]
 
@@ -59,7 +59,7 @@ def test_no_pyplot_state(tmp_path: Path) -> None:
 
 
 def test_loss_has_training_validation_and_skipped_steps() -> None:
-    (axes,) = draw([Run("small", rows(20, skipped=(3, 4)))])["loss"].axes
+    (axes,) = draw([PlottedRun("small", rows(20, skipped=(3, 4)))])["loss"].axes
     training, validation, skipped = axes.lines
     assert list(training.get_xdata()) == [1, 2, *range(5, 21)]
     assert list(training.get_ydata()) == pytest.approx([2 + 3 / step for step in [1, 2, *range(5, 21)]])
@@ -73,20 +73,20 @@ def test_loss_has_training_validation_and_skipped_steps() -> None:
 
 
 def test_logarithmic_loss() -> None:
-    (axes,) = draw([Run("small", rows(20))], log_loss=True)["loss"].axes
+    (axes,) = draw([PlottedRun("small", rows(20))], log_loss=True)["loss"].axes
     assert axes.get_yscale() == "log"
 
 
 @pytest.mark.parametrize(("mfu", "panels"), [(True, 2), (False, 1)])
 def test_throughput_has_a_panel_for_mfu_where_it_was_measured(mfu: bool, panels: int) -> None:
-    figure = draw([Run("small", rows(20, mfu=mfu))])["throughput"]
+    figure = draw([PlottedRun("small", rows(20, mfu=mfu))])["throughput"]
     assert len(figure.axes) == panels
     assert figure.axes[0].get_ylabel() == "tokens per second"
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
 
 
 def test_many_points_are_smoothed() -> None:
-    figures = draw([Run("long", rows(900))])
+    figures = draw([PlottedRun("long", rows(900))])
     faint, smooth = figures["grad_norm"].axes[0].lines
     assert len(faint.get_xdata()) == 900
     assert faint.get_alpha() < 0.5

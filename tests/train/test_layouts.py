@@ -1,4 +1,7 @@
-"""Every layout trains the same model: compared with one rank, and with single reductions taken away."""
+"""Every layout trains the same model: compared with one rank, and with single reductions taken away.
+
+Tests of train/verify.py, engine/build.py and engine/stage.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What runs are asked by signals, files and the clock: all ranks do it, and nothing of the run is lost."""
+"""What runs are asked by signals, files and the clock: all ranks do it, and nothing of the run is lost.
+
+Tests of train/control.py, train/signals.py and train/time_limit.py.
+"""
 
 from __future__ import annotations
 

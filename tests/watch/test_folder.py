@@ -1,4 +1,7 @@
-"""The folder of a run: what may be deleted in it, whose it is, and that two jobs never write to one."""
+"""The folder of a run: what may be deleted in it, whose it is, and that two jobs never write to one.
+
+Tests of watch/folder.py and watch/run_files.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`status.json` while a run goes, and what `hpctrain status` makes of it."""
+"""`status.json` while a run goes, and what `hpctrain status` makes of it.
+
+Tests of watch/status.py and watch/statuses.py.
+"""
 
 from __future__ import annotations
 

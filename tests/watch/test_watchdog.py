@@ -1,4 +1,7 @@
-"""Hanging runs end by themselves and name the rank; runs that only take long go on."""
+"""Hanging runs end by themselves and name the rank; runs that only take long go on.
+
+Tests of watch/watchdog.py and watch/hang.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.watch.hang import (
     CallNote,
     GroupNote,
-    Report,
+    HangReport,
     read_report,
     take_report,
     verdict,
@@ -201,11 +204,13 @@ def call(key: tuple[str, tuple[int, ...], int], number: int, operation: str = "a
     return CallNote(key, operation, number, 40, "float32", -1, 7.0)
 
 
-def report(rank: int, current: CallNote | None, **entered: int) -> Report:
+def report(rank: int, current: CallNote | None, **entered: int) -> HangReport:
     keys = {"data": DATA, "tensor": TENSOR}
     groups = tuple(GroupNote(keys[name], count, {}, {}) for name, count in entered.items())
     recent = () if current is None else (current,)
-    return Report("token", rank, f"node{rank // 2}", 7.0, "backward", f"line {rank}", current, recent, groups)
+    return HangReport(
+        "token", rank, f"node{rank // 2}", 7.0, "backward", f"line {rank}", current, recent, groups
+    )
 
 
 def test_the_rank_at_the_end_of_a_chain_comes_first() -> None:
@@ -228,7 +233,7 @@ def test_the_rank_at_the_end_of_a_chain_comes_first() -> None:
 
 def test_where_nobody_is_seen_waiting_the_counts_tell() -> None:
     """As on a GPU, where calls return before they are done."""
-    ahead = Report(
+    ahead = HangReport(
         "token",
         0,
         "a",
@@ -249,7 +254,7 @@ def test_of_thousands_of_ranks_a_few_lines_tell() -> None:
     ranks = tuple(range(3000))
     key = ("world", ranks, 0)
     reports = {
-        rank: Report(
+        rank: HangReport(
             "token",
             rank,
             "node",

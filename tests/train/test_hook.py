@@ -1,0 +1,54 @@
+"""Hooks of a step: when they are called, in which order, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.train.hook import Hook, StepDone
+from tests.engines import small_deck, trainer
+
+
+class Note(Hook):
+    """Writes down its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+        self.done: list[StepDone] = []
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        self.calls.append(f"{self.name} before {step}")
+        yield
+        self.calls.append(f"{self.name} behind {step}")
+
+    def before_update(self) -> None:
+        self.calls.append(f"{self.name} update")
+
+    def after_step(self, done: StepDone) -> None:
+        self.calls.append(f"{self.name} after {done.state.step}")
+        self.done.append(done)
+
+
+def test_hooks_are_called_in_their_order(world: World) -> None:
+    training, calls = trainer(world.alone(), small_deck()), list[str]()
+    first, second = Note("a", calls), Note("b", calls)
+    training.hooks += [first, second]
+    result = training.train_step()
+    around = ["a before 1", "b before 1", "a update", "b update", "b behind 1", "a behind 1"]
+    assert calls == [*around, "a after 1", "b after 1"]
+    assert first.done[0].result is result
+    assert 0 <= first.done[0].computing <= first.done[0].seconds
+
+
+def test_a_skipped_update_is_no_update(world: World) -> None:
+    training, calls = trainer(world.alone(), small_deck()), list[str]()
+    training.hooks.append(Note("a", calls))
+    values = training.engine.buckets[0].values
+    assert values is not None
+    values.fill_(torch.nan)
+    assert training.train_step().skipped
+    assert calls == ["a before 1", "a behind 1", "a after 1"]
