@@ -28,7 +28,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
 
@@ -143,7 +143,7 @@ def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
     if deck.layout.tensor != world.size:
         raise HpctrainError("--against: needs a deck whose layout.tensor is the number of ranks")
     torch.manual_seed(deck.run.seed)
-    model = TorchModel(shape).to(DTYPES[deck.precision.compute])
+    model = TorchModel(shape).to(Precision.of(deck).storage)
     _parallelize(model, rival, init_device_mesh("cpu", (world.size,)))
     # Torch's foreach optimizer takes split and whole parameters in groups of their own; clipping, which
     # takes no mixture either, is left out, to torch's advantage.

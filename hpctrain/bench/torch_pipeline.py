@@ -16,7 +16,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import even_split
 
@@ -81,7 +81,7 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
         raise HpctrainError(f"--against {name}: needs a deck of {parts} layers or more, not {shape.layers}")
     ends = list(accumulate(split if len(split) == parts else even_split(shape.layers, parts)))
     torch.manual_seed(deck.run.seed)
-    dtype, device = DTYPES[deck.precision.compute], torch.device("cpu")
+    dtype, device = Precision.of(deck).storage, torch.device("cpu")
     modules: list[TorchPart] = []
     stages: list[_PipelineStageBase] = []
     for part in range(world.rank, parts, world.size):

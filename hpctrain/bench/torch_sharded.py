@@ -24,7 +24,7 @@ from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
 LEARNING_RATE = 1e-4
@@ -69,7 +69,7 @@ def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Te
     if deck.precision.compute == "fp16":
         raise HpctrainError("--against fsdp2: has no loss scale; give it fp32 or bf16")
     mesh = init_device_mesh("cpu", (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[deck.precision.compute], reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=Precision.of(deck).storage, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

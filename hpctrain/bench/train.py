@@ -35,7 +35,7 @@ from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
 from hpctrain.model.attention import Rotary
 from hpctrain.model.count import count
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.report.terminal import stdout_console
@@ -131,7 +131,7 @@ def bench_train(
             variants.append(_training(name, other, world, make_mesh(other, world)))
         else:
             variants.append(_training(_layout_name(mesh), deck, world, mesh))
-    dtype = DTYPES[deck.precision.compute]
+    dtype = Precision.of(deck).product
     peak = _mean(world, measure_gemm_flops(dtype, world.device))
     measured = _measure(world, variants, wish)
     memory = _peak_bytes(world) if len(variants) == 1 else None
@@ -275,7 +275,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     shape, micro, tensor = engine.shape, deck.batch.micro_size, mesh.size("tensor")
     local, context = deck.layout.sequence_parallel, mesh.size("context")
     rows = shape.sequence // context // (tensor if local else 1)
-    dtype = DTYPES[deck.precision.compute]
+    dtype = Precision.of(deck).storage
     x = torch.randn(rows, micro, shape.hidden, dtype=dtype, device=world.device, requires_grad=True)
     positions = engine.positions.chunk(tensor)[mesh.coordinate("tensor")] if local else engine.positions
     samples = torch.arange(micro, device=world.device)

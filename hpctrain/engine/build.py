@@ -22,8 +22,8 @@ from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replicat
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import Scratch, to_fill
-from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.initialize import initialize
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
@@ -131,7 +131,7 @@ def arrange(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None)
         keeping = make_keeping(deck, world)
     groups = make_groups(deck, mesh, keeping)
     shape = ModelShape.of(deck, settled)
-    placement = place_layers(deck, shape, groups, mesh, DTYPES[deck.precision.compute])
+    placement = place_layers(deck, shape, groups, mesh)
     plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
     return Arrangement(keeping, groups, shape, placement, plan)
 
@@ -151,11 +151,11 @@ def assemble(
 ) -> Engine:
     """As `build_engine`, of what was arranged for this deck."""
     groups, shape, plan = arrangement.groups, arrangement.shape, arrangement.plan
-    dtype = DTYPES[deck.precision.compute]
+    precision = Precision.of(deck)
     models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
     freeze(deck, world, models)
     replications = make_replications(deck, mesh)
-    offload = open_offload(deck, world, models, replications, dtype)
+    offload = open_offload(deck, world, models, replications, precision.storage)
     with world.agreement():
         stage = build_stage(deck, groups, models, replications, offload.parameters)
         optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, world.agreement)
@@ -163,7 +163,7 @@ def assemble(
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
     rate = deck.learning_rate
-    scaled = deck.precision.compute == "fp16"
+    scaled = precision.scales_loss
     return Engine(
         **vars(stage),
         world=world,
@@ -175,7 +175,7 @@ def assemble(
         optimizer=optimizer,
         offload=offload,
         activation_files=open_shelf(
-            deck, world, arrangement.keeping, shape, models, plan, mesh.coordinate("pipeline"), dtype
+            deck, world, arrangement.keeping, shape, models, plan, mesh.coordinate("pipeline")
         ),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,

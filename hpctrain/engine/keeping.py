@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-import torch
-
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST_ACTIVATIONS
@@ -20,6 +18,7 @@ from hpctrain.memory.scratch import Scratch
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.count import count
 from hpctrain.model.part import Part
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
@@ -43,7 +42,6 @@ def open_shelf(
     models: Sequence[Part],
     plan: Schedule,
     stage: int,
-    dtype: torch.dtype,
 ) -> Scratch | None:
     """Make the place where activations wait; the files, where there are any. Collective.
 
@@ -55,7 +53,7 @@ def open_shelf(
     if where == "host":
         store.shelf = HostShelf(world.device)
         return None
-    sizes = bytes_of(deck, shape, dtype, world.device.type, deck.memory.recompute)
+    sizes = bytes_of(deck, shape, world.device.type, deck.memory.recompute)
     most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
     need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
     scratch = open_scratch(deck, world, need)
@@ -64,15 +62,13 @@ def open_shelf(
     return scratch
 
 
-def bytes_of(
-    deck: Deck, shape: ModelShape, dtype: torch.dtype, device: str, recompute: Recomputed
-) -> ActivationBytes:
+def bytes_of(deck: Deck, shape: ModelShape, device: str, recompute: Recomputed) -> ActivationBytes:
     """What autograd saves of a micro-batch on the deck's layout with this recomputation."""
     layout = deck.layout
     return activation_bytes(
         shape,
         deck.batch.micro_size,
-        dtype,
+        Precision.of(deck).storage,
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         context=layout.context,
@@ -88,10 +84,7 @@ def introduce_keeping(
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
     parameter = models[0].layers[0].held[0]
-    sizes = {
-        wish: bytes_of(deck, shape, parameter.dtype, parameter.device.type, wish)
-        for wish in ("none", memory.recompute)
-    }
+    sizes = {wish: bytes_of(deck, shape, parameter.device.type, wish) for wish in ("none", memory.recompute)}
     alive = peak_activations(plan)[stage]
     parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
     kept = {wish: int(alive * sum(size.of_part(*part) for part in parts)) for wish, size in sizes.items()}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import LayerTimes, measure_layers
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.groups import LayerGroups
@@ -51,9 +50,7 @@ def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
     return deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": tuple(split)})})
 
 
-def place_layers(
-    deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh, dtype: torch.dtype
-) -> Placement:
+def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> Placement:
     """The deck's schedule and split, the same on all ranks. Collective.
 
     Measures for `layout.split = "balanced"` and for schedules that are searched for; the latter's order
@@ -67,7 +64,9 @@ def place_layers(
     wanted = layout.split
     times = None
     if searched or (wanted == "balanced" and form.parts > 1):
-        times = measure_layers(shape, make_objective(deck), groups, mesh, deck.batch.micro_size, dtype)
+        times = measure_layers(
+            shape, make_objective(deck), groups, mesh, deck.batch.micro_size, Precision.of(deck).storage
+        )
     if wanted == "balanced" and times is not None:
         ends = times.embedding.total, times.head.total
         split = tuple(balanced_split(shape.layers, times.block.total, *ends, form))

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from hpctrain.comm.group import Group
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.part import blocks_of
+from hpctrain.model.precision import Precision
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
@@ -100,16 +98,16 @@ def build_stage(
     store: Store | None = None,
 ) -> Stage:
     """Give the parts of a stage, frozen where they are to be, their memory; `store` makes that of slices."""
-    dtype = DTYPES[deck.precision.compute]
+    precision = Precision.of(deck)
     buckets = [
         bucket
         for model in models
         for bucket in make_buckets(
             model.units(),
             replications,
-            dtype,
+            precision.storage,
             deck.communication.bucket_bytes,
-            gradient_dtype=dtype if deck.precision.gradients == "compute" else torch.float32,
+            gradient_dtype=precision.gradient,
             store=store,
         )
     ]

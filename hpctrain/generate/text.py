@@ -28,8 +28,8 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
-from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.part import Inputs
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
@@ -247,7 +247,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     mesh = Mesh(world, {"tensor": world.size})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
     shape = ModelShape.of(deck, deck.model.vocabulary)
-    own = count(shape).parameters // world.size * DTYPES[deck.precision.compute].itemsize
+    own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
@@ -255,7 +255,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     buckets = make_buckets(
         model.units(),
         Replications.whole(mesh),
-        DTYPES[deck.precision.compute],
+        Precision.of(deck).storage,
         deck.communication.bucket_bytes,
         trained=False,
     )

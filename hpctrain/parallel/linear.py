@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import Product, gradient_of, joined
 from hpctrain.parallel.saved import Saving, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
-
-PRODUCT_ELEMENTS = 1 << 23
-"""Of a product in another format than the sum to which it is added; a larger one comes in pieces."""
 
 
 @dataclass(frozen=True)
@@ -52,43 +49,12 @@ class Rows:
         return Rows(size, group.rank // copies * unit, unit, group.rank % copies, copies)
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor over `tensors` that lie behind each other in one Bucket, joined along dim 0."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    end = first.storage_offset()
-    for tensor in tensors:
-        assert tensor.storage_offset() == end, "fused parameters must be neighbours in their bucket"
-        end += tensor.numel()
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def add_weight_gradient(weights: Sequence[Parameter], output_gradient: Tensor, inputs: Tensor) -> None:
-    """Gradient of fused weights, [n, k] += output_gradient [..., n]^T inputs [..., k], summed in fp32."""
-    left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
-    right = inputs.reshape(-1, inputs.shape[-1])
-    first = [buffer for weight in weights if (buffer := weight.first_gradient()) is not None]
-    assert len(first) in {0, len(weights)}, "fused weights have their gradients added together"
-    gradient = joined(first or [_buffer(weight) for weight in weights])
-    if left.dtype == gradient.dtype:
-        gradient.addmm_(left, right, beta=0 if first else 1)
-        return
-    rows = max(1, PRODUCT_ELEMENTS // right.shape[1])
-    for into, part in zip(gradient.split(rows), left.split(rows), strict=True):
-        if first:
-            into.copy_(part @ right)
-        else:
-            into.add_(part @ right)
-
-
 def add_bias_gradient(biases: Sequence[Parameter], output_gradient: Tensor) -> None:
     """Gradient of fused biases, [n] += output_gradient [..., n] summed over all but the last dim.
 
     The sum itself is one in fp32, of which the type of `output_gradient` is kept, as of a weight's.
     """
-    gradient = joined([_buffer(bias) for bias in biases])
+    gradient = joined([gradient_of(bias) for bias in biases])
     gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
 
 
@@ -113,6 +79,7 @@ class SplitLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.weights: list[Parameter] = []
+        self.product = Product(self.weights)
         self.biases: list[Parameter] = []
 
     def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
@@ -123,10 +90,6 @@ class SplitLinear(nn.Module):
         if bias is not None:
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])
-
-    def weight(self) -> Tensor:
-        """All weights as one matrix [n, k] for F.linear."""
-        return joined([parameter.detach() for parameter in self.weights])
 
     def bias(self) -> Tensor | None:
         """All biases as one vector [n], if there are any."""
@@ -144,7 +107,7 @@ class SplitLinear(nn.Module):
 
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
-            add_weight_gradient(self.weights, output_gradient, inputs)
+            self.product.add_weight_gradient(output_gradient, inputs)
             for parameter in self.weights:
                 parameter.added()
 
@@ -155,11 +118,6 @@ class SplitLinear(nn.Module):
                 parameter.added()
 
 
-def _buffer(parameter: Parameter) -> Tensor:
-    assert parameter.gradient is not None, f"{parameter.shard.name} has no gradient buffer"
-    return parameter.gradient
-
-
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, *_: Tensor) -> Tensor:
@@ -167,7 +125,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x)
         groups = layer.groups
         whole = groups.tensor.all_gather(x) if groups.sequence_parallel else x
-        return functional.linear(whole, layer.weight(), layer.bias())
+        return layer.product.forward(whole, layer.bias())
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,7 +138,7 @@ class _Column(torch.autograd.Function):
         input_gradient: Tensor | None = None
         reducing = None
         if ctx.needs_input_grad[0]:
-            input_gradient = output_gradient @ layer.weight()
+            input_gradient = layer.product.input_gradient(output_gradient)
             if groups.sequence_parallel:
                 reducing = tensor.start_reduce_scatter(input_gradient)
             elif tensor.size > 1:
@@ -208,8 +166,8 @@ class _Row(torch.autograd.Function):
         groups, tensor = layer.groups, layer.groups.tensor
         bias = layer.bias()
         if tensor.size == 1:
-            return functional.linear(x, layer.weight(), bias)
-        output = functional.linear(x, layer.weight())
+            return layer.product.forward(x, bias)
+        output = layer.product.forward(x)
         if groups.sequence_parallel:
             output = tensor.reduce_scatter(output)
         else:
@@ -224,7 +182,7 @@ class _Row(torch.autograd.Function):
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
         whole = groups.tensor.all_gather(output_gradient) if groups.sequence_parallel else output_gradient
-        input_gradient = whole @ layer.weight() if ctx.needs_input_grad[0] else None
+        input_gradient = layer.product.input_gradient(whole) if ctx.needs_input_grad[0] else None
         groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x), whole, x)
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
 

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.linear import add_weight_gradient
+from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter, Shard
 
 CHUNK_ELEMENTS = 6_500_000
 """Logits of one chunk, per rank: 26 MB in fp32. Every chunk takes three passes over the table."""
-
-BLOCK_ROWS = 2048
-"""Rows of the table that the CPU multiplies by at a time."""
 
 CHUNK_ROWS = 64
 """Tokens of a chunk at the least, so that its products stay efficient."""
@@ -36,21 +33,6 @@ def chunk_rows(tokens: int, rows: int) -> int:
     most = max(CHUNK_ROWS, CHUNK_ELEMENTS // rows)
     chunks = -(-tokens // most)
     return max(1, -(-tokens // max(1, chunks)))
-
-
-def products(hidden: Tensor, table: Tensor) -> Tensor:
-    """Logits [n, V] of hidden [n, h] and a table [V, h].
-
-    In fp32 on the CPU block by block of the table, which takes two thirds of the time of one product: the
-    library packs all of a transposed table before it multiplies.
-    """
-    if not hidden.is_cpu or hidden.dtype != torch.float32 or len(table) <= BLOCK_ROWS:
-        return functional.linear(hidden, table)
-    logits = hidden.new_empty(len(hidden), len(table))
-    for start in range(0, len(table), BLOCK_ROWS):
-        part = slice(start, start + BLOCK_ROWS)
-        torch.mm(hidden, table[part].t(), out=logits[:, part])
-    return logits
 
 
 def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> Shard:
@@ -135,6 +117,7 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.groups = groups
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
+        self.product = Product(self.weight)
         self.rows = table.shard.extent[0]
 
     @property
@@ -156,7 +139,7 @@ class VocabularyHead(nn.Module):
         tensor = self.groups.tensor
         if self.groups.sequence_parallel:
             hidden = tensor.all_gather(hidden)
-        local = functional.linear(hidden, self.table)
+        local = self.product.forward(hidden)
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
@@ -165,7 +148,7 @@ class VocabularyHead(nn.Module):
         self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Losses of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
-        logits = products(hidden[rows], self.table).float()
+        logits = self.product.logits(hidden[rows]).float()
         if self.rows < self.table.shape[0]:
             logits[:, self.rows :] = -torch.inf
         losses, gradient = of_chunk(logits, rows, learning)
@@ -175,7 +158,7 @@ class VocabularyHead(nn.Module):
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, weight: Tensor
+        ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, _: Tensor
     ) -> Tensor:
         groups, table = head.groups, head.table
         whole = groups.tensor.all_gather(hidden) if groups.sequence_parallel else hidden
@@ -188,9 +171,9 @@ class _Loss(torch.autograd.Function):
             losses, of_logits = head.losses(rows, part, of_chunk, learning)
             loss += losses.sum()
             if gradient is not None and of_logits is not None:
-                torch.mm(of_logits, weight, out=gradient[part])
+                head.product.input_gradient(of_logits, gradient[part])
                 if table.requires_grad:
-                    add_weight_gradient([table], of_logits, rows[part])
+                    head.product.add_weight_gradient(of_logits, rows[part])
         ctx.head = head
         if gradient is not None:
             ctx.save_for_backward(gradient.view_as(whole))

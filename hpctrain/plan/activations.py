@@ -9,8 +9,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.memory.activations import SMALLEST, UNDER_WAY
 from hpctrain.memory.compress import compress_peak
 from hpctrain.memory.saved import ActivationBytes, activation_bytes, packed_bytes
-from hpctrain.model.dtypes import DTYPES
 from hpctrain.model.part import Span
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved import Storage
 from hpctrain.pipeline.action import Action
@@ -54,7 +54,7 @@ def saved_bytes(deck: Deck, shape: ModelShape, sizes: Mapping[str, int]) -> Acti
     return activation_bytes(
         shape,
         deck.batch.micro_size,
-        DTYPES[deck.precision.compute],
+        Precision.of(deck).storage,
         tensor=sizes["tensor"],
         sequence_parallel=deck.layout.sequence_parallel,
         context=sizes["context"],

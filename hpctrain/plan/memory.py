@@ -15,11 +15,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account, storage_bytes
 from hpctrain.memory.saved import ActivationBytes
 from hpctrain.model.count import count
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
 from hpctrain.optim.optimizer import STATE_BYTES, Rule
-from hpctrain.parallel.linear import PRODUCT_ELEMENTS
+from hpctrain.parallel.product import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
@@ -124,7 +124,6 @@ def plan_memory(
     if schedule is None:
         schedule = make_schedule(deck, sizes["data"])(micro_batches)
     counts = _split(deck, shape, schedule, split)
-    itemsize = DTYPES[deck.precision.compute].itemsize
     rehearsal = accumulation(min(micro_batches, REHEARSED_MICRO_BATCHES))
     found: dict[object, tuple[Account, int, list[PlannedPart]]] = {}
     kept = saved_bytes(deck, shape, sizes)
@@ -141,7 +140,7 @@ def plan_memory(
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
             used = sum(bucket.layout.used for bucket in planned.buckets)
-            held = _without_offloaded(deck, _states(planned, make_rule(deck), itemsize), planned)
+            held = _without_offloaded(deck, _states(planned, make_rule(deck), Precision.of(deck)), planned)
             found[kind] = held, used, planned.parts
         states, used, planned_parts = found[kind]
         activation = activation_peak(deck, kept, schedule.stages[number], planned_parts)
@@ -171,7 +170,7 @@ def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[in
     return even_split(shape.layers, schedule.parts) if wanted is None or wanted == "balanced" else wanted
 
 
-def _states(planned: PlannedStage, rule: Rule, itemsize: int) -> Account:
+def _states(planned: PlannedStage, rule: Rule, precision: Precision) -> Account:
     """Parameters, gradients, optimizer state, and what these take turns in."""
     buckets = planned.buckets
     parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]
@@ -182,7 +181,7 @@ def _states(planned: PlannedStage, rule: Rule, itemsize: int) -> Account:
         [*(bucket.own_gradients for bucket in buckets), *(parameter.lookups for parameter in parameters)]
     )
     owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
-    copies = len(rule.names) + (itemsize < STATE_BYTES)  # and master weights of 16-bit parameters
+    copies = len(rule.names) + precision.has_masters  # and master weights
     turns = pool_bytes(buckets) + _reductions(buckets)
     return Account(values, gradients, copies * STATE_BYTES * owned, buffer=turns)
 
@@ -203,7 +202,7 @@ def _input_gradients(deck: Deck, shape: ModelShape, sizes: Mapping[str, int]) ->
         return 0
     tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
     tensor = PlannedTransport(0, sizes["tensor"])
-    return tensor.scratch_bytes(tokens * shape.hidden, DTYPES[deck.precision.compute].itemsize)
+    return tensor.scratch_bytes(tokens * shape.hidden, Precision.of(deck).storage.itemsize)
 
 
 def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:
@@ -240,7 +239,7 @@ def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule:
     tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
     if deck.layout.sequence_parallel:
         tokens //= sizes["tensor"]
-    one = tokens * shape.hidden * DTYPES[deck.precision.compute].itemsize
+    one = tokens * shape.hidden * Precision.of(deck).storage.itemsize
     senders = {stage - 1, stage + 1} & set(range(schedule.stage_count))
     return (AHEAD + 1) * len(senders) * one
 
@@ -255,13 +254,14 @@ def _workspace(
     """What computing needs in passing beside activations at their peak: the loss of a chunk of tokens, the
     last block's backward, by when the head's activations are gone, or the compression of what waits.
     """
-    itemsize = DTYPES[deck.precision.compute].itemsize
+    precision = Precision.of(deck)
+    itemsize, half = precision.storage.itemsize, precision.product.itemsize < STATE_BYTES
     tensor = sizes["tensor"]
     tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
     inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
     # Gradients of the residual stream, before and after, and of the widest hidden layer.
     block = tokens * (inner + 2 * shape.hidden) * itemsize
-    if itemsize < STATE_BYTES:  # a 16-bit product is computed apart before it is added to fp32 sums
+    if half:  # a 16-bit product is computed apart before it is added to fp32 sums
         block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
     loss = 0
     if any(part.span.predicts for part in parts):
@@ -269,6 +269,6 @@ def _workspace(
         rows = -(-shape.vocabulary // tensor)
         chunk = chunk_rows(tokens, rows)
         loss = 2 * chunk * rows * STATE_BYTES  # of this chunk and of the one before
-        if itemsize < STATE_BYTES:
+        if half:
             loss += (2 * chunk * rows + min(rows * shape.hidden, PRODUCT_ELEMENTS)) * itemsize
     return max(block, loss, packing_bytes(deck, kept))

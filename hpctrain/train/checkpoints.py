@@ -28,6 +28,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.errors import InputOutputError
 from hpctrain.model.count import count
+from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
@@ -60,7 +61,7 @@ class Checkpoints(Hook):
     @property
     def expected_bytes(self) -> float:
         """About the size of one: master weights and other state, and parameters of half precision."""
-        half = 2.0 if self.deck.precision.compute != "fp32" else 0.0
+        half = 2.0 if Precision.of(self.deck).has_masters else 0.0
         state = STATE_BYTES * (1 + len(self.engine.optimizer.rule.names))
         return count(self.engine.shape).parameters * (state + half)
 

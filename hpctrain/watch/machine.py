@@ -16,7 +16,7 @@ from hpctrain.comm.device import name_of, on_host, wait
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 
 PEAK_FILE = "peak.json"
 """Name of the file in a run's folder that keeps measured rates by kind of machine."""
@@ -77,7 +77,7 @@ class Peak:
         """Take the mean over all ranks, who measure together, but `least` if that is more; and keep it."""
         everyone = self._world.everyone
         everyone.barrier()
-        rate = measure_gemm_flops(DTYPES[self._deck.precision.compute], self._world.device)
+        rate = measure_gemm_flops(Precision.of(self._deck).product, self._world.device)
         total = everyone.all_reduce(torch.tensor(rate, dtype=torch.float64))
         self.flops = max(least, float(total.item()) / everyone.size)
         with self._world.agreement():

@@ -11,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import Precision
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -90,7 +90,7 @@ def predicted(deck: Deck, shape: Any) -> ActivationBytes:
     return activation_bytes(
         shape,
         deck.batch.micro_size,
-        DTYPES[deck.precision.compute],
+        Precision.of(deck).storage,
         tensor=deck.layout.tensor,
         sequence_parallel=deck.layout.sequence_parallel,
         context=deck.layout.context,

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.parallel import linear
-from hpctrain.parallel.linear import Rows, joined
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.linear import Rows
+from hpctrain.parallel.product import joined
 from hpctrain.parallel.weight_grad import WeightGradientQueue, compute_all
 from tests.engines import LLAMA, small_deck, trainer
 
@@ -44,7 +43,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
 def test_several_outputs_are_one_product(world: World) -> None:
     run = trainer(world.alone(), small_deck(*LLAMA))
     inner = run.engine.model.blocks[0].attention.inner
-    whole = inner.weight()
+    whole = inner.product.weight()
     assert whole.shape == (32 + 2 * 8, 32)
     assert whole.data_ptr() == inner.weights[0].data_ptr()
     assert torch.equal(whole, torch.cat([weight.detach() for weight in inner.weights]))
@@ -61,20 +60,3 @@ def test_rows_of_heads_are_split_or_shared(world: World) -> None:
     assert (split.start, split.local, split.copies) == (world.rank * 6, 6, 1)
     shared = Rows.split(4, group, unit=4)
     assert (shared.start, shared.local, shared.copy, shared.copies) == (0, 4, world.rank, world.size)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    of_output, inputs = torch.randn(6, 5, 40).bfloat16(), torch.randn(6, 5, 16).bfloat16()
-    found = []
-    for most in (1 << 20, 7 * 16):
-        monkeypatch.setattr(linear, "PRODUCT_ELEMENTS", most)
-        weight = Parameter(Shard.whole("a.weight", (40, 16)))
-        weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
-        if first:
-            weight.forget_gradient()
-        linear.add_weight_gradient([weight], of_output, inputs)
-        found.append(weight.gradient)
-    exact = of_output.flatten(0, 1).float().t() @ inputs.flatten(0, 1).float() + (0.0 if first else 2.0)
-    torch.testing.assert_close(found[0], exact, rtol=1e-2, atol=1e-1)
-    assert torch.equal(found[0], found[1])

@@ -45,7 +45,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import delete_folder, files_named, synchronize
 from hpctrain.memory.scratch import Flat
 from hpctrain.model.count import count
-from hpctrain.model.dtypes import DTYPES
+from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
 from hpctrain.units import format_bytes, format_count
