@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -58,6 +59,11 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def finite(value: Any) -> Any:
+    """The value; None for a float that JSON has no number for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_unfit(error: OSError) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.layout import Index, Runs, runs
+from hpctrain.splitmix import GOLDEN, mix
 
 PIECE = 1 << 20
 # Elements multiplied at a time: the products stay in the cache.
@@ -131,8 +132,6 @@ def _keys(count: int) -> Sums:
 
 
 def _make_keys(first: int, count: int) -> Sums:
-    mixed = (np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    keys: Sums = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    positions = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
+    keys: Sums = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
     return keys

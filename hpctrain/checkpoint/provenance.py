@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.versions import library_versions, package_commit
+from hpctrain.files import finite
 
 SEGMENTS = 1000
 """Of a history, at most: the first one and the newest."""
@@ -99,7 +99,7 @@ class Provenance:
 
     def note(self, step: int, loss: float, grad_norm: float) -> None:
         """Remember what a step recorded."""
-        self._losses.append(Loss(step, _finite(loss), _finite(grad_norm)))
+        self._losses.append(Loss(step, finite(loss), finite(grad_norm)))
 
     def stored(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` steps stores: "history" and "losses"."""
@@ -133,10 +133,6 @@ def _rows(state: Mapping[str, Any], name: str) -> Iterator[object]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else text[: _TEXT - 3] + "..."
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _number(value: object) -> float | None:

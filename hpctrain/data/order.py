@@ -15,20 +15,13 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
+from hpctrain.splitmix import GOLDEN, mix
+
 Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads consecutive numbers
-
-
-def mix(words: Words) -> Words:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Words = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 @dataclass(frozen=True)

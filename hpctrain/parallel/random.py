@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpctrain.splitmix import GOLDEN, mix
+
 _QUANTILE_BITS = 16
 
 
@@ -28,23 +30,18 @@ def _quantiles() -> npt.NDArray[np.float64]:
     return table
 
 
-def _mix64(counter: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """SplitMix64 of `counter`, in place: the output function of Steele et al., OOPSLA 2014."""
-    counter *= np.uint64(0x9E3779B97F4A7C15)
+def _mixed(counter: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """SplitMix64 of `counter` in the stream of `key`, in place."""
+    counter *= np.uint64(GOLDEN)
     counter += np.uint64(key)
-    counter ^= counter >> np.uint64(30)
-    counter *= np.uint64(0xBF58476D1CE4E5B9)
-    counter ^= counter >> np.uint64(27)
-    counter *= np.uint64(0x94D049BB133111EB)
-    counter ^= counter >> np.uint64(31)
-    return counter
+    return mix(counter)
 
 
 def key_of(seed: int, name: str) -> int:
     """A 64-bit key of a seed and a name."""
     low, high = zlib.crc32(name.encode()), zlib.adler32(name.encode())
     start = np.array([(seed * 0xD1342543DE82EF95 + (high << 32) + low) % 2**64], np.uint64)
-    return int(_mix64(start, 0x632BE59BD9B4E019)[0])
+    return int(_mixed(start, 0x632BE59BD9B4E019)[0])
 
 
 def normal(key: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -53,7 +50,7 @@ def normal(key: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]
     Inverse transform over a table of quantiles with linear interpolation. Only exactly rounded
     operations follow the hash, so that the bits do not depend on how a tensor is cut in pieces.
     """
-    table, bits = _quantiles(), _mix64(indices.copy(), key)
+    table, bits = _quantiles(), _mixed(indices.copy(), key)
     cell = (bits >> np.uint64(64 - _QUANTILE_BITS)).astype(np.int64)
     within = ((bits >> np.uint64(16)) & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
     lower = table[cell]

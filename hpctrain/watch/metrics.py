@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import finite
 from hpctrain.report.rows import Row, read_metrics, scan_metrics
 
 __all__ = ["MetricsWriter", "StepMetrics", "read_metrics"]
@@ -92,7 +92,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, row: Row) -> None:
-        strict = {name: _finite(value) for name, value in row.items()}
+        strict = {name: finite(value) for name, value in row.items()}
         line = json.dumps(strict, allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
         with self._refusals("written"):
@@ -138,7 +138,3 @@ def _cut(path: Path, last_step: int) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _finite(value: Measured) -> Measured:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.files import finite
+
 STATUS_FILE = "status.json"
 
 State = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
@@ -77,7 +79,7 @@ class Status:
     def _write(self) -> None:
         if self._path is not None:
             self._written = time.monotonic()
-            strict = {name: _finite(value) for name, value in self._fields.items()}
+            strict = {name: finite(value) for name, value in self._fields.items()}
             text = json.dumps(strict | {"time": now_text()}, indent=1, allow_nan=False) + "\n"
             self._writing = self._thread.submit(self._store, self._path, text)
 
@@ -104,7 +106,3 @@ def job_name(environment: Mapping[str, str]) -> str | None:
 def now_text() -> str:
     """Now, UTC, as in 2026-11-21T10:16:22Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
