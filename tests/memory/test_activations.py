@@ -1,4 +1,7 @@
-"""Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile."""
+"""Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
+
+Tests of memory/activations.py and engine/keeping.py.
+"""
 
 from __future__ import annotations
 
