@@ -1,0 +1,101 @@
+"""Who holds, sums, counts and writes a piece: of all ranks together, each slice of each piece once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import pytest
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.parallel.shard import Shard
+from hpctrain.sharding.replication import Replication, Replications, Sharding
+
+SIZES = {"pipeline": 2, "data": 2, "context": 2, "tensor": 4}
+RANKS = [dict(zip(SIZES, place, strict=True)) for place in product(*map(range, SIZES.values()))]
+
+
+@dataclass(frozen=True)
+class MeshAt:
+    """The mesh as one of its ranks sees it, without ranks."""
+
+    place: tuple[tuple[str, int], ...]
+    made: dict[tuple[str, ...], Group]
+
+    def group(self, *axes: str) -> Group:
+        if axes not in self.made:
+            rank = 0
+            for axis in axes:
+                rank = rank * SIZES[axis] + dict(self.place)[axis]
+            size = prod(SIZES[axis] for axis in axes)
+            self.made[axes] = planned_group(axes, rank, size, Ledger())
+        return self.made[axes]
+
+    def part(self, axis: str, size: int) -> Group:
+        return planned_group((axis,), dict(self.place)[axis] % size, size, Ledger())
+
+
+def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> Replication:
+    """A rank's answer, where ZeRO cuts over `1 / parts` of the ranks with other tokens."""
+
+    def cut(everyone: Group) -> Sharding:
+        size = everyone.size // parts
+        ranks = planned_group(everyone.axes, everyone.rank % size, size, Ledger())
+        return Sharding(zero, ranks, planned_group(("replicas",), everyone.rank // size, parts, Ledger()))
+
+    return Replications(MeshAt(tuple(place.items()), {}), cut).of(shard)
+
+
+def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
+    """Kinds of parameters as a rank has them, each with the number of its piece."""
+    tensor, last = place["tensor"], place["pipeline"]
+    split = frozenset({"tensor"})
+    return {
+        "matrix": (Shard("m", (8,), (2 * tensor,), (2,), split), tensor),
+        "norm": (Shard.whole("n", (8,), frozenset({"tensor"})), 0),
+        "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, tensor % 2, 2), tensor // 2),
+        "tied": (Shard("t", (8,), (2 * tensor,), (2,), split, stage_copy=last, stage_copies=2), tensor),
+    }
+
+
+@pytest.mark.parametrize("kind", ["matrix", "norm", "shared keys", "tied"])
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (3, 1), (3, 2)])
+def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero: int, parts: int) -> None:
+    counted: Counter[tuple[int, ...]] = Counter()
+    copies: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for place in RANKS:
+        shard, piece = shards(place)[kind]
+        own = replication(place, shard, zero, parts)
+        stage = 0 if kind == "tied" else place["pipeline"]
+        counted[stage, piece, own.sharding.group.rank] += own.counted
+        if own.written:
+            slice_of = own.sharding.group.rank if zero else 0
+            copies.setdefault((stage, piece, slice_of), []).append(own.copy)
+        assert own.holders.size == {"matrix": 1, "norm": 4, "shared keys": 2, "tied": 1}[kind]
+        assert own.partial == (kind in {"norm", "shared keys"})
+        assert (own.ends is not None) == (kind == "tied")
+    assert set(counted.values()) == {1}
+    for numbers in copies.values():
+        assert sorted(numbers) == [(number, len(numbers)) for number in range(len(numbers))]
+
+
+def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
+    """As experts will be: then it lies in buckets of another Sharding."""
+    place = dict.fromkeys(SIZES, 0)
+    answers = Replications(MeshAt(tuple(place.items()), {}), lambda everyone: Sharding(0, everyone, everyone))
+    cut = answers.of(Shard("e", (8,), (0,), (4,), frozenset({"data"})))
+    whole = answers.of(Shard.whole("w", (8,)))
+    assert (cut.sharding.group.axes, whole.sharding.group.axes) == (("context",), ("data", "context"))
+    assert answers.of(Shard.whole("v", (8,))).sharding is whole.sharding
+
+
+def test_one_rank_of_those_with_the_same_tokens_speaks_for_them() -> None:
+    for place in RANKS:
+        answers = Replications(
+            MeshAt(tuple(place.items()), {}), lambda everyone: Sharding(0, everyone, everyone)
+        )
+        assert answers.speaks == (place["tensor"] == 0)
