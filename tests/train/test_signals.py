@@ -45,10 +45,10 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     def arrange(number: int, act: Callable[[], None]) -> None:
         make = Step.__call__
 
-        def step(self: Step, state, batch):
+        def step(self: Step, state, *others):
             if state.step == number - 1:
                 act()
-            return make(self, state, batch)
+            return make(self, state, *others)
 
         monkeypatch.setattr(Step, "__call__", step)
 
@@ -315,11 +315,11 @@ import time
 from hpctrain.cli.main import main
 from hpctrain.train.step import Step
 make = Step.__call__
-def step(self, state, batch):
+def step(self, state, *others):
     if state.step == 2:
         print("a long step", flush=True)
         time.sleep(120)
-    return make(self, state, batch)
+    return make(self, state, *others)
 Step.__call__ = step
 main()
 """
