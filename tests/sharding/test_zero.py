@@ -104,7 +104,7 @@ def test_gradients_may_be_summed_after_every_micro_batch(world: World, stage: in
     # What backward fills, what is being summed, and the table, which is tied and so open all the time; in
     # stage 3 the values of two blocks and the table, too.
     block, table = 4 * 14 * 32 * 32, 4 * 32 * (61 + 32 + ALIGNMENT * world.size)
-    assert cut.engine.buckets[0].pool.bytes < (2 * block + table) * (1 if stage == 2 else 2)
+    assert cut.engine.buckets[0].sharding.pool.bytes < (2 * block + table) * (1 if stage == 2 else 2)
 
 
 @pytest.mark.mpi(min_size=2)
