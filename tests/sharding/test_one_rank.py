@@ -9,6 +9,7 @@ to where norms divide by almost nothing, so that differences grow tenfold in thr
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
@@ -101,8 +102,14 @@ class Course:
         return self.rates * (1 + ratio) * self.delta(name) / EPSILON + rounded
 
     def delta(self, name: str) -> float:
-        """What a gradient may differ by. Those of keys' biases are nothing but rounding."""
-        return ROUNDING * self.largest[name.replace("key.bias", "query.bias")]
+        """What a gradient may differ by.
+
+        Those of queries and keys come out of softmax's derivative, p (g - sum p g): a difference that nearly
+        cancels, of terms as large as the values' gradients, whose rounding it keeps. Of keys' biases nothing
+        else is left.
+        """
+        terms = {name, re.sub(r"\.(query|key)\.", ".value.", name)}
+        return ROUNDING * max(self.largest[each] for each in terms)
 
 
 @cache
