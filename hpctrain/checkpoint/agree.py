@@ -15,7 +15,7 @@ from hpctrain.comm.outcome import as_error, combine
 from hpctrain.errors import HpctrainError
 
 # Problems told of one file; a wrong model or a dead disk would give thousands.
-_TOLD = 8
+_MOST_PROBLEMS = 8
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def together(group: Group) -> Iterator[None]:
 
 def shortened(problems: list[str]) -> list[str]:
     """The first problems, and how many more there are."""
-    more = len(problems) - _TOLD
-    return problems if more <= 0 else [*problems[:_TOLD], f"... and {more} more of this kind"]
+    more = len(problems) - _MOST_PROBLEMS
+    return problems if more <= 0 else [*problems[:_MOST_PROBLEMS], f"... and {more} more of this kind"]
 
 
 def combined(

@@ -63,7 +63,7 @@ class BackgroundSave:
                 return False
             failed = True
             try:
-                with together(self._draft.group), self._draft.told():
+                with together(self._draft.group), self._draft.reported():
                     self._work.result()
                 failed = False
             finally:

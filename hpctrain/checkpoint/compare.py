@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import Stored, Structure
+from hpctrain.checkpoint.structure import StoredTensor, Structure
 from hpctrain.comm.group import Group
 
 # Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
@@ -84,7 +84,7 @@ def compare(one: Structure, other: Structure, group: Group) -> list[Difference]:
     ]
 
 
-def _read(read: object, stored: Stored, first: int, buffer: Words) -> Words:
+def _read(read: object, stored: StoredTensor, first: int, buffer: Words) -> Words:
     words: Words = buffer.view(f"u{stored.item_bytes}")
     assert callable(read)
     read(words, stored.offset + first * stored.item_bytes)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.layout import STORED_AS, Index
-from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, Stored
+from hpctrain.checkpoint.structure import CHECKSUMS, DECK, DTYPE, FORMAT, NAMED, STATE, VERSION, StoredTensor
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import InputOutputError
@@ -47,7 +47,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[str, Stored]:
+def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Make the file, with everything but tensors and checksums, and tell the datasets' places.
 
     What crashed saves have left goes: a file of this name and, of a run's checkpoint, those of other steps.
@@ -94,7 +94,7 @@ def _needed(tensors: Tensors, texts: Mapping[str, str]) -> int:
     return stored + sums + text + len(tensors) * (_PAGE + _DESCRIPTION_BYTES) + (1 << 16)
 
 
-def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dict[str, Stored]:
+def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dict[str, StoredTensor]:
     """All datasets allocated, none filled; the texts and everything but the checksums in place.
 
     Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
@@ -126,7 +126,7 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
             if NAMED.get(dtype) != kind:
                 _attach(dataset, DTYPE, np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
-            places[name] = Stored(name, kind, shape, int(offset), first_piece)
+            places[name] = StoredTensor(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))
         _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), b"crc32", np.array(0))
     return places

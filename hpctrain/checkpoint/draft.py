@@ -22,8 +22,8 @@ from hpctrain.checkpoint.agree import combined, shortened, together
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.create import Tensors, complete, create, temporary_name
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.layout import Block, Entry, blocks
-from hpctrain.checkpoint.structure import Stored, examine
+from hpctrain.checkpoint.layout import Entry, Rectangle, rectangles_of
+from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
@@ -41,22 +41,22 @@ class Piece:
     """A rectangle of a dataset that this rank writes at once."""
 
     entry: Entry
-    block: Block
-    stored: Stored
+    rectangle: Rectangle
+    stored: StoredTensor
 
     @property
     def bytes(self) -> int:
         """What it takes in the file."""
-        return self.block.elements * self.stored.item_bytes
+        return self.rectangle.elements * self.stored.item_bytes
 
     @property
     def span(self) -> tuple[int, int]:
         """Offset and length of the smallest range of the file that holds it, in bytes."""
-        return self.stored.span(self.block.start, self.block.shape)
+        return self.stored.span(self.rectangle.start, self.rectangle.shape)
 
     def load(self) -> Words:
         """Its elements as they are now, flat, their bits as integers of the same size."""
-        values = self.block.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
+        values = self.rectangle.load(self.entry.values).contiguous().cpu().numpy().reshape(-1)
         words: Words = values.view(f"u{values.itemsize}")
         return words
 
@@ -74,7 +74,7 @@ class Draft:
 
     path: Path
     group: Group
-    places: Mapping[str, Stored]
+    places: Mapping[str, StoredTensor]
     pieces: Sequence[Piece]
     sums: Sums
     descriptor: int
@@ -133,14 +133,14 @@ class Draft:
             buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
             for piece in self.pieces:
                 words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
-                source.read_block(words, piece.block, piece.stored)
+                source.read_rectangle(words, piece.rectangle, piece.stored)
                 self._add(found, piece, words)
         return found
 
     def finish(self) -> None:
         """Add the checksums, and give the file its name; collective."""
         total = self.total()
-        with together(self.group), self.told():
+        with together(self.group), self.reported():
             if self.group.rank == 0:
                 self.publish(total)
 
@@ -159,7 +159,7 @@ class Draft:
         synchronize(self.path.parent)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reported(self) -> Iterator[None]:
         """Errors tell the name the file will have, not the temporary one."""
         with told_as(self.temporary, self.path):
             yield
@@ -174,7 +174,7 @@ class Draft:
 
     def _add(self, sums: Sums, piece: Piece, words: Words) -> None:
         stored = piece.stored
-        checksum.add(sums[stored.pieces], words, piece.block.start, piece.block.shape, stored.shape)
+        checksum.add(sums[stored.pieces], words, piece.rectangle.start, piece.rectangle.shape, stored.shape)
 
 
 def begin(
@@ -203,7 +203,7 @@ def begin(
                     ]
             rows = group.broadcast_object(rows)
             places = {
-                name: Stored(name, kind, shape, *place)
+                name: StoredTensor(name, kind, shape, *place)
                 for (name, (kind, shape)), place in zip(tensors.items(), rows, strict=True)
             }
             pieces = _pieces(group, entries, places, piece_bytes)
@@ -221,7 +221,7 @@ def begin(
 
 
 def _pieces(
-    group: Group, entries: Sequence[Entry], places: Mapping[str, Stored], piece_bytes: int
+    group: Group, entries: Sequence[Entry], places: Mapping[str, StoredTensor], piece_bytes: int
 ) -> list[Piece]:
     """What this rank writes, in the order of the file."""
     found: dict[str, list[Piece]] = {name: [] for name in places}
@@ -230,9 +230,9 @@ def _pieces(
         limit = max(1, piece_bytes // part.values.element_size())
         stored = places[entry.dataset]
         found[entry.dataset] += [
-            Piece(part, cut, stored) for block in blocks(part) for cut in block.cut(limit)
+            Piece(part, cut, stored) for rectangle in rectangles_of(part) for cut in rectangle.cut(limit)
         ]
-    held = [sum(piece.block.elements for piece in mine) for mine in found.values()]
+    held = [sum(piece.rectangle.elements for piece in mine) for mine in found.values()]
     for stored, count in zip(places.values(), combined(group, np.array(held, np.int64)), strict=True):
         assert count == stored.elements, f"{stored.dataset}: the ranks hold {count} of {stored.elements}"
     return [piece for mine in found.values() for piece in mine]

@@ -13,8 +13,8 @@ import torch
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
-from hpctrain.checkpoint.layout import Block, Entry, Runs, blocks, runs
-from hpctrain.checkpoint.structure import Stored
+from hpctrain.checkpoint.layout import Entry, Rectangle, Runs, rectangles_of, runs
+from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.errors import InputOutputError
 
 BUFFER_BYTES = 16 << 20
@@ -24,42 +24,42 @@ _PART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """An open checkpoint file; no read holds more than `buffer_bytes` besides what it fills."""
 
     path: Path
     descriptor: int
     buffer_bytes: int = BUFFER_BYTES
 
-    def fill(self, entry: Entry, stored: Stored, sums: Sums | None, zero_padding: bool = True) -> None:
+    def fill(self, entry: Entry, stored: StoredTensor, sums: Sums | None, zero_padding: bool = True) -> None:
         """Read an Entry's values from its dataset, add them to `sums` if given.
 
         Padding becomes zero, or stays as it is.
         """
-        found = blocks(entry)
-        if zero_padding and sum(block.elements for block in found) < entry.values.numel():
+        found = rectangles_of(entry)
+        if zero_padding and sum(rectangle.elements for rectangle in found) < entry.values.numel():
             entry.values.zero_()
         # What is read at once stays in the processor's cache while it is added up.
         limit = max(1, min(self.buffer_bytes, _PART_BYTES) // stored.item_bytes)
-        for block in found:
-            for part in block.cut(limit):
+        for rectangle in found:
+            for part in rectangle.cut(limit):
                 self._fill(entry, stored, part, sums)
 
-    def _fill(self, entry: Entry, stored: Stored, block: Block, sums: Sums | None) -> None:
-        with block.filling(entry.values) as view:
-            direct = entry.values.device.type == "cpu" and block.contiguous
-            target = view.reshape(-1) if direct else torch.empty(block.elements, dtype=view.dtype)
+    def _fill(self, entry: Entry, stored: StoredTensor, rectangle: Rectangle, sums: Sums | None) -> None:
+        with rectangle.filling(entry.values) as view:
+            direct = entry.values.device.type == "cpu" and rectangle.contiguous
+            target = view.reshape(-1) if direct else torch.empty(rectangle.elements, dtype=view.dtype)
             words = target.numpy().view(f"u{stored.item_bytes}")
-            self.read_block(words, block, stored)
+            self.read_rectangle(words, rectangle, stored)
             if sums is not None:
-                checksum.add(sums, words, block.start, block.shape, stored.shape)
+                checksum.add(sums, words, rectangle.start, rectangle.shape, stored.shape)
             if not direct:
-                view.copy_(target.reshape(block.shape))
+                view.copy_(target.reshape(rectangle.shape))
 
-    def read_block(self, words: Words, block: Block, stored: Stored) -> None:
+    def read_rectangle(self, words: Words, rectangle: Rectangle, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""
         rest = words
-        for group in runs(block.start, block.shape, stored.shape):
+        for group in runs(rectangle.start, rectangle.shape, stored.shape):
             count = group.count * group.length
             self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
             rest = rest[count:]
@@ -77,7 +77,7 @@ class Source:
                 raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
             rest, offset = rest[count:], offset + count
 
-    def _read_runs(self, rows: Words, group: Runs, stored: Stored) -> None:
+    def _read_runs(self, rows: Words, group: Runs, stored: StoredTensor) -> None:
         size = stored.item_bytes
         offset = stored.offset + group.first * size
         if group.count == 1 or group.stride == group.length:
@@ -97,7 +97,7 @@ class Source:
 
 
 @contextmanager
-def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[Source]:
+def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSource]:
     """The file open for reading, without HDF5."""
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
@@ -105,6 +105,6 @@ def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[Source]:
         # pages, which take it twice the time.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     try:
-        yield Source(path, descriptor, buffer_bytes)
+        yield TensorSource(path, descriptor, buffer_bytes)
     finally:
         os.close(descriptor)

@@ -59,7 +59,7 @@ def keep(folder: str | Path, count: int, group: Group, every: int = 0) -> list[P
             good = 0
             for path in checkpoints(folder):
                 if good < count:
-                    good += is_whole(path)
+                    good += is_complete(path)
                 elif path.is_symlink() or not path.is_file():
                     continue  # not written by a run
                 elif not every or (checkpoint_step(path) or 0) % every:
@@ -81,7 +81,7 @@ def point_to(path: Path, group: Group) -> None:
             fresh.replace(link)
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether its structure and state are good; of its data nothing is read."""
     try:
         examine(path)

@@ -89,7 +89,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Block:
+class Rectangle:
     """A rectangle of a global tensor and where it lies in an Entry's values.
 
     Element (0, ..., 0) is the global element `start` and values[at]; in memory its dims have `strides`.
@@ -141,7 +141,7 @@ class Block:
         """Elements from the first to the last in memory."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    def cut(self, limit: int) -> Iterator[Block]:
+    def cut(self, limit: int) -> Iterator[Rectangle]:
         """The rectangle in consecutive rectangles of at most `limit` elements."""
         if self.elements <= limit:
             yield self
@@ -149,7 +149,7 @@ class Block:
         dim = next(d for d, size in enumerate(self.shape) if size > 1)
         rows = max(1, limit // prod(self.shape[dim + 1 :]))
         for row in range(0, self.shape[dim], rows):
-            yield from Block(
+            yield from Rectangle(
                 _with(self.start, dim, self.start[dim] + row),
                 _with(self.shape, dim, min(rows, self.shape[dim] - row)),
                 self.at + row * self.strides[dim],
@@ -170,7 +170,7 @@ class Runs:
     length: int
 
 
-def blocks(entry: Entry) -> list[Block]:
+def rectangles_of(entry: Entry) -> list[Rectangle]:
     """The rectangles of the global tensor that an Entry's values hold, padding left out.
 
     They are in the order of the values. A range in n dims gives at most 2n - 1 of them.
@@ -184,7 +184,9 @@ def blocks(entry: Entry) -> list[Block]:
         kept = tuple(min(s + n, e) - s for s, n, e in zip(start, shape, extent, strict=True))
         if min(kept) > 0:
             at = sum(s * step for s, step in zip(start, strides, strict=True)) - entry.offset
-            found.append(Block(tuple(o + s for o, s in zip(origin, start, strict=True)), kept, at, strides))
+            found.append(
+                Rectangle(tuple(o + s for o, s in zip(origin, start, strict=True)), kept, at, strides)
+            )
     return found
 
 

@@ -22,7 +22,7 @@ Layout = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Segment:
+class HistorySegment:
     """One run of the chain: steps `first_step` to `last_step`, on so many ranks, from a checkpoint or none.
 
     `started` is UTC, such as "2026-03-01T12:00:00Z"; `commit` the package's, None where it is unknown.
@@ -42,7 +42,7 @@ class Segment:
     steps: int | None = None
 
     @staticmethod
-    def of(row: object) -> Segment | None:
+    def of(row: object) -> HistorySegment | None:
         """The segment of a stored object; None where it is none."""
         if not isinstance(row, dict):
             return None
@@ -56,7 +56,7 @@ class Segment:
         found: dict[str, Any] = {name: row.get(name) for name in kinds}
         if not all(isinstance(value, kinds[name]) for name, value in found.items()):
             return None
-        return Segment(**found)
+        return HistorySegment(**found)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Provenance:
         self, title: str, run_dir: str, layout: Layout, ranks: int, steps: int | None = None
     ) -> None:
         now = datetime.now(timezone.utc)
-        self._here = Segment(
+        self._here = HistorySegment(
             title=_cut(title),
             run_dir=_cut(run_dir),
             ranks=ranks,
@@ -87,7 +87,7 @@ class Provenance:
             started=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             steps=steps,
         )
-        self._earlier: list[Segment] = []
+        self._earlier: list[HistorySegment] = []
         self._losses: deque[Loss] = deque(maxlen=LOSSES)
 
     def go_on(self, state: Mapping[str, Any], checkpoint: Path) -> None:
@@ -112,9 +112,9 @@ class Provenance:
         }
 
 
-def history(state: Mapping[str, Any]) -> list[Segment]:
+def history(state: Mapping[str, Any]) -> list[HistorySegment]:
     """The chain of runs that led to a checkpoint, oldest first, the one that wrote it last."""
-    return [segment for row in _rows(state, "history") if (segment := Segment.of(row)) is not None]
+    return [segment for row in _rows(state, "history") if (segment := HistorySegment.of(row)) is not None]
 
 
 def losses(state: Mapping[str, Any]) -> list[Loss]:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, together
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.extract import BUFFER_BYTES, Source, opened
-from hpctrain.checkpoint.layout import Entry, blocks, runs
-from hpctrain.checkpoint.structure import Stored, Structure, examine
+from hpctrain.checkpoint.extract import BUFFER_BYTES, TensorSource, opened
+from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
+from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
@@ -109,7 +109,7 @@ def _raise_first(group: Group, problems: Sequence[str]) -> None:
         raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""))
 
 
-def _fill(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding: bool) -> None:
+def _fill(file: TensorSource, entry: Entry, stored: StoredTensor, sums: Sums, zero_padding: bool) -> None:
     """Read an Entry; of its copies each adds up its share."""
     first, last = entry.share()
     for start, end, added in (
@@ -123,8 +123,8 @@ def _fill(file: Source, entry: Entry, stored: Stored, sums: Sums, zero_padding: 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:
     """Mark the checksum pieces that hold any of an Entry's elements."""
-    for block in blocks(entry):
-        for group in runs(block.start, block.shape, entry.shape):
+    for rectangle in rectangles_of(entry):
+        for group in runs(rectangle.start, rectangle.shape, entry.shape):
             first = group.first + group.stride * np.arange(group.count)
             last = first + group.length - 1
             touched[first // checksum.PIECE] = 1

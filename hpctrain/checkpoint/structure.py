@@ -50,7 +50,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One dataset: its global shape, and the place of its bytes and of its checksums."""
 
     dataset: str
@@ -87,7 +87,7 @@ class Structure:
     """The datasets of a file, by name, the checksums stored for them, and the training state."""
 
     path: Path
-    datasets: dict[str, Stored]
+    datasets: dict[str, StoredTensor]
     sums: Sums
     state: dict[str, Any]
 
@@ -114,7 +114,7 @@ def examine(path: Path, group: Group | None = None) -> Structure:
     if found is not None:
         sums.copy_(torch.from_numpy(found.sums.view(np.int64)))
     group.broadcast(sums)
-    datasets = {row[0]: Stored(row[0], row[1], tuple(row[2]), row[3], row[4]) for row in rows}
+    datasets = {row[0]: StoredTensor(row[0], row[1], tuple(row[2]), row[3], row[4]) for row in rows}
     return Structure(path, datasets, sums.cpu().numpy().copy().view(np.uint64), state)
 
 
@@ -133,7 +133,7 @@ def _examine(path: Path) -> Structure:
         raise InputOutputError(f"{path}: truncated, it has only {size} bytes")
     if signature != _SIGNATURE:
         raise HpctrainError(f"{path}: not an HDF5 file, so not a checkpoint of hpctrain")
-    with _damage_told(path), h5py.File(path, "r", locking=False) as file:
+    with _damage_reported(path), h5py.File(path, "r", locking=False) as file:
         _check_kind(path, file.attrs)
         state = json.loads(_text(file, STATE, size))
         _require(isinstance(state, dict), f"{STATE} is not an object")
@@ -158,7 +158,7 @@ def _check_kind(path: Path, attributes: Any) -> None:
         raise InputOutputError(f"{path}: its writing was never completed")
 
 
-def _datasets(file: h5py.File, size: int) -> dict[str, Stored]:
+def _datasets(file: h5py.File, size: int) -> dict[str, StoredTensor]:
     """All tensors, by name. HDF5 itself is asked, since h5py's objects take most of the time otherwise."""
     names: list[str] = []
 
@@ -168,12 +168,12 @@ def _datasets(file: h5py.File, size: int) -> dict[str, Stored]:
 
     # In any other order HDF5 sorts what a folder holds; where it cannot read that, it crashes.
     h5py.h5o.visit(file.id, visit, order=h5py.h5.ITER_NATIVE, info=True)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     first_piece = 0
     for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
         dataset = h5py.h5d.open(file.id, name.encode())
         offset, shape = _place(name, dataset, size), dataset.shape
-        found[name] = Stored(name, _kind(name, dataset), shape, offset, first_piece)
+        found[name] = StoredTensor(name, _kind(name, dataset), shape, offset, first_piece)
         first_piece += pieces(prod(shape))
     return found
 
@@ -246,7 +246,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 @contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _damage_reported(path: Path) -> Iterator[None]:
     try:
         yield
     except HpctrainError:

@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import shortened, together
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import Stored, Structure, examine
+from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.comm.group import Group
 from hpctrain.errors import InputOutputError
 
@@ -32,7 +32,7 @@ def verify(path: str | Path, group: Group) -> Structure:
     return structure
 
 
-def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[Stored, int]]) -> None:
+def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[StoredTensor, int]]) -> None:
     """Read whole the pieces (dataset, number) given on this rank and compare them; collective.
 
     Raises InputOutputError on all ranks, naming the file, the datasets and the elements.
@@ -59,7 +59,7 @@ def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[Store
             )
 
 
-def damage(path: Path, stored: Stored, pieces: Sequence[int]) -> str:
+def damage(path: Path, stored: StoredTensor, pieces: Sequence[int]) -> str:
     """The sentence about a dataset whose pieces of these numbers differ from their checksums."""
     first = pieces[0] * checksum.PIECE
     last = min(first + checksum.PIECE, stored.elements) - 1

@@ -49,9 +49,9 @@ def save(
         if group.size == 1 or has_parallel_hdf5():
             _store_with_hdf5(draft)
         else:
-            with together(group), draft.told():
+            with together(group), draft.reported():
                 draft.store(Offsets(draft.descriptor))
-        with together(group), draft.told():
+        with together(group), draft.reported():
             draft.settle()
         draft.finish()
         failed = False
@@ -73,7 +73,7 @@ class Offsets:
     def write(self, piece: Piece, words: Words) -> None:
         """One call of the system for each run of the file."""
         stored, rest = piece.stored, words
-        for group in runs(piece.block.start, piece.block.shape, stored.shape):
+        for group in runs(piece.rectangle.start, piece.rectangle.shape, stored.shape):
             count = group.count * group.length
             rows = rest[:count].reshape(group.count, group.length)
             if group.stride == group.length:
@@ -99,13 +99,13 @@ class Hdf5:
         """One call of HDF5, of this rank alone."""
         dataset = h5py.h5d.open(self.file.id, piece.stored.dataset.encode())
         place = dataset.get_space()
-        place.select_hyperslab(piece.block.start, piece.block.shape)
+        place.select_hyperslab(piece.rectangle.start, piece.rectangle.shape)
         dataset.write(h5py.h5s.create_simple((words.size,)), place, words.view(dataset.dtype))
 
 
 def _store_with_hdf5(draft: Draft) -> None:
     problems: list[str] = []
-    with together(draft.group), draft.told(), _opened_by_all(draft, problems) as file:
+    with together(draft.group), draft.reported(), _opened_by_all(draft, problems) as file:
         try:
             draft.store(Hdf5(file))
         except HpctrainError as error:

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.data.sources import BINARY, LeftOut, Source, find_sources, printable, raise_all
+from hpctrain.data.sources import BINARY, LeftOut, TextSource, find_sources, printable, raise_all
 from hpctrain.data.text import (
     PIECE,
     PROBLEMS,
     Complaint,
-    Piece,
+    TextPiece,
     cut_into_pieces,
     examine_piece,
     read_piece,
     share_of,
 )
 from hpctrain.data.tokenizer import BYTES, Tokenizer
-from hpctrain.data.write import Part, Report, write_tokens
+from hpctrain.data.write import Report, TokenPart, write_tokens
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def prepare(
     all ranks, and leaves no file behind.
     """
     begun = time.perf_counter()
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     left = LeftOut()
     temporary = out.with_name(f".{out.name}.part-{world.rank}")
     with world.agreement():
@@ -92,7 +92,7 @@ def prepare(
             _check_output(out, replace)
             sources, left = find_sources(paths, globs, without=[out])
     found = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
-    sources = [Source(*each) for each in found]
+    sources = [TextSource(*each) for each in found]
     faults = _examine(world, cut_into_pieces(sources, piece_bytes), report)
     with world.agreement():
         if not binary:
@@ -107,7 +107,7 @@ def prepare(
     if used.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
         pieces = cut_into_pieces(sources, piece_bytes)
-    with Part(temporary, used) as part:
+    with TokenPart(temporary, used) as part:
         with world.agreement():
             _tokenize(share_of(pieces, world.rank, world.size), used, text_key, part, report)
         header = write_tokens(world, out, part, used, ", ".join([*paths, *globs]), report)
@@ -122,7 +122,7 @@ def prepare(
     )
 
 
-def _examine(world: World, pieces: Sequence[Piece], report: Report) -> dict[str, int]:
+def _examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[str, int]:
     """Which files are no text, by path, and why; every rank looks at its share. Collective."""
     mine: dict[str, int] = {}
     with world.agreement(), _collecting() as complain:
@@ -136,7 +136,7 @@ def _examine(world: World, pieces: Sequence[Piece], report: Report) -> dict[str,
     return found
 
 
-def _text_alone(sources: Sequence[Source], faults: Mapping[str, int], left: LeftOut) -> list[Source]:
+def _text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut) -> list[TextSource]:
     """The sources that are text; the others of folders go to `left`, those that were named are an error."""
     refused = []
     for source in sources:
@@ -164,7 +164,7 @@ def _check_output(out: Path, replace: bool) -> None:
 
 def _agree_on_tokenizer(
     world: World,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextPiece],
     tokenizer: str,
     train_bpe: int | None,
     text_key: str,
@@ -192,7 +192,7 @@ def _agree_on_tokenizer(
 
 
 def _tokenize(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, text_key: str, part: Part, report: Report
+    pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
 ) -> None:
     """All documents of the pieces into `part`."""
     for source, text, ends in _documents(pieces, text_key, "tokenize", report):
@@ -203,8 +203,8 @@ def _tokenize(
 
 
 def _documents(
-    pieces: Sequence[Piece], text_key: str, stage: str, report: Report
-) -> Iterator[tuple[Source, str, bool]]:
+    pieces: Sequence[TextPiece], text_key: str, stage: str, report: Report
+) -> Iterator[tuple[TextSource, str, bool]]:
     """Parts of documents in order, with their source, and whether the document ends there.
 
     All problems are raised together.
@@ -229,7 +229,7 @@ def _collecting() -> Iterator[Complaint]:
     raise_all(problems)
 
 
-def _progress(pieces: Sequence[Piece], stage: str, report: Report) -> Iterator[Piece]:
+def _progress(pieces: Sequence[TextPiece], stage: str, report: Report) -> Iterator[TextPiece]:
     """The pieces, each reported when it is done."""
     done, total = 0, sum(piece.size for piece in pieces)
     for piece in pieces:

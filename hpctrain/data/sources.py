@@ -28,7 +28,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """One input file; `size` is its length on the disk in bytes.
 
     `named` by the user, not found in a folder; `raw` where its bytes are taken as they are, text or not.
@@ -75,7 +75,7 @@ class LeftOut:
 
 def find_sources(
     paths: Sequence[str], globs: Sequence[str], without: Sequence[Path] = ()
-) -> tuple[list[Source], LeftOut]:
+) -> tuple[list[TextSource], LeftOut]:
     """The files meant by `paths`, in the order given, inside folders sorted by name, each once.
 
     A file that is named is taken; in folders (searched in depth, hidden ones and hidden files left out)
@@ -86,7 +86,7 @@ def find_sources(
     if any(not pattern.strip("/") for pattern in globs):
         raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
     problems: list[HpctrainError] = []
-    found: dict[str, Source] = {}
+    found: dict[str, TextSource] = {}
     left: dict[str, tuple[str, int]] = {}
     avoided = {os.path.realpath(path) for path in without}
     named = {os.path.realpath(path) for path in paths}
@@ -103,7 +103,7 @@ def find_sources(
                 if real in avoided:
                     continue
                 if reason is None:
-                    found.setdefault(real, Source(str(file), file.stat().st_size, named=real in named))
+                    found.setdefault(real, TextSource(str(file), file.stat().st_size, named=real in named))
                 else:
                     left.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):

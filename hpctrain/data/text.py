@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
 
-from hpctrain.data.sources import BINARY, NOT_UTF8, Source
+from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json
 
@@ -31,13 +31,13 @@ Complaint = Callable[[HpctrainError], None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Bytes `begin` to `end` of a source, before its cuts are moved to the end of a line.
 
     A compressed source is one piece, but its text is cut every `step` bytes like any other.
     """
 
-    source: Source
+    source: TextSource
     begin: int
     end: int
     step: int
@@ -48,18 +48,18 @@ class Piece:
         return self.end - self.begin
 
 
-def cut_into_pieces(sources: Sequence[Source], size: int = PIECE) -> list[Piece]:
+def cut_into_pieces(sources: Sequence[TextSource], size: int = PIECE) -> list[TextPiece]:
     """All sources as pieces of about `size` bytes, in order; compressed files cannot be cut."""
     assert size >= 8, size  # a cut looks at whole characters of the next piece
     return [
-        Piece(source, begin, min(begin + stride, source.size), size)
+        TextPiece(source, begin, min(begin + stride, source.size), size)
         for source in sources
         for stride in (source.size if source.compressed else size,)
         for begin in range(0, source.size, stride)
     ]
 
 
-def share_of(pieces: Sequence[Piece], rank: int, ranks: int) -> Sequence[Piece]:
+def share_of(pieces: Sequence[TextPiece], rank: int, ranks: int) -> Sequence[TextPiece]:
     """A contiguous run of the pieces: those whose middle lies in this rank's share of all bytes."""
     total = sum(piece.size for piece in pieces)
     first = last = seen = 0
@@ -71,7 +71,7 @@ def share_of(pieces: Sequence[Piece], rank: int, ranks: int) -> Sequence[Piece]:
     return pieces[first:last]
 
 
-def read_piece(piece: Piece, text_key: str, complain: Complaint) -> Iterator[tuple[str, bool]]:
+def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator[tuple[str, bool]]:
     """Parts of documents in order, and whether the document ends behind the part.
 
     What cannot be read, a line that is no JSON object or has no text under `text_key`, goes to
@@ -85,7 +85,7 @@ def read_piece(piece: Piece, text_key: str, complain: Complaint) -> Iterator[tup
                 yield _decode(block, begin, piece.source.raw), ends
 
 
-def examine_piece(piece: Piece, complain: Complaint) -> int | None:
+def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
     """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is."""
     found = None
     with _complaining(piece, complain), piece.source.open() as file:
@@ -100,7 +100,7 @@ def examine_piece(piece: Piece, complain: Complaint) -> int | None:
 
 
 @contextmanager
-def _complaining(piece: Piece, complain: Complaint) -> Iterator[None]:
+def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
     """What cannot be read goes to `complain`."""
     path = piece.source.path
     try:
@@ -111,12 +111,12 @@ def _complaining(piece: Piece, complain: Complaint) -> Iterator[None]:
         complain(InputOutputError(f"{path}: cannot be read ({error.strerror or error})"))
 
 
-def _blocks(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
+def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """The bytes of a piece, where they begin in the file, and whether they are its last ones."""
     yield from (_read_stream if piece.source.compressed else _read_plain)(file, piece)
 
 
-def _read_plain(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
+def _read_plain(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """One piece of a plain file, the last one perhaps empty."""
     begin, end = (_seek_cut(file, place, piece) for place in (piece.begin, piece.end))
     file.seek(begin)
@@ -126,7 +126,7 @@ def _read_plain(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int
     yield block, begin, piece.end == piece.source.size
 
 
-def _read_stream(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, int, bool]]:
+def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """All pieces of a compressed file, cut where the same text, not compressed, is cut."""
     block, begin, end = b"", 0, piece.step
     while True:
@@ -142,7 +142,7 @@ def _read_stream(file: BufferedIOBase, piece: Piece) -> Iterator[tuple[bytes, in
 
 
 def _read_lines(
-    file: BufferedIOBase, piece: Piece, text_key: str, complain: Complaint
+    file: BufferedIOBase, piece: TextPiece, text_key: str, complain: Complaint
 ) -> Iterator[tuple[str, bool]]:
     """The documents of the lines that begin in the piece, or of all lines of a compressed file."""
     if piece.begin:
@@ -173,7 +173,7 @@ def _read_lines(
         complain(HpctrainError(f"{piece.source.path}:{_lines_before(piece) + number}: the line {wrong}"))
 
 
-def _lines_before(piece: Piece) -> int:
+def _lines_before(piece: TextPiece) -> int:
     """Lines that begin before the piece: counted only when there is something to complain about."""
     if not piece.begin:
         return 0
@@ -185,11 +185,11 @@ def _lines_before(piece: Piece) -> int:
     return count
 
 
-def _search(piece: Piece) -> int:
+def _search(piece: TextPiece) -> int:
     return min(SEARCH, piece.step)
 
 
-def _seek_cut(file: BufferedIOBase, place: int, piece: Piece) -> int:
+def _seek_cut(file: BufferedIOBase, place: int, piece: TextPiece) -> int:
     """Where the cut at the nominal `place` really is."""
     if place in {0, piece.source.size}:
         return place

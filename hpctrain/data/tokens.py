@@ -86,7 +86,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredArray:
     """A contiguous dataset in a file that is open; `where` begins what is said of it."""
 
     where: str
@@ -228,7 +228,7 @@ class TokenFile:
             raise InputOutputError(problems)
 
     @cached_property
-    def _verified_ends(self) -> Stored:
+    def _verified_ends(self) -> StoredArray:
         self._compare_ends()
         return self._ends
 
@@ -315,7 +315,7 @@ class TokenFile:
             raise ValueError("its tokenizer has a wrong checksum")
         self.tokenizer_text = text.tobytes().decode("utf-8")
 
-    def _find(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> Stored:
+    def _find(self, file: h5py.File, name: str, dtype: np.dtype[Any], size: int) -> StoredArray:
         """A contiguous dataset that lies in the file with all its elements."""
         dataset = file[name]
         offset = dataset.id.get_offset()
@@ -324,7 +324,7 @@ class TokenFile:
         end, length = offset + size * dtype.itemsize, os.fstat(self._file).st_size
         if end > length:
             raise InputOutputError(f"{self.where}: is truncated: {length} bytes of at least {end} are there")
-        return Stored(self.where, self._file, offset, dtype, size)
+        return StoredArray(self.where, self._file, offset, dtype, size)
 
 
 def _text(value: Any) -> str:

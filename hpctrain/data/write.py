@@ -1,6 +1,6 @@
 """One token file out of every rank's tokens, written by all ranks together.
 
-Each rank first keeps its tokens in a Part, a plain file beside the output: a corpus is tokenized once
+Each rank first keeps its tokens in a TokenPart, a plain file beside the output: a corpus is tokenized once
 and never held in memory. When all counts are known, the file gets its full size and every rank
 writes its own range, in the same number of collective calls, some of them empty: HDF5 waits for
 everybody. Checksums cover pieces of fixed size, whoever wrote them, so that the file does not depend
@@ -41,7 +41,7 @@ SOURCE_LENGTH = 1000
 Report = Callable[[str, int, int], None]
 
 
-class Part:
+class TokenPart:
     """One rank's tokens, in order, in a temporary file that `close` removes."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ class Part:
         self.ends = array("q")
         self._file: BinaryIO | None = None
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> TokenPart:
         """Nothing is made before the first token."""
         return self
 
@@ -129,7 +129,7 @@ class Range:
 
 
 def write_tokens(
-    world: World, out: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report
+    world: World, out: Path, part: TokenPart, tokenizer: Tokenizer, source: str, report: Report
 ) -> Header:
     """Make the token file `out` of all ranks' parts, in the order of the ranks; collective.
 
@@ -170,7 +170,9 @@ def combine(first: int, second: int, length: int) -> int:
     return with_first ^ without ^ second
 
 
-def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: str, report: Report) -> Header:
+def _write(
+    world: World, path: Path, part: TokenPart, tokenizer: Tokenizer, source: str, report: Report
+) -> Header:
     """All but the syncing and renaming."""
     counts = world.everyone.all_gather_object([part.tokens, len(part.ends)])
     start, first_document = (sum(count[i] for count in counts[: world.rank]) for i in (0, 1))
@@ -216,7 +218,7 @@ def _write(world: World, path: Path, part: Part, tokenizer: Tokenizer, source: s
     return header
 
 
-def _segments(part: Part, start: int) -> list[list[int]]:
+def _segments(part: TokenPart, start: int) -> list[list[int]]:
     """[piece, CRC-32, bytes] of this rank's part of each piece that it has tokens of."""
     segments = []
     at, end = start, start + part.tokens

@@ -21,7 +21,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.scratch import Scratch, to_fill
+from hpctrain.memory.scratch import ScratchFiles, to_fill
 from hpctrain.model.initialize import initialize
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -64,7 +64,7 @@ class Engine(Stage):
     objective: Objective
     optimizer: Optimizer
     offload: Offload
-    activation_files: Scratch | None
+    activation_files: ScratchFiles | None
     loss_scale: LossScale
     learning_rate: LearningRate
     positions: torch.Tensor

@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
-from hpctrain.memory.scratch import Scratch
+from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.count import count
 from hpctrain.model.part import Part
@@ -42,7 +42,7 @@ def open_shelf(
     models: Sequence[Part],
     plan: Schedule,
     stage: int,
-) -> Scratch | None:
+) -> ScratchFiles | None:
     """Make the place where activations wait; the files, where there are any. Collective.
 
     HpctrainError on all ranks where the folder cannot be used, or has no room for what waits at once.

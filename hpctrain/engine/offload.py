@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.scratch import Flat, Scratch, ScratchTensor, check_room
+from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor, check_room
 from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import OffloadedOptimizer, state_elements
@@ -36,7 +36,7 @@ class Offload:
 
     optimizer: Store | None = None
     parameters: Store | None = None
-    scratch: Scratch | None = None
+    scratch: ScratchFiles | None = None
     introduction: str = ""
 
 
@@ -102,7 +102,7 @@ def offload_folder(deck: Deck) -> Path:
     return Path(deck.memory.offload_dir or f"{deck.run.dir}/offload")
 
 
-def open_scratch(deck: Deck, world: World, need: int) -> Scratch:
+def open_scratch(deck: Deck, world: World, need: int) -> ScratchFiles:
     """This rank's files in the deck's offload folder, for `need` bytes; collective.
 
     HpctrainError on all ranks where the folder cannot be written to or has no room for all ranks of a node.
@@ -114,10 +114,10 @@ def open_scratch(deck: Deck, world: World, need: int) -> Scratch:
         if world.local_rank == 0:
             check_room(folder, of_node)
     with world.agreement():
-        return Scratch(folder, world.rank)
+        return ScratchFiles(folder, world.rank)
 
 
-def file_store(scratch: Scratch, name: str) -> Store:
+def file_store(scratch: ScratchFiles, name: str) -> Store:
     """Makes zeros in files of that name, numbered."""
     numbers = count()
 

@@ -38,10 +38,12 @@ Watch = Callable[[Tensor], Held]
 """Told of every tensor that is kept; what it returns is there for as long as the tensor is."""
 
 
-class Stored:
+class StoredActivation:
     """One storage that autograd saved, by however many views of it."""
 
-    def __init__(self, segment: Segment, tensor: Tensor, form: ActivationFormat, watch: Watch | None) -> None:
+    def __init__(
+        self, segment: SavedSegment, tensor: Tensor, form: ActivationFormat, watch: Watch | None
+    ) -> None:
         self.segment, self.form, self._watch = segment, form, watch
         self.dtype, self.device = tensor.dtype, tensor.device
         storage = tensor.untyped_storage()
@@ -103,9 +105,9 @@ class Stored:
 
 
 class View:
-    """A saved tensor: a view of a Stored."""
+    """A saved tensor: a view of a StoredActivation."""
 
-    def __init__(self, stored: Stored, tensor: Tensor) -> None:
+    def __init__(self, stored: StoredActivation, tensor: Tensor) -> None:
         self.stored = stored
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -115,16 +117,16 @@ class View:
         return self.stored.back().as_strided(self.size, self.stride, self.offset)
 
 
-class Segment:
+class SavedSegment:
     """What one segment of blocks saves for one micro-batch."""
 
-    def __init__(self, x: Tensor, shared: Sequence[Tensor], before: Segment | None) -> None:
+    def __init__(self, x: Tensor, shared: Sequence[Tensor], before: SavedSegment | None) -> None:
         self._batch, self._rows = x.shape[1], x.shape[0]
         self._without = {tensor.untyped_storage().data_ptr() for tensor in shared}
         self._before = before
-        self._open: dict[int, Stored] = {}
+        self._open: dict[int, StoredActivation] = {}
         # Owned by the views that autograd holds, so that they go as backward goes on.
-        self._stored: list[weakref.ref[Stored]] = []
+        self._stored: list[weakref.ref[StoredActivation]] = []
         self._started = False
 
     def pack(
@@ -137,7 +139,7 @@ class Segment:
             return watch(tensor) if watch is not None else tensor
         stored = self._open.get(address)
         if stored is None:
-            stored = Stored(self, tensor, form if self._is_activation(tensor) else "exact", watch)
+            stored = StoredActivation(self, tensor, form if self._is_activation(tensor) else "exact", watch)
             self._open[address] = stored
             self._stored.append(weakref.ref(stored))
         elif stored.dtype != tensor.dtype:
@@ -151,7 +153,7 @@ class Segment:
         tokens = tensor.dim() == 3 and tensor.shape[1] == self._batch and tensor.shape[0] >= self._rows
         return tokens or tensor.dim() == 4
 
-    def living(self) -> Iterator[Stored]:
+    def living(self) -> Iterator[StoredActivation]:
         """What backward has not used yet."""
         for reference in self._stored:
             stored = reference()
@@ -185,12 +187,14 @@ class ActivationStore:
         self.form, self.smallest = form, smallest
         self.shelf: Shelf | None = None
         self.watch: Watch | None = None
-        self._leaving: deque[Segment] = deque()
+        self._leaving: deque[SavedSegment] = deque()
 
     @contextmanager
-    def saving(self, x: Tensor, shared: Sequence[Tensor], before: Segment | None) -> Iterator[Segment]:
+    def saving(
+        self, x: Tensor, shared: Sequence[Tensor], before: SavedSegment | None
+    ) -> Iterator[SavedSegment]:
         """The forward pass of a segment of blocks, whose input is x [s, b, h], after that of `before`."""
-        segment = Segment(x, shared, before)
+        segment = SavedSegment(x, shared, before)
         watch = self.watch
         with saved_tensors_hooks(
             lambda tensor: segment.pack(tensor, self.form, self.smallest, watch), _unpack

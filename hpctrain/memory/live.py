@@ -29,14 +29,14 @@ class LiveActivations:
     ) -> None:
         self.bytes = self.peak = 0
         self._without, self._queue, self._store = without, queue, store
-        self._kept: Counter[int] = Counter()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, Kept.unpack)
+        self._saved: Counter[int] = Counter()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, SavedTensor.unpack)
 
     def __enter__(self) -> LiveActivations:
         if self._queue is not None:
-            self._queue.watch = self.keep
+            self._queue.watch = self.save
         if self._store is not None:
-            self._store.watch = self.keep
+            self._store.watch = self.save
         self._hooks.__enter__()
         return self
 
@@ -49,30 +49,30 @@ class LiveActivations:
         if self._store is not None:
             self._store.watch = None
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def save(self, tensor: Tensor) -> SavedTensor:
         """Count a tensor for as long as what this returns is there."""
-        return Kept(self, tensor)
+        return SavedTensor(self, tensor)
 
     def enter(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage that is kept once more; whether it counts at all."""
         address = storage.data_ptr()
-        if not self._kept[address]:
+        if not self._saved[address]:
             if any(address == other.untyped_storage().data_ptr() for other in self._without()):
                 return False
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
-        self._kept[address] += 1
+        self._saved[address] += 1
         return True
 
     def leave(self, storage: torch.UntypedStorage) -> None:
         """A storage is kept once less."""
         address = storage.data_ptr()
-        self._kept[address] -= 1
-        if not self._kept[address]:
+        self._saved[address] -= 1
+        if not self._saved[address]:
             self.bytes -= storage.nbytes()
 
 
-class Kept:
+class SavedTensor:
     """One tensor that is kept, for as long as this is there."""
 
     def __init__(self, owner: LiveActivations, tensor: Tensor) -> None:

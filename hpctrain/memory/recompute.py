@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.memory.activations import ActivationStore, Segment
+from hpctrain.memory.activations import ActivationStore, SavedSegment
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.keeping import Keeping, LayerPass
@@ -42,7 +42,7 @@ class Recompute(Keeping):
         if not torch.is_grad_enabled() or (not size and self.store is None):
             return super().run(layers, x, shared)
         compute = partial(again, shared=shared) if size else super().run
-        segment: Segment | None = None
+        segment: SavedSegment | None = None
         for first in range(0, len(layers), size or 1):
             layer = layers[first : first + (size or 1)]
             if self.store is None:

@@ -48,7 +48,7 @@ class Transfer:
 
 
 class ScratchFile:
-    """A file of a Scratch, whose space is taken. Its tensors are contiguous, in host memory."""
+    """A file of a ScratchFiles, whose space is taken. Its tensors are contiguous, in host memory."""
 
     def __init__(self, path: Path, size: int, threads: ThreadPoolExecutor, descriptor: int) -> None:
         self.path, self.size = path, size
@@ -204,12 +204,12 @@ def to_read(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, T
         yield first, tensor
 
 
-class Scratch:
+class ScratchFiles:
     """This rank's files in the offload folder, gone after `close` and at the process's end."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Make a folder for this rank's files. HpctrainError where that cannot be."""
-        with _told(folder):
+        with _reported(folder):
             _make(folder)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
@@ -248,7 +248,7 @@ def check_room(folder: Path, need: int) -> None:
     `need` is what all ranks that share the disk will ask for. HpctrainError if the folder cannot be written
     to or is too small. What earlier processes left there is removed first.
     """
-    with _told(folder):
+    with _reported(folder):
         remove_leftovers(folder)
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
@@ -307,7 +307,7 @@ def _make(folder: Path) -> None:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _reported(folder: Path) -> Iterator[None]:
     """What the system refuses, as the user's mistake."""
     try:
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import Launched, SideStream, host_empty, on_host
-from hpctrain.memory.scratch import Scratch, ScratchFile, Transfer
+from hpctrain.memory.scratch import ScratchFile, ScratchFiles, Transfer
 
 
 class Stay(ABC):
@@ -122,9 +122,9 @@ class Region:
 
 
 class DiskShelf(Shelf):
-    """Files of a Scratch: one of `capacity` bytes at once, further ones where that does not do."""
+    """Files of a ScratchFiles: one of `capacity` bytes at once, further ones where that does not do."""
 
-    def __init__(self, scratch: Scratch, capacity: int, device: torch.device) -> None:
+    def __init__(self, scratch: ScratchFiles, capacity: int, device: torch.device) -> None:
         self.scratch, self.capacity = scratch, max(1, capacity)
         self.copies = None if on_host(device) else DeviceCopies(device)
         self._free: defaultdict[int, list[Region]] = defaultdict(list)

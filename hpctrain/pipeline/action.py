@@ -19,7 +19,7 @@ _HEADER = re.compile(
     r"(?P<micro_batches>[0-9]{1,7}) micro-batch(?:es)?, (?P<chunks>[0-9]{1,7}) chunks?, (?P<placement>loop|v)"
 )
 _IDLE = "-"
-_PROBLEMS_TOLD = 10
+_MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class Schedule:
         if not stages:
             problems.append(f"{source}: holds no stage; write a line of actions, such as F0 B0, for each")
         if problems:
-            left = len(problems) - _PROBLEMS_TOLD
+            left = len(problems) - _MOST_PROBLEMS
             more = [f"{source}: and {left} more"] if left > 0 else []
-            raise HpctrainError(problems[:_PROBLEMS_TOLD] + more)
+            raise HpctrainError(problems[:_MOST_PROBLEMS] + more)
         if header is None:
             return Schedule(tuple(stages))
         line_number, match = header

@@ -10,11 +10,11 @@ from itertools import islice
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 
-_TOLD_A_STAGE = 10
+_MOST_A_STAGE = 10
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScheduleProblem:
     """What is wrong with one action of a schedule."""
 
     stage: int
@@ -28,7 +28,7 @@ class Problem:
         return f"stage {self.stage}, {self.action}{place}: {self.reason}"
 
 
-def check(schedule: Schedule, limit: float | None = None) -> list[Problem]:
+def check(schedule: Schedule, limit: float | None = None) -> list[ScheduleProblem]:
     """What is wrong with a schedule; nothing where it is good.
 
     Every piece of work is there once; each stage's order is one that its data allows; no stages wait for one
@@ -48,7 +48,7 @@ def check(schedule: Schedule, limit: float | None = None) -> list[Problem]:
 
 
 def refusal(
-    problems: Sequence[Problem], source: str = "schedule", lines: Sequence[int] | None = None
+    problems: Sequence[ScheduleProblem], source: str = "schedule", lines: Sequence[int] | None = None
 ) -> HpctrainError:
     """The error that tells of the problems; `lines` are those of the stages in the file `source`."""
     return HpctrainError(
@@ -56,42 +56,46 @@ def refusal(
     )
 
 
-def _work(schedule: Schedule, stage: int) -> Iterator[Problem]:
+def _work(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
     """Work of a stage that is missing, doubled, or there in two forms."""
     places: dict[Action, int] = {}
     for index, action in enumerate(schedule.stages[stage]):
         first = places.setdefault(action, index)
         if first != index:
-            yield Problem(stage, index, action, f"is doubled: it is action {first + 1} already")
-    yield from islice(_missing(schedule, stage, places), _TOLD_A_STAGE)
+            yield ScheduleProblem(stage, index, action, f"is doubled: it is action {first + 1} already")
+    yield from islice(_missing(schedule, stage, places), _MOST_A_STAGE)
 
 
-def _missing(schedule: Schedule, stage: int, places: dict[Action, int]) -> Iterator[Problem]:
+def _missing(schedule: Schedule, stage: int, places: dict[Action, int]) -> Iterator[ScheduleProblem]:
     for micro_batch in range(max(1, schedule.micro_batches)):
         for chunk in range(schedule.chunks):
             forward, whole, inputs, weights = (Action(kind, micro_batch, chunk) for kind in _KINDS)
             if forward not in places:
-                yield Problem(stage, None, forward, "is missing")
+                yield ScheduleProblem(stage, None, forward, "is missing")
             if whole in places:
                 for piece in (inputs, weights):
                     if piece in places:
                         reason = (
                             f"is doubled: {whole} is the whole backward, {inputs} and {weights} its pieces"
                         )
-                        yield Problem(stage, places[piece], piece, reason)
+                        yield ScheduleProblem(stage, places[piece], piece, reason)
             elif inputs in places and weights not in places:
-                yield Problem(stage, None, weights, f"is missing: {inputs} is only one piece of the backward")
+                yield ScheduleProblem(
+                    stage, None, weights, f"is missing: {inputs} is only one piece of the backward"
+                )
             elif weights in places and inputs not in places:
-                yield Problem(stage, None, inputs, f"is missing: {weights} is only one piece of the backward")
+                yield ScheduleProblem(
+                    stage, None, inputs, f"is missing: {weights} is only one piece of the backward"
+                )
             elif inputs not in places:
                 reason = f"is missing, and there are no {inputs} and {weights} instead"
-                yield Problem(stage, None, whole, reason)
+                yield ScheduleProblem(stage, None, whole, reason)
 
 
 _KINDS: tuple[Kind, Kind, Kind, Kind] = ("F", "B", "I", "W")
 
 
-def _order(schedule: Schedule, stage: int) -> Iterator[Problem]:
+def _order(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
     """Actions that come before one of the same stage that they need, directly or through other stages."""
     actions = schedule.stages[stage]
     places = {action: index for index, action in enumerate(actions)}
@@ -109,7 +113,7 @@ def _order(schedule: Schedule, stage: int) -> Iterator[Problem]:
         for need in needs:
             if places.get(need, index) > index:
                 reason = f"comes before {need}, which it needs (action {places[need] + 1})"
-                yield Problem(stage, index, action, reason)
+                yield ScheduleProblem(stage, index, action, reason)
 
 
 # The tensors over one boundary: whether activations (else gradients), and the part that they come from.
@@ -188,7 +192,7 @@ class _Run:
             stage = self.waits[stage].other
         return sorted(seen[seen.index(stage) :])
 
-    def problem(self, stage: int) -> Problem:
+    def problem(self, stage: int) -> ScheduleProblem:
         """What the stage waits for, in words."""
         wait = self.waits[stage]
         forward, part = wait.channel
@@ -210,7 +214,7 @@ class _Run:
                 why = f"holds {held} like it that it has not begun to work on"
             reason = f"its send does not end: stage {wait.other} {why}, and waits at {stuck}"
         kind = "deadlock where sends block" if self.blocking else "deadlock"
-        return Problem(stage, wait.index, action, f"{kind}: {reason}")
+        return ScheduleProblem(stage, wait.index, action, f"{kind}: {reason}")
 
     def _incoming(self, stage: int, action: Action) -> tuple[_Channel | None, int]:
         """Where the tensor that an action needs comes from; None where no other stage sends one."""
@@ -238,13 +242,13 @@ class _Run:
         return posted and self.asked[channel][self.taken[channel] + held] == micro_batch
 
 
-def _deadlock(schedule: Schedule, *, blocking: bool) -> list[Problem]:
+def _deadlock(schedule: Schedule, *, blocking: bool) -> list[ScheduleProblem]:
     """One problem for each stage of a circle of stages that wait for one another."""
     run = _Run(schedule, blocking=blocking)
     return [run.problem(stage) for stage in run.circle()]
 
 
-def _activations(schedule: Schedule, limit: float) -> Iterator[Problem]:
+def _activations(schedule: Schedule, limit: float) -> Iterator[ScheduleProblem]:
     """On each stage the first action that holds too many."""
     for stage, actions in enumerate(schedule.stages):
         alive = 0
@@ -252,5 +256,7 @@ def _activations(schedule: Schedule, limit: float) -> Iterator[Problem]:
             alive += 1 if action.kind == "F" else -1 if action.kind != "I" else 0
             if alive > limit * schedule.chunks:
                 held = f"{alive / schedule.chunks:g} micro-batches"
-                yield Problem(stage, index, action, f"holds activations of {held}; the limit is {limit:g}")
+                yield ScheduleProblem(
+                    stage, index, action, f"holds activations of {held}; the limit is {limit:g}"
+                )
                 break

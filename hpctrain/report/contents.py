@@ -10,9 +10,9 @@ from typing import Any
 
 import h5py
 
-from hpctrain.checkpoint.provenance import Loss, Segment, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
-from hpctrain.checkpoint.structure import Stored, Structure
+from hpctrain.checkpoint.structure import StoredTensor, Structure
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.table import fitted, table
@@ -77,7 +77,7 @@ def contents_text(found: Contents) -> list[str]:
     for name, text in _facts(found):
         lines += fit(f"{name:<11} {text}", width) if text else []
     lines += ["", *_folder_table(found["folders"])]
-    chain = [segment for row in found["history"] if (segment := Segment.of(row)) is not None]
+    chain = [segment for row in found["history"] if (segment := HistorySegment.of(row)) is not None]
     if chain:
         lines += ["", *history_table(chain)]
     recorded = [Loss(**row) for row in found["losses"]]
@@ -110,7 +110,7 @@ def loss_text(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
-def history_table(chain: Sequence[Segment]) -> list[str]:
+def history_table(chain: Sequence[HistorySegment]) -> list[str]:
     """The runs of a chain, the newest ones where they are many."""
     rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "went on from")]
     for segment in chain[-SEGMENTS_SHOWN:]:
@@ -170,7 +170,7 @@ def _facts(found: Contents) -> Iterator[tuple[str, str]]:
     yield "commit", found["commit"] or ""
 
 
-def _folders(datasets: Iterator[Stored] | Any) -> list[dict[str, Any]]:
+def _folders(datasets: Iterator[StoredTensor] | Any) -> list[dict[str, Any]]:
     """Tensors, types, elements and bytes of every folder of the file."""
     found: dict[str, dict[str, Any]] = {}
     for stored in datasets:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hpctrain.pipeline.check import Problem
+    from hpctrain.pipeline.check import ScheduleProblem
     from hpctrain.pipeline.simulate import Simulation
 
 _MARK = "#d00000"
@@ -26,7 +26,10 @@ _MOST_NUMBERS = 12_000
 
 
 def png(
-    schedule: Schedule, simulation: Simulation | None, path: Path | str, problems: Sequence[Problem] = ()
+    schedule: Schedule,
+    simulation: Simulation | None,
+    path: Path | str,
+    problems: Sequence[ScheduleProblem] = (),
 ) -> None:
     """Write the whole grid as a PNG; with problems, their places are framed and the reasons told.
 
@@ -39,7 +42,9 @@ def png(
         raise InputOutputError(f"{path}: the picture cannot be written: {error.strerror or error}") from error
 
 
-def draw(schedule: Schedule, simulation: Simulation | None, problems: Sequence[Problem] = ()) -> Figure:
+def draw(
+    schedule: Schedule, simulation: Simulation | None, problems: Sequence[ScheduleProblem] = ()
+) -> Figure:
     """The picture that `png` writes."""
     from matplotlib.figure import Figure
 
@@ -157,7 +162,7 @@ def _stage_columns(axes: Axes, simulation: Simulation) -> None:
         write(f"{peak:.4g}", stage, 86, of_axes=False)
 
 
-def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequence[Problem]) -> None:
+def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequence[ScheduleProblem]) -> None:
     """Frame every action that is wrong; what is missing gets its frame after the last action."""
     from matplotlib.patches import Rectangle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 
 from hpctrain.checkpoint.names import checkpoint_step, checkpoints
-from hpctrain.checkpoint.provenance import Loss, Segment, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -25,7 +25,7 @@ class Recorded:
     step: int
     losses: list[Loss]
     source: str
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[HistorySegment] = field(default_factory=list)
 
 
 def find_recorded(world: World, path: Path, step: int, against: Path | None) -> Recorded:
@@ -40,7 +40,9 @@ def find_recorded(world: World, path: Path, step: int, against: Path | None) -> 
             found = _look(path, step, against)
     row = world.everyone.broadcast_object(None if found is None else asdict(found))
     recorded = [Loss(**each) for each in row["losses"]]
-    return Recorded(row["step"], recorded, row["source"], [Segment(**each) for each in row["segments"]])
+    return Recorded(
+        row["step"], recorded, row["source"], [HistorySegment(**each) for each in row["segments"]]
+    )
 
 
 def _look(path: Path, step: int, against: Path | None) -> Recorded:
@@ -61,7 +63,7 @@ def _look(path: Path, step: int, against: Path | None) -> Recorded:
 def _in_checkpoints(paths: list[Path], step: int, source: str, strict: bool = True) -> Recorded:
     """Losses and runs that these checkpoints tell, the first one first; damaged ones only if not `strict`."""
     known: dict[int, Loss] = {}
-    segments: list[Segment] = []
+    segments: list[HistorySegment] = []
     for path in paths:
         try:
             state = examine(path).state

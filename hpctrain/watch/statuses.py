@@ -112,9 +112,9 @@ def _newest_good(folder: Path, told: str | None) -> Path | None:
     for path in checkpoints(folder / "checkpoints"):
         if told is not None and path.name == Path(told).name:
             return path
-        from hpctrain.checkpoint.keep import is_whole  # with torch, which takes seconds
+        from hpctrain.checkpoint.keep import is_complete  # with torch, which takes seconds
 
-        if is_whole(path):
+        if is_complete(path):
             return path
     return Path(told) if told is not None and Path(told).is_file() else None
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.create import temporary_name
 from hpctrain.checkpoint.draft import Draft, Piece
-from hpctrain.checkpoint.layout import Block
+from hpctrain.checkpoint.layout import Rectangle
 from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
-from hpctrain.checkpoint.structure import Stored
+from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.checkpoint.verify import verify
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
@@ -55,8 +55,8 @@ def pieces(values: Tensor, count: int) -> list[Piece]:
     """Equal pieces of a flat tensor."""
     held = entry("a", values)
     size = len(values) // count
-    stored = Stored("/model/a", "float32", (len(values),), 0, 0)
-    return [Piece(held, Block((n * size,), (size,), n * size, (1,)), stored) for n in range(count)]
+    stored = StoredTensor("/model/a", "float32", (len(values),), 0, 0)
+    return [Piece(held, Rectangle((n * size,), (size,), n * size, (1,)), stored) for n in range(count)]
 
 
 def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:

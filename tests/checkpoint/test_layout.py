@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.layout import Entry, blocks, rectangles, runs
+from hpctrain.checkpoint.layout import Entry, rectangles, rectangles_of, runs
 from hpctrain.parallel.shard import Shard
 
 
@@ -40,7 +40,7 @@ def test_blocks_hold_the_global_elements(given_: tuple[Entry, np.ndarray], limit
     entry, values = given_
     index = np.arange(prod(entry.shape)).reshape(entry.shape)
     seen = []
-    for block in blocks(entry):
+    for block in rectangles_of(entry):
         for piece in block.cut(limit):
             assert piece.elements <= limit
             view = piece.view(entry.values)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.provenance import LOSSES, SEGMENTS, Loss, Provenance, Segment, history, losses
+from hpctrain.checkpoint.provenance import LOSSES, SEGMENTS, HistorySegment, Loss, Provenance, history, losses
 from hpctrain.checkpoint.versions import commit_of
 
 
@@ -59,7 +59,7 @@ def test_what_is_stored_is_bounded() -> None:
 def test_a_state_of_other_making_is_no_history() -> None:
     good = begin("good").stored(3)["history"][0]
     for wrong in ({"ranks": "2"}, {"layout": None}, {"title": 3}, {"commit": 7}):
-        assert Segment.of(good | wrong) is None
+        assert HistorySegment.of(good | wrong) is None
     rows = [good, 3, None, {}, {"title": "half"}]
     assert [segment.title for segment in history({"history": rows})] == ["good"]
     assert history({}) == history({"history": "text"}) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import draft, writeback
-from hpctrain.checkpoint.structure import Stored, examine
+from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from tests.checkpoint.conftest import entry
@@ -20,7 +20,7 @@ def test_a_span_reaches_from_the_first_element_to_the_last(
     start: tuple[int, int], shape: tuple[int, int]
 ) -> None:
     numbers = np.arange(35).reshape(5, 7)[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-    stored = Stored("/model/a", "bfloat16", (5, 7), 1000, 0)
+    stored = StoredTensor("/model/a", "bfloat16", (5, 7), 1000, 0)
     length = int(numbers.max() - numbers.min()) + 1
     assert stored.span(start, shape) == (1000 + 2 * int(numbers.min()), 2 * length)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.sources import BINARY, NOT_UTF8, Source
-from hpctrain.data.text import Piece, cut_into_pieces, examine_piece, read_piece, share_of
+from hpctrain.data.sources import BINARY, NOT_UTF8, TextSource
+from hpctrain.data.text import TextPiece, cut_into_pieces, examine_piece, read_piece, share_of
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -23,7 +23,7 @@ def documents(path: Path, size: int, complaints: list[str] | None = None) -> lis
         assert complaints is not None, error
         complaints.extend(error.problems)
 
-    for piece in cut_into_pieces([Source(str(path), path.stat().st_size)], size):
+    for piece in cut_into_pieces([TextSource(str(path), path.stat().st_size)], size):
         for text, ends in read_piece(piece, "text", complain):
             parts.append(text)
             if ends:
@@ -56,7 +56,7 @@ def test_what_is_no_text_is_known(tmp_path: Path, size: int) -> None:
             write(tmp_path / f"{name}.txt.gz", gzip.compress(data)),
             write(tmp_path / f"{name}.jsonl", data),
         ):
-            pieces = cut_into_pieces([Source(str(path), path.stat().st_size)], size)
+            pieces = cut_into_pieces([TextSource(str(path), path.stat().st_size)], size)
             found = [examine_piece(piece, pytest.fail) for piece in pieces]
             assert min((each for each in found if each is not None), default=None) == expected, path
 
@@ -65,7 +65,7 @@ def test_what_is_no_text_is_known(tmp_path: Path, size: int) -> None:
 def test_raw_sources_keep_every_byte(tmp_path: Path, size: int) -> None:
     data = b"\xef\xbb\xbf" + random.Random(2).randbytes(3000)
     for path in (write(tmp_path / "a.txt", data), write(tmp_path / "a.txt.gz", gzip.compress(data))):
-        pieces = cut_into_pieces([Source(str(path), path.stat().st_size, raw=True)], size)
+        pieces = cut_into_pieces([TextSource(str(path), path.stat().st_size, raw=True)], size)
         parts = [text for piece in pieces for text, _ in read_piece(piece, "text", pytest.fail)]
         assert "".join(parts).encode("utf-8", "surrogateescape") == data
 
@@ -93,7 +93,7 @@ def test_a_plain_file_is_one_document_however_it_is_cut(tmp_path: Path, size: in
 def test_pieces_end_behind_newlines_or_before_spaces(tmp_path: Path) -> None:
     data = "one two\nthree\nfour five\nsix seven eight nine ten\n"
     path = write(tmp_path / "a.txt", data)
-    pieces = cut_into_pieces([Source(str(path), len(data))], 10)
+    pieces = cut_into_pieces([TextSource(str(path), len(data))], 10)
     assert [piece.size for piece in pieces] == [10, 10, 10, 10, 9]
     parts = [part for piece in pieces for part in read_piece(piece, "text", pytest.fail)]
     assert parts == [
@@ -137,13 +137,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, data in {"a.txt.gz": b"no gzip", "b.txt.gz": whole[:3000], "c.jsonl.gz": whole[:9]}.items():
         errors: list[HpctrainError] = []
         path = write(tmp_path / name, data)
-        list(read_piece(Piece(Source(str(path), len(data)), 0, len(data), 100), "text", errors.append))
+        list(
+            read_piece(TextPiece(TextSource(str(path), len(data)), 0, len(data), 100), "text", errors.append)
+        )
         assert len(errors) == 1
         assert f"{path}: is damaged or cut short gzip" in str(errors[0])
     errors = []
-    list(read_piece(Piece(Source(str(tmp_path / "gone.txt"), 10), 0, 10, 10), "text", errors.append))
+    list(read_piece(TextPiece(TextSource(str(tmp_path / "gone.txt"), 10), 0, 10, 10), "text", errors.append))
     short = write(tmp_path / "short.txt", "abc")
-    list(read_piece(Piece(Source(str(short), 10), 0, 10, 10), "text", errors.append))
+    list(read_piece(TextPiece(TextSource(str(short), 10), 0, 10, 10), "text", errors.append))
     assert all(isinstance(error, InputOutputError) for error in errors)
     assert "gone.txt: cannot be read (No such file or directory)" in str(errors[0])
     assert "became shorter" in str(errors[1])
@@ -152,7 +154,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 50])
 def test_shares_are_contiguous_whole_and_balanced(ranks: int) -> None:
     chance = random.Random(ranks)
-    pieces = cut_into_pieces([Source(f"{i}.txt", chance.randrange(1, 400)) for i in range(40)], 100)
+    pieces = cut_into_pieces([TextSource(f"{i}.txt", chance.randrange(1, 400)) for i in range(40)], 100)
     shares = [share_of(pieces, rank, ranks) for rank in range(ranks)]
     assert [piece for share in shares for piece in share] == pieces
     total = sum(piece.size for piece in pieces)

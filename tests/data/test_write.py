@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from hpctrain.data import write
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import TokenFile
-from hpctrain.data.write import Part, combine, write_tokens
+from hpctrain.data.write import TokenPart, combine, write_tokens
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -25,7 +25,7 @@ def test_checksums_combine(length: int) -> None:
 
 
 def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
-    with Part(tmp_path / "part", Tokenizer.from_text("bytes")) as part:
+    with TokenPart(tmp_path / "part", Tokenizer.from_text("bytes")) as part:
         part.add(np.array([1, 256]))
         with pytest.raises(HpctrainError, match="token 257, beyond its vocabulary 257"):
             part.add(np.array([1, 257]))
@@ -38,11 +38,11 @@ def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 def test_a_part_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_text("bytes")
-    part = Part(tmp_path / "none" / "part", tokenizer)
+    part = TokenPart(tmp_path / "none" / "part", tokenizer)
     with pytest.raises(InputOutputError, match=r"none: cannot be written to \(No such file"):
         part.add(np.array([1]))
     if Path("/dev/full").exists():
-        with Part(tmp_path / "part", tokenizer) as part:
+        with TokenPart(tmp_path / "part", tokenizer) as part:
             (tmp_path / "part").symlink_to("/dev/full")
             part.add(np.array([1]))
             with pytest.raises(InputOutputError, match="No space left"):
@@ -54,7 +54,7 @@ def ids_of(rank: int, count: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(0, 256, count)
 
 
-def fill(part: Part, rank: int, count: int) -> None:
+def fill(part: TokenPart, rank: int, count: int) -> None:
     if count:
         part.add(ids_of(rank, count))
         part.end_document(256)
@@ -76,7 +76,7 @@ def test_uneven_and_empty_parts(
     if not any(counts):
         counts[0] = 3
     mine = counts[world.rank] if world.rank < len(counts) else 0
-    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+    with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, mine)
         write_tokens(world, mpi_tmp_path / "out.h5", part, tokenizer, "test", lambda *_: None)
     expected = [[*ids_of(rank, count), 256] for rank, count in enumerate(counts) if count]
@@ -97,7 +97,7 @@ def test_an_error_of_one_rank_is_everyones(
     monkeypatch.setattr(write, "CALL_BYTES", 20)
     tokenizer = Tokenizer.from_text("bytes")
     (mpi_tmp_path / "out.h5").touch()
-    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+    with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, 100)
         read = part.read
 
@@ -121,7 +121,7 @@ def test_a_full_disk_is_said_beforehand(
 ) -> None:
     monkeypatch.setattr(write.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
     tokenizer = Tokenizer.from_text("bytes")
-    with Part(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
+    with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, 4)
         with pytest.raises(
             InputOutputError, match=f"1 bytes are free, the token file needs {18 * world.size}"

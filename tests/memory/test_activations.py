@@ -16,9 +16,9 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import InputOutputError
-from hpctrain.memory.activations import UNDER_WAY, ActivationStore, Segment, Stored
+from hpctrain.memory.activations import UNDER_WAY, ActivationStore, SavedSegment, StoredActivation
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.scratch import Scratch
+from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def disk(mpi_tmp_path: Path, world: World) -> Iterator[DiskShelf]:
     """Too small at first, so that it has to grow."""
-    scratch = Scratch(mpi_tmp_path / "offload", world.rank)
+    scratch = ScratchFiles(mpi_tmp_path / "offload", world.rank)
     yield DiskShelf(scratch, 100_000, CPU)
     scratch.close()
 
@@ -81,9 +81,9 @@ def test_a_file_changes_no_bit(world: World, disk: DiskShelf, model: str, recomp
     assert not living()
 
 
-def living() -> list[Stored]:
+def living() -> list[StoredActivation]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is Stored]
+    return [found for found in gc.get_objects() if type(found) is StoredActivation]
 
 
 def one_loss(training: Trainer) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_fewer_bits_change_training_a_little(
 
 def test_only_activations_are_compressed() -> None:
     rows, micro, hidden, heads = 32, 2, 16, 4
-    segment = Segment(torch.zeros(rows, micro, hidden), [], None)
+    segment = SavedSegment(torch.zeros(rows, micro, hidden), [], None)
     compressed = [(rows, micro, hidden), (2 * rows, micro, 5), (micro, heads, rows, 4)]
     exact = [(rows, micro, 1), (micro, heads, rows), (micro, heads, rows, 1), (rows,), (heads, 3)]
     for shape in (*compressed, *exact):
@@ -160,7 +160,7 @@ def test_only_activations_are_compressed() -> None:
 
 def test_a_storage_is_stored_once_and_small_or_shared_ones_stay() -> None:
     shared, x = torch.randn(8, 4), torch.randn(8, 2, 64)
-    segment = Segment(x, [shared], None)
+    segment = SavedSegment(x, [shared], None)
     first, second = (segment.pack(view, "exact", 1024) for view in (x[:, :, :32], x.transpose(0, 1)))
     assert not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor)
     assert first.stored is second.stored

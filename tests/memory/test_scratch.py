@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
-from hpctrain.memory.scratch import Scratch, ScratchTensor, check_room
+from hpctrain.memory.scratch import ScratchFiles, ScratchTensor, check_room
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Scratch]:
-    opened = Scratch(tmp_path / "offload", 0)
+def scratch(tmp_path: Path) -> Iterator[ScratchFiles]:
+    opened = ScratchFiles(tmp_path / "offload", 0)
     yield opened
     opened.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-def test_what_is_written_is_read(scratch: Scratch, dtype: torch.dtype) -> None:
+def test_what_is_written_is_read(scratch: ScratchFiles, dtype: torch.dtype) -> None:
     file = scratch.file("state", 1 << 16)
     values = torch.randn(3, 1000).to(dtype)
     other = torch.arange(500, dtype=torch.int32)
@@ -41,7 +41,7 @@ def test_what_is_written_is_read(scratch: Scratch, dtype: torch.dtype) -> None:
     assert torch.equal(found_other, other)
 
 
-def test_slices_of_a_tensor_in_a_file(scratch: Scratch) -> None:
+def test_slices_of_a_tensor_in_a_file(scratch: ScratchFiles) -> None:
     flat = ScratchTensor(scratch.file("state", 4096), 96, 1000, torch.float32)
     assert torch.equal(flat.load(), torch.zeros(1000))
     flat[100:][200:300].store(torch.arange(100.0))
@@ -51,16 +51,16 @@ def test_slices_of_a_tensor_in_a_file(scratch: Scratch) -> None:
     assert flat[:7].nbytes == 28
 
 
-def test_space_is_taken_at_once(scratch: Scratch) -> None:
+def test_space_is_taken_at_once(scratch: ScratchFiles) -> None:
     file = scratch.file("state", 1 << 20)
     assert file.path.stat().st_blocks * 512 >= 1 << 20
 
 
 def test_files_go_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "offload"
-    with_close = Scratch(folder, 0)
+    with_close = ScratchFiles(folder, 0)
     path = with_close.file("state", 10).path
-    beside = Scratch(folder, 1)
+    beside = ScratchFiles(folder, 1)
     assert path.exists()
     with_close.close()
     assert not path.exists()
@@ -68,7 +68,7 @@ def test_files_go_at_the_end(tmp_path: Path) -> None:
     beside.close()
     assert not folder.exists()
 
-    forgotten = Scratch(folder, 0)
+    forgotten = ScratchFiles(folder, 0)
     forgotten.file("state", 10)
     del forgotten
     assert not folder.exists()
@@ -77,8 +77,8 @@ def test_files_go_at_the_end(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from hpctrain.memory.scratch import Scratch
-scratch = Scratch(Path(sys.argv[1]), 3)
+from hpctrain.memory.scratch import ScratchFiles
+scratch = ScratchFiles(Path(sys.argv[1]), 3)
 scratch.file("state", 1000)
 print(scratch.folder.name, flush=True)
 sys.stdin.readline()
@@ -129,7 +129,7 @@ def test_a_folder_too_small_or_not_writable_is_the_users_mistake(tmp_path: Path)
     assert caught.value.exit_code == EXIT_USER
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
-    for refused in (lambda folder: check_room(folder, 0), lambda folder: Scratch(folder, 0)):
+    for refused in (lambda folder: check_room(folder, 0), lambda folder: ScratchFiles(folder, 0)):
         with pytest.raises(HpctrainError, match="Not a directory") as caught:
             refused(tmp_path / "file" / "offload")
         assert caught.value.exit_code == EXIT_USER
@@ -146,7 +146,7 @@ def limited_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full(scratch: Scratch) -> None:
+def test_a_disk_that_is_full(scratch: ScratchFiles) -> None:
     with limited_files(10_000), pytest.raises(InputOutputError, match=r"/state: .*File too large") as caught:
         scratch.file("state", 20_000)
     assert caught.value.exit_code == EXIT_INPUT_OUTPUT
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full(scratch: Scratch) -> None:
             transfer.wait()
 
 
-def test_a_file_that_vanishes_or_shrinks(scratch: Scratch) -> None:
+def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
     file = scratch.file("state", 8000)
     values = torch.ones(1000)
     os.truncate(file.path, 5000)
@@ -176,14 +176,14 @@ def test_what_others_put_there_stays(tmp_path: Path) -> None:
     """A folder that was there, files beside ours, and whatever links lead to."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    scratch = Scratch(folder, 0)
+    scratch = ScratchFiles(folder, 0)
     scratch.file("state", 10)
     (scratch.folder / "thesis.tex").touch()
     scratch.close()
     assert [path.name for path in scratch.folder.iterdir()] == ["thesis.tex"]
     (scratch.folder / "thesis.tex").unlink()
     scratch.folder.rmdir()
-    Scratch(folder, 0).close()
+    ScratchFiles(folder, 0).close()
     assert folder.exists()
 
     import socket

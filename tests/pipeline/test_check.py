@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hpctrain.pipeline.action import Action, Schedule, stage_lines
-from hpctrain.pipeline.check import Problem, check, refusal
+from hpctrain.pipeline.check import ScheduleProblem, check, refusal
 from hpctrain.pipeline.generate import generate
 
 GOOD = [
@@ -92,8 +92,8 @@ def test_activations_stay_within_the_limit() -> None:
     schedule = generate("1f1b", 4, 8)
     assert check(schedule, limit=4) == []
     assert check(schedule, limit=2) == [
-        Problem(0, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
-        Problem(1, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
+        ScheduleProblem(0, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
+        ScheduleProblem(1, 2, Action("F", 2), "holds activations of 3 micro-batches; the limit is 2"),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.check import Problem
+from hpctrain.pipeline.check import ScheduleProblem
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Simulation, Times, simulate
 from hpctrain.report.cells import KINDS, arrange, colour_of, rgb
@@ -149,7 +149,7 @@ def test_a_large_picture_is_whole() -> None:
 
 def test_the_place_of_a_problem_is_framed() -> None:
     schedule = Schedule.parse("F0 B0 F1 B1\nB0 F0 F1 B1")
-    problem = Problem(1, 0, Action("B", 0), "comes before F0 of its own")
+    problem = ScheduleProblem(1, 0, Action("B", 0), "comes before F0 of its own")
     (axes,) = draw(schedule, None, [problem]).axes
     (frame,) = axes.patches
     cell = arrange(schedule, None)[1][0]
@@ -160,7 +160,7 @@ def test_the_place_of_a_problem_is_framed() -> None:
 
 def test_what_is_missing_is_framed_after_the_last_action() -> None:
     schedule = Schedule.parse("F0 B0\nF0")
-    (axes,) = draw(schedule, None, [Problem(1, None, Action("B", 0), "is missing")]).axes
+    (axes,) = draw(schedule, None, [ScheduleProblem(1, None, Action("B", 0), "is missing")]).axes
     (frame,) = axes.patches
     assert frame.get_bbox().x0 == arrange(schedule, None)[1][-1].end
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.scratch import Scratch
+from hpctrain.memory.scratch import ScratchFiles
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 STEPS = 10
@@ -161,7 +161,7 @@ def assert_is(training: Trainer, losses: list[float], course: Course, case: str)
         assert difference <= course.bound(name), (case, name)
 
 
-def assert_written(scratch: Scratch | None, kind: str) -> None:
+def assert_written(scratch: ScratchFiles | None, kind: str) -> None:
     """Files of the kind hold something (not all: a slice may be padding)."""
     assert scratch is not None
     assert any(file.read_bytes().strip(b"\0") for file in scratch.folder.glob(f"{kind}-*")), kind

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     INDEX,
     NAMES,
-    Placed,
+    NewTensor,
     index_of,
     new_file,
     shared_out,
@@ -30,10 +30,10 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 )
 from hpctrain.checkpoint.exchange.source import ModelFolder, open_model, stored_shape, tensor_shapes
 from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files, tokenizer_text
-from hpctrain.checkpoint.extract import Source, opened
+from hpctrain.checkpoint.extract import TensorSource, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
-from hpctrain.checkpoint.structure import Stored, Structure, examine
+from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.outcome import told_as
 from hpctrain.comm.world import World
@@ -79,7 +79,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
         theirs = counterparts(shape.family, tensor_shapes(shape, world))
         sources = _sources(structure, theirs, wanted)
-    files = shared_out([Placed(each.name, NAMES[wanted], each.shape) for each in theirs], most)
+    files = shared_out([NewTensor(each.name, NAMES[wanted], each.shape) for each in theirs], most)
     by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -216,10 +216,10 @@ def _wanted_type(structure: Structure, dtype: str | None) -> torch.dtype:
 
 def _sources(
     structure: Structure, theirs: Sequence[Counterpart], wanted: torch.dtype
-) -> Mapping[str, Stored]:
+) -> Mapping[str, StoredTensor]:
     """The dataset of each of our tensors: that of the wanted type, or else the most exact one."""
     problems: list[str] = []
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for part in (part for each in theirs for part in each.parts):
         stored = structure.datasets.get(f"/model/{part.name}")
         if stored is None:
@@ -251,9 +251,9 @@ def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dic
 
 
 def _copy(
-    source: Source,
+    source: TensorSource,
     structure: Structure,
-    sources: Mapping[str, Stored],
+    sources: Mapping[str, StoredTensor],
     theirs: Counterpart,
     view: NDArray[Any],
     wanted: torch.dtype,

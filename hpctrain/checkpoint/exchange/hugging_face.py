@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A layer of theirs and the layers of ours that it holds, below each other; {} is the block's number.
 
     Weights are `<name>.weight`, biases `<name>.bias`.
@@ -30,36 +30,36 @@ class Rule:
     transposed: bool = False
 
 
-RULES: Mapping[Family, tuple[Rule, ...]] = {
+RULES: Mapping[Family, tuple[NameRule, ...]] = {
     "gpt2": (
-        Rule("transformer.wte", ("embedding.tokens",)),
-        Rule("transformer.wpe", ("embedding.positions",)),
-        Rule("transformer.h.{}.ln_1", ("blocks.{}.attention_norm",)),
-        Rule(
+        NameRule("transformer.wte", ("embedding.tokens",)),
+        NameRule("transformer.wpe", ("embedding.positions",)),
+        NameRule("transformer.h.{}.ln_1", ("blocks.{}.attention_norm",)),
+        NameRule(
             "transformer.h.{}.attn.c_attn",
             ("blocks.{}.attention.query", "blocks.{}.attention.key", "blocks.{}.attention.value"),
             transposed=True,
         ),
-        Rule("transformer.h.{}.attn.c_proj", ("blocks.{}.attention.output",), transposed=True),
-        Rule("transformer.h.{}.ln_2", ("blocks.{}.feed_forward_norm",)),
-        Rule("transformer.h.{}.mlp.c_fc", ("blocks.{}.feed_forward.up",), transposed=True),
-        Rule("transformer.h.{}.mlp.c_proj", ("blocks.{}.feed_forward.down",), transposed=True),
-        Rule("transformer.ln_f", ("final_norm",)),
-        Rule("lm_head", ("head",)),
+        NameRule("transformer.h.{}.attn.c_proj", ("blocks.{}.attention.output",), transposed=True),
+        NameRule("transformer.h.{}.ln_2", ("blocks.{}.feed_forward_norm",)),
+        NameRule("transformer.h.{}.mlp.c_fc", ("blocks.{}.feed_forward.up",), transposed=True),
+        NameRule("transformer.h.{}.mlp.c_proj", ("blocks.{}.feed_forward.down",), transposed=True),
+        NameRule("transformer.ln_f", ("final_norm",)),
+        NameRule("lm_head", ("head",)),
     ),
     "llama": (
-        Rule("model.embed_tokens", ("embedding.tokens",)),
-        Rule("model.layers.{}.input_layernorm", ("blocks.{}.attention_norm",)),
-        Rule("model.layers.{}.self_attn.q_proj", ("blocks.{}.attention.query",)),
-        Rule("model.layers.{}.self_attn.k_proj", ("blocks.{}.attention.key",)),
-        Rule("model.layers.{}.self_attn.v_proj", ("blocks.{}.attention.value",)),
-        Rule("model.layers.{}.self_attn.o_proj", ("blocks.{}.attention.output",)),
-        Rule("model.layers.{}.post_attention_layernorm", ("blocks.{}.feed_forward_norm",)),
-        Rule("model.layers.{}.mlp.gate_proj", ("blocks.{}.feed_forward.gate",)),
-        Rule("model.layers.{}.mlp.up_proj", ("blocks.{}.feed_forward.up",)),
-        Rule("model.layers.{}.mlp.down_proj", ("blocks.{}.feed_forward.down",)),
-        Rule("model.norm", ("final_norm",)),
-        Rule("lm_head", ("head",)),
+        NameRule("model.embed_tokens", ("embedding.tokens",)),
+        NameRule("model.layers.{}.input_layernorm", ("blocks.{}.attention_norm",)),
+        NameRule("model.layers.{}.self_attn.q_proj", ("blocks.{}.attention.query",)),
+        NameRule("model.layers.{}.self_attn.k_proj", ("blocks.{}.attention.key",)),
+        NameRule("model.layers.{}.self_attn.v_proj", ("blocks.{}.attention.value",)),
+        NameRule("model.layers.{}.self_attn.o_proj", ("blocks.{}.attention.output",)),
+        NameRule("model.layers.{}.post_attention_layernorm", ("blocks.{}.feed_forward_norm",)),
+        NameRule("model.layers.{}.mlp.gate_proj", ("blocks.{}.feed_forward.gate",)),
+        NameRule("model.layers.{}.mlp.up_proj", ("blocks.{}.feed_forward.up",)),
+        NameRule("model.layers.{}.mlp.down_proj", ("blocks.{}.feed_forward.down",)),
+        NameRule("model.norm", ("final_norm",)),
+        NameRule("lm_head", ("head",)),
     ),
 }
 
@@ -76,7 +76,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One of our tensors within one of theirs: rows `first` to `first + shape[0]` in our orientation."""
 
     name: str
@@ -91,7 +91,7 @@ class Counterpart:
     name: str
     shape: Index
     transposed: bool
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 def counterparts(family: Family, ours: Mapping[str, Index]) -> list[Counterpart]:
@@ -109,7 +109,7 @@ def counterparts(family: Family, ours: Mapping[str, Index]) -> list[Counterpart]
         parts, rows = [], 0
         for other in rule.ours:
             whole = f"{other.format(number)}.{kind}"
-            parts.append(Part(whole, ours[whole], rows))
+            parts.append(TensorPart(whole, ours[whole], rows))
             rows += ours[whole][0]
         shape = (rows, *parts[0].shape[1:])
         transposed = rule.transposed and len(shape) == 2

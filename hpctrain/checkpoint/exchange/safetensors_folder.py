@@ -155,7 +155,7 @@ def _open(file: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Placed:
+class NewTensor:
     """A tensor to be written: its type's name in the file and its shape."""
 
     name: str
@@ -168,9 +168,9 @@ class Placed:
         return prod(self.shape) * TYPES[self.kind].itemsize
 
 
-def shared_out(tensors: Sequence[Placed], most: int) -> dict[str, list[Placed]]:
+def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTensor]]:
     """Files by name, each with tensors of at most `most` bytes together, or with a single larger one."""
-    files: list[list[Placed]] = []
+    files: list[list[NewTensor]] = []
     room = 0
     for tensor in tensors:
         if tensor.nbytes > room or not files:
@@ -185,14 +185,14 @@ def shared_out(tensors: Sequence[Placed], most: int) -> dict[str, list[Placed]]:
     }
 
 
-def index_of(files: Mapping[str, Sequence[Placed]]) -> dict[str, Any]:
+def index_of(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
     """What the index says of several files."""
     size = sum(tensor.nbytes for file in files.values() for tensor in file)
     mapped = {tensor.name: name for name, file in files.items() for tensor in file}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapped.items()))}
 
 
-def new_file(path: Path, tensors: Sequence[Placed]) -> Iterator[tuple[str, NDArray[Any]]]:
+def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Make a safetensors file, giving name and pages of one tensor after another, to be overwritten.
 
     Elements are given as their bits, unsigned integers. The space is taken first, so that a full disk shows

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.exchange.hugging_face import (
     HEAD,
     PREFIX,
     Counterpart,
-    Part,
+    TensorPart,
     counterparts,
     shape_of,
 )
@@ -32,7 +32,7 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
 from hpctrain.checkpoint.extract import BUFFER_BYTES
-from hpctrain.checkpoint.layout import Entry, Index, blocks
+from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
@@ -60,7 +60,7 @@ class ModelFolder:
     shape: ModelShape
     config: dict[str, Any]
     counterparts: list[Counterpart]
-    parts: Mapping[str, tuple[Counterpart, Part]]
+    parts: Mapping[str, tuple[Counterpart, TensorPart]]
 
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
         """The rectangle `shape` at `start` of one of our tensors."""
@@ -215,7 +215,7 @@ def _fitted(entry: Entry, shape: ModelShape) -> Entry:
 def _fill(entry: Entry, model: ModelFolder) -> None:
     """Read an entry's values; padding stays as it is."""
     assert entry.kind == "float32", entry.kind
-    for block in blocks(entry):
-        for chunk in block.cut(BUFFER_BYTES // 4):
+    for rectangle in rectangles_of(entry):
+        for chunk in rectangle.cut(BUFFER_BYTES // 4):
             with chunk.filling(entry.values) as bits:
                 bits.view(torch.float32).copy_(model.read(entry.shard.name, chunk.start, chunk.shape))
