@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.peers import OPERATIONS, Call, gloo_call, group_call, plain_call, start_gloo, stop_gloo
+from hpctrain.comm.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
@@ -114,7 +114,7 @@ def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveR
     return CollectiveRow(operation, whole.nbytes, times["hpctrain"], times["mpi4py"], times.get("gloo"))
 
 
-def _medians(group: Group, calls: dict[str, Call]) -> dict[str, float]:
+def _medians(group: Group, calls: dict[str, Once]) -> dict[str, float]:
     """Median seconds of each call, sampled in turns so that a slow moment of the machine meets all alike."""
     names = list(calls)
     repeats, longest = {}, 0.0
@@ -135,7 +135,7 @@ def _medians(group: Group, calls: dict[str, Call]) -> dict[str, float]:
     }
 
 
-def _sample(group: Group, call: Call, repeats: int) -> float:
+def _sample(group: Group, call: Once, repeats: int) -> float:
     """Seconds of a call whose own last call, not timed, left the caches as it always would."""
     call()
     group.barrier()

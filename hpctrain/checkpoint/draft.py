@@ -27,7 +27,7 @@ from hpctrain.checkpoint.structure import StoredTensor, examine
 from hpctrain.checkpoint.verify import damage
 from hpctrain.checkpoint.writeback import start_writing
 from hpctrain.comm.group import Group
-from hpctrain.comm.outcome import describe, told_as
+from hpctrain.comm.outcome import describe, reported_as
 from hpctrain.errors import InputOutputError
 from hpctrain.files import synchronize
 
@@ -161,7 +161,7 @@ class Draft:
     @contextmanager
     def reported(self) -> Iterator[None]:
         """Errors tell the name the file will have, not the temporary one."""
-        with told_as(self.temporary, self.path):
+        with reported_as(self.temporary, self.path):
             yield
 
     def close(self, failed: bool) -> None:
@@ -194,7 +194,7 @@ def begin(
     rows: list[Any] = []
     failed = True
     try:
-        with told_as(temporary, path):
+        with reported_as(temporary, path):
             with together(group):
                 if group.rank == 0:
                     rows = [

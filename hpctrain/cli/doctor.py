@@ -12,9 +12,9 @@ import click
 from hpctrain.report.terminal import columns, fit, stdout_console
 
 if TYPE_CHECKING:
-    from hpctrain.comm.doctor import Place, Report
+    from hpctrain.comm.doctor import RankReport, Report
 
-MOST_PLACES = 64
+MOST_RANKS = 64
 FILE_COLUMNS = 200
 
 
@@ -45,33 +45,33 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
 def show(report: Report) -> None:
     """Print tables of the findings and of the ranks, then one line for each thing that is wrong."""
     rows = [
-        ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.found)
+        ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.statement)
         for finding in report.findings
     ]
     width = columns()
     axes = list(report.coordinates[0]) if report.coordinates else []
     ranks = [
         (
-            *(str(place.rank), place.hostname, str(place.local_rank), spans(place.cores), gpu(place)),
-            *(str(report.coordinates[place.rank][axis]) for axis in axes),
+            *(str(rank.rank), rank.hostname, str(rank.local_rank), spans(rank.cores), gpu(rank)),
+            *(str(report.coordinates[rank.rank][axis]) for axis in axes),
         )
-        for place in report.places[:MOST_PLACES]
+        for rank in report.ranks[:MOST_RANKS]
     ]
     table(("", "topic", "found"), rows)
     table(("rank", "node", "local rank", "cores", "GPU", *axes), ranks)
-    if len(report.places) > MOST_PLACES:
-        click.echo(f"and {len(report.places) - MOST_PLACES} more ranks")
+    if len(report.ranks) > MOST_RANKS:
+        click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
     for finding in report.findings:
         if finding.remedy:
             mark = "WRONG" if finding.fatal else "note"
-            told = f"{mark}: {finding.topic}: {finding.found}. What to do: {finding.remedy}."
-            click.echo("\n".join(fit(told, width)))
+            sentence = f"{mark}: {finding.topic}: {finding.statement}. What to do: {finding.remedy}."
+            click.echo("\n".join(fit(sentence, width)))
     click.echo("A run can start here." if report.fit else "A run could not start here.")
 
 
-def gpu(place: Place) -> str:
+def gpu(rank: RankReport) -> str:
     """The GPU that a run gives to this rank, and how many it sees."""
-    return f"{place.local_rank % place.gpus} of {place.gpus}" if place.gpus else "none"
+    return f"{rank.local_rank % rank.gpus} of {rank.gpus}" if rank.gpus else "none"
 
 
 def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

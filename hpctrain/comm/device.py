@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
+from hpctrain.errors import HpctrainError
 
 
 def on_host(device: torch.device) -> bool:
@@ -19,6 +20,22 @@ def on_host(device: torch.device) -> bool:
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_device(name: str, local_rank: int, count: int) -> torch.device:
+    """The device of a local rank on a node of `count` GPUs; HpctrainError if it is not there."""
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if name in {"auto", "cuda"} and count > 0:
+        return torch.device("cuda", local_rank % count)
+    prefix, _, index = name.partition(":")
+    if prefix != "cuda" or (index and not index.isdigit()):
+        raise HpctrainError(f'run.device = "{name}": must be "auto", "cpu", "cuda" or "cuda:N"')
+    if count == 0:
+        raise HpctrainError(f'run.device = "{name}": torch finds no GPU here; use "cpu" or "auto"')
+    if int(index) >= count:
+        raise HpctrainError(f'run.device = "{name}": there are {count} GPUs, numbered from 0')
+    return torch.device("cuda", int(index))
 
 
 def use(device: torch.device) -> None:

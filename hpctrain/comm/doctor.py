@@ -37,13 +37,13 @@ class Finding:
     """One thing examined. A `remedy` says what to do about what is wrong; `fatal`: no run could start."""
 
     topic: str
-    found: str
+    statement: str
     remedy: str = ""
     fatal: bool = False
 
 
 @dataclass(frozen=True)
-class Place:
+class RankReport:
     """Where one rank is: its node, its number on that node, the cores it may use, the GPUs it sees."""
 
     rank: int
@@ -59,7 +59,7 @@ class Report:
 
     rank: int = 0
     findings: list[Finding] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    ranks: list[RankReport] = field(default_factory=list)
     coordinates: list[dict[str, int]] = field(default_factory=list)
     """Of each rank on a deck's mesh, if one was mapped."""
     world: MPI.Intracomm | None = None
@@ -85,21 +85,21 @@ def examination() -> Iterator[Report]:
     findings.append(finding)
     if mpi is None:
         findings += [_launcher(None), _hdf5_package()[1], _slurm()]
-        yield Report(started_rank(os.environ), findings, [_place(0, 0, torch)])
+        yield Report(started_rank(os.environ), findings, [_rank_report(0, 0, torch)])
         return
     faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
     world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
-    places = world.allgather(_place(world.rank, node.rank, torch))
+    ranks = world.allgather(_rank_report(world.rank, node.rank, torch))
     node.Free()
-    findings += [_thread_level(mpi), _launcher(world.size), _layout(places), *_binding(places)]
-    findings += _contradictions(world.rank, places)
-    findings += _hdf5(world, len({place.hostname for place in places}))
+    findings += [_thread_level(mpi), _launcher(world.size), _layout(ranks), *_binding(ranks)]
+    findings += _contradictions(world.rank, ranks)
+    findings += _hdf5(world, len({each.hostname for each in ranks}))
     findings.append(_slurm())
     faulthandler.cancel_dump_traceback_later()
     # Under a foreign launcher every process is rank 0 of its own world: then the launcher's number counts.
     rank = world.rank if started_size(os.environ) == world.size else started_rank(os.environ)
-    yield Report(rank, _merge(world.allgather(findings)), places, world=world)
+    yield Report(rank, _merge(world.allgather(findings)), ranks, world=world)
     sys.stdout.flush()
     world.Barrier()
     mpi.Finalize()
@@ -114,7 +114,7 @@ def _merge(ranks: list[list[Finding]]) -> list[Finding]:
             if finding.remedy and (finding.topic, finding.remedy) not in known:
                 known.add((finding.topic, finding.remedy))
                 merged.append(
-                    Finding(finding.topic, f"rank {rank}: {finding.found}", finding.remedy, finding.fatal)
+                    Finding(finding.topic, f"rank {rank}: {finding.statement}", finding.remedy, finding.fatal)
                 )
     return merged
 
@@ -231,42 +231,42 @@ def _launcher(size: int | None) -> Finding:
         "the launcher and mpi4py belong to different MPIs: use the mpirun of the MPI above, or srun with the "
         "--mpi that it was built for (srun --mpi=list)"
     )
-    found = f"{name} started {started} processes, but MPI sees {size}"
-    return Finding("launcher", found, remedy, fatal=True)
+    statement = f"{name} started {started} processes, but MPI sees {size}"
+    return Finding("launcher", statement, remedy, fatal=True)
 
 
-def _contradictions(rank: int, places: list[Place]) -> list[Finding]:
+def _contradictions(rank: int, ranks: list[RankReport]) -> list[Finding]:
     """What the launcher's variables say of this rank otherwise than MPI."""
-    nodes = len({place.hostname for place in places})
-    told = contradictions(os.environ, rank, places[rank].local_rank, nodes)
+    nodes = len({each.hostname for each in ranks})
+    sentences = contradictions(os.environ, rank, ranks[rank].local_rank, nodes)
     remedy = "start all ranks with one launcher, and neither set nor pass on its variables by hand"
-    return [Finding("launcher", told[0], remedy, fatal=True)] if told else []
+    return [Finding("launcher", sentences[0], remedy, fatal=True)] if sentences else []
 
 
-def _place(rank: int, local_rank: int, torch: ModuleType | None) -> Place:
+def _rank_report(rank: int, local_rank: int, torch: ModuleType | None) -> RankReport:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Place(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
+    return RankReport(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
 
 
-def _layout(places: list[Place]) -> Finding:
-    nodes = len({place.hostname for place in places})
-    ranks = f"{len(places)} rank{'s' * (len(places) != 1)}"
-    return Finding("ranks and nodes", f"{ranks} on {nodes} node{'s' * (nodes != 1)}")
+def _layout(ranks: list[RankReport]) -> Finding:
+    nodes = len({each.hostname for each in ranks})
+    count = len(ranks)
+    return Finding("ranks and nodes", f"{count} rank{'s' * (count != 1)} on {nodes} node{'s' * (nodes != 1)}")
 
 
-def _binding(places: list[Place]) -> list[Finding]:
+def _binding(ranks: list[RankReport]) -> list[Finding]:
     """Nodes with more ranks than cores, or than GPUs."""
     findings = []
-    sizes = {place.hostname: 0 for place in places}
-    for place in places:
-        sizes[place.hostname] += 1
+    sizes = {each.hostname: 0 for each in ranks}
+    for each in ranks:
+        sizes[each.hostname] += 1
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{count} on {hostname}" for hostname, count in sorted(sizes.items()))
+        statement = ", ".join(f"{count} on {hostname}" for hostname, count in sorted(sizes.items()))
         remedy = "runs need as many on every node: srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
-        findings.append(Finding("ranks a node", found, remedy, fatal=True))
-    for hostname in sorted({place.hostname for place in places}):
-        here = [place for place in places if place.hostname == hostname]
-        cores = len({core for place in here for core in place.cores})
+        findings.append(Finding("ranks a node", statement, remedy, fatal=True))
+    for hostname in sorted({each.hostname for each in ranks}):
+        here = [each for each in ranks if each.hostname == hostname]
+        cores = len({core for each in here for core in each.cores})
         if 0 < cores < len(here):
             remedy = f"start at most {cores} ranks there; they take turns now"
             if cores == 1:
@@ -274,7 +274,7 @@ def _binding(places: list[Place]) -> list[Finding]:
                     "all ranks are bound to one core: give mpirun --bind-to none, or srun --cpus-per-task"
                 )
             findings.append(Finding("cores", f"{len(here)} ranks on {cores} cores of {hostname}", remedy))
-        gpus = max(place.gpus for place in here)
+        gpus = max(each.gpus for each in here)
         if 0 < gpus < len(here):
             remedy = "ranks that share a GPU talk through host memory: start one rank a GPU"
             findings.append(Finding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
@@ -297,8 +297,8 @@ def _hdf5(world: MPI.Intracomm, nodes: int) -> list[Finding]:
     h5py, finding = _hdf5_package()
     libraries = loaded_mpis()
     if len(libraries) > 1:
-        found = f"mpi4py and h5py use different MPIs: {', '.join(libraries)}"
-        finding, h5py = Finding("HDF5", found, REINSTALL, fatal=True), None
+        statement = f"mpi4py and h5py use different MPIs: {', '.join(libraries)}"
+        finding, h5py = Finding("HDF5", statement, REINSTALL, fatal=True), None
     if not all(world.allgather(h5py is not None)):
         return [finding]
     assert h5py is not None

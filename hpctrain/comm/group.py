@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import on_host
-from hpctrain.comm.ledger import Entry, Ledger
-from hpctrain.comm.timeline import Span
+from hpctrain.comm.ledger import Ledger, LedgerEntry
+from hpctrain.comm.timeline import TimelineSpan
 from hpctrain.comm.transport import Pending, Transport
 
 Result = TypeVar("Result", bound="Tensor | None")
@@ -39,9 +39,9 @@ class Work(Generic[Result]):
         self,
         result: Result,
         pending: Pending | None = None,
-        entry: Entry | None = None,
+        entry: LedgerEntry | None = None,
         held: set[Work[Any]] | None = None,
-        span: Span | None = None,
+        span: TimelineSpan | None = None,
         call: Call | None = None,
     ) -> None:
         self._result = result

@@ -12,7 +12,7 @@ from hpctrain.comm.timeline import PHASES, Timeline
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """The sum over all calls of one operation, on one axis, in one phase.
 
     `bytes` is payload as the closed forms count it (an all-reduce twice its tensor, all others the
@@ -41,7 +41,7 @@ class Ledger:
         self.timeline: Timeline | None = None
         self.calls = Calls()
         self.phase_seconds: dict[str, float] = {}
-        self._entries: dict[tuple[str, str, str], Entry] = {}
+        self._entries: dict[tuple[str, str, str], LedgerEntry] = {}
 
     @property
     def phase(self) -> str:
@@ -59,12 +59,12 @@ class Ledger:
         self.phase_seconds[self._phase] = self.phase_seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
-    def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> Entry:  # noqa: A002
-        """Add one call in the present phase; its Entry, to which a waiting Work adds more seconds."""
+    def enter(self, axis: str, operation: str, bytes: int, seconds: float) -> LedgerEntry:  # noqa: A002
+        """Add one call in the present phase; its LedgerEntry, to which a waiting Work adds more seconds."""
         key = (axis, operation, self._phase)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(*key)
+            entry = self._entries[key] = LedgerEntry(*key)
         entry.calls += 1
         entry.bytes += bytes
         entry.seconds += seconds
@@ -75,9 +75,9 @@ class Ledger:
         """The time this rank has spent inside calls, all entries together."""
         return sum(entry.seconds for entry in self._entries.values())
 
-    def rows(self) -> list[Entry]:
+    def rows(self) -> list[LedgerEntry]:
         """Copies of all entries, sorted by axis, operation and phase."""
-        return [Entry(**asdict(self._entries[key])) for key in sorted(self._entries)]
+        return [LedgerEntry(**asdict(self._entries[key])) for key in sorted(self._entries)]
 
     def reset(self) -> None:
         """Forget everything but the phase."""

@@ -50,11 +50,11 @@ class Mesh:
         return self.sizes[axis]
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along one axis."""
+        """This rank's coordinate along one axis."""
         return self._here[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of one rank of the world along every axis."""
+        """One rank's coordinates, along every axis."""
         return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
@@ -91,11 +91,11 @@ class Mesh:
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The place along every axis of one rank of a mesh of these sizes."""
-    places: dict[str, int] = {}
+    """The coordinates, along every axis, of one rank of a mesh of these sizes."""
+    inwards: dict[str, int] = {}
     for axis in reversed(AXES):
-        rank, places[axis] = divmod(rank, sizes[axis])
-    return {axis: places[axis] for axis in AXES}
+        rank, inwards[axis] = divmod(rank, sizes[axis])
+    return {axis: inwards[axis] for axis in AXES}
 
 
 def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Name:
@@ -121,8 +121,8 @@ def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Name
             f'communication.transport = "{wish}": the Python package nccl4py is missing; install '
             'hpctrain[gpu] (pip install nccl4py), or use "mpi"'
         )
-    found = world.everyone.all_gather_object(problems)
-    distinct = list(dict.fromkeys(problem for rank in found for problem in rank))
+    of_ranks = world.everyone.all_gather_object(problems)
+    distinct = list(dict.fromkeys(problem for rank in of_ranks for problem in rank))
     if distinct:
         raise HpctrainError(distinct)
     return "nccl"

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.library import MPI
-from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.transport import Pending, Span, Transport, drive, spans_of, starts
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
@@ -98,7 +98,9 @@ def pieces(
 class MpiTransport(Transport):
     """The primitives over one MPI communicator, for tensors in host memory."""
 
-    def __init__(self, communicator: MPI.Intracomm, scratch: Scratch, limit: int = MESSAGE_LIMIT) -> None:
+    def __init__(
+        self, communicator: MPI.Intracomm, scratch: ReductionScratch, limit: int = MESSAGE_LIMIT
+    ) -> None:
         self.communicator = communicator
         self.scratch = scratch
         self.rank = communicator.rank

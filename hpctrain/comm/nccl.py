@@ -24,7 +24,7 @@ from torch import Tensor
 from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import SideStream, present_stream
-from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.transport import Pending, Span, Transport, spans_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HeldReceive:
 class NcclTransport(Transport):
     """The primitives over one NCCL communicator, made at its first use, for tensors of one GPU a rank."""
 
-    def __init__(self, communicator: MPI.Intracomm, scratch: Scratch) -> None:
+    def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self.scratch = scratch

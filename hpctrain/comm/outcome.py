@@ -51,7 +51,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def told_as(temporary: Path, path: Path) -> Iterator[None]:
+def reported_as(temporary: Path, path: Path) -> Iterator[None]:
     """Errors tell the name that a file will have; an OSError becomes an InputOutputError."""
     try:
         yield
@@ -77,10 +77,10 @@ def as_error(error: OSError) -> HpctrainError:
     return InputOutputError(describe(error))
 
 
-def combine(found: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
+def combine(failures: Sequence[tuple[int, Sequence[str]]]) -> HpctrainError:
     """One error of several ranks' (exit code, problems), in rank order: the first code, all problems."""
-    code = found[0][0]
-    problems = list(dict.fromkeys(problem for _, each in found for problem in each))
+    code = failures[0][0]
+    problems = list(dict.fromkeys(problem for _, each in failures for problem in each))
     if len(problems) > MOST_PROBLEMS:
         problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS} more problems"]
     error = InputOutputError(problems) if code == EXIT_INPUT_OUTPUT else HpctrainError(problems)

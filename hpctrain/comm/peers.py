@@ -18,7 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.library import MPI, communicator_of
 from hpctrain.comm.world import World
 
-Call = Callable[[], object]
+Once = Callable[[], object]
 
 OPERATIONS = (
     "all_reduce",
@@ -33,10 +33,10 @@ OPERATIONS = (
 )
 
 
-def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Call:
+def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once:
     """The operation by a Group. `whole` is the full tensor, `part` one rank's equal share of it."""
     root = group.rank == 0
-    calls: dict[str, Call] = {
+    calls: dict[str, Once] = {
         "all_reduce": lambda: group.all_reduce(whole),
         "reduce_scatter": lambda: group.reduce_scatter(whole, part),
         "all_gather": lambda: group.all_gather(part, whole),
@@ -54,11 +54,11 @@ def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Cal
     return calls[operation]
 
 
-def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Call:
+def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once:
     """The operation by plain mpi4py on the arrays of the same memory."""
     communicator, root = communicator_of(group.objects), group.rank == 0
     array, piece = whole.numpy(), part.numpy()
-    calls: dict[str, Call] = {
+    calls: dict[str, Once] = {
         "all_reduce": lambda: communicator.Allreduce(MPI.IN_PLACE, array),
         "reduce_scatter": lambda: communicator.Reduce_scatter_block(array, piece),
         "all_gather": lambda: communicator.Allgather(piece, array),
@@ -96,11 +96,11 @@ def stop_gloo() -> None:
     torch.distributed.destroy_process_group()
 
 
-def gloo_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Call | None:
+def gloo_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once | None:
     """The operation by gloo, once `start_gloo` was called."""
     gloo, root = torch.distributed, group.rank == 0
     pieces = list(whole.chunk(group.size))
-    calls: dict[str, Call] = {
+    calls: dict[str, Once] = {
         "all_reduce": lambda: gloo.all_reduce(whole),
         "all_gather": lambda: gloo.all_gather_into_tensor(whole, part),
         "broadcast": lambda: gloo.broadcast(whole, 0),

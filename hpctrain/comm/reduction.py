@@ -36,7 +36,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 Steps = Generator[Pending | None, None, None]
 
 
-class Scratch:
+class ReductionScratch:
     """Host memory kept from one operation to the next: fresh memory would be paged in anew each time.
 
     `bytes` are there now, `peak_bytes` were at the most.
@@ -80,7 +80,7 @@ class Mover(Protocol):
 
     rank: int
     size: int
-    scratch: Scratch
+    scratch: ReductionScratch
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
         """All-gather equal pieces."""

@@ -112,21 +112,21 @@ def _taken(path: Path) -> Any:
 
 def _identified(names: list[str], folder: Path) -> Named:
     """Those of the files that are there and this user's, with their inodes."""
-    found: Named = []
+    ours: Named = []
     for name in names:
         with contextlib.suppress(OSError):
             status = (folder / name).lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                found.append((name, status.st_ino))
-    return found
+                ours.append((name, status.st_ino))
+    return ours
 
 
 def _mapped(maps: Path, folder: Path) -> set[str]:
     """Names of the segments that a process has mapped; none of a process that has ended or hides it."""
-    found: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(OSError):
         for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
             where, _, name = line.rpartition("/")
             if where.endswith(f" {folder}") and _SEGMENT.fullmatch(name):
-                found.add(name)
-    return found
+                names.add(name)
+    return names

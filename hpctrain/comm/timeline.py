@@ -12,7 +12,7 @@ SCHEDULE, EVALUATION, PHASES = "schedule", "evaluation", "phases"
 
 
 @dataclass(slots=True)
-class Span:
+class TimelineSpan:
     """Something with a start and an end, in seconds of this rank's `perf_counter`.
 
     `row` is the name of a group for communication, else one of the rows above. A started operation lasts
@@ -33,7 +33,7 @@ class StepSpans:
     """What was recorded from one step's start to the next's; `dropped` counts what was too many."""
 
     step: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
     dropped: int = 0
 
 
@@ -59,7 +59,7 @@ class Timeline:
         """Record nothing until the next `begin`."""
         self._current = None
 
-    def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> Span | None:  # noqa: A002
+    def record(self, row: str, name: str, start: float, end: float, bytes: int = 0) -> TimelineSpan | None:  # noqa: A002
         """Add a span; itself, for a later end to be written into, or None where it is not kept."""
         current = self._current
         if current is None:
@@ -67,7 +67,7 @@ class Timeline:
         if len(current.spans) >= self.most and row != SCHEDULE:
             current.dropped += 1
             return None
-        span = Span(row, name, start, end, bytes, end - start)
+        span = TimelineSpan(row, name, start, end, bytes, end - start)
         current.spans.append(span)
         return span
 
@@ -75,7 +75,7 @@ class Timeline:
         """Add an action of a schedule, which ends now."""
         self.record(SCHEDULE if training else EVALUATION, name, start, perf_counter())
 
-    def spans(self) -> Iterator[tuple[int, Span]]:
+    def spans(self) -> Iterator[tuple[int, TimelineSpan]]:
         """All spans with their steps."""
         return ((step.step, span) for step in self.steps for span in step.spans)
 
@@ -85,16 +85,16 @@ class Timeline:
         return sum(step.dropped for step in self.steps)
 
 
-def lanes(spans: list[Span]) -> list[int]:
+def lanes(spans: list[TimelineSpan]) -> list[int]:
     """For each span of a row, a lane in which it overlaps no other: 0 while there is only one at a time."""
     order = sorted(range(len(spans)), key=lambda index: (spans[index].start, spans[index].end))
     free: list[float] = []  # when the last span of each lane ends
-    found = [0] * len(spans)
+    lane_of = [0] * len(spans)
     for index in order:
         span = spans[index]
         lane = next((lane for lane, end in enumerate(free) if end <= span.start), len(free))
         if lane == len(free):
             free.append(span.end)
         free[lane] = span.end
-        found[index] = lane
-    return found
+        lane_of[index] = lane
+    return lane_of

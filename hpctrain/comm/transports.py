@@ -7,7 +7,7 @@ from typing import Literal
 
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
-from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
 
@@ -15,15 +15,15 @@ Name = Literal["mpi", "nccl"]
 Pair = tuple[Transport, Transport]
 
 
-def _mpi(communicator: MPI.Intracomm, scratch: Scratch) -> Pair:
+def _mpi(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
     host = MpiTransport(communicator, scratch)
     return host, StagedTransport(host)
 
 
-def _nccl(communicator: MPI.Intracomm, scratch: Scratch) -> Pair:
+def _nccl(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
     from hpctrain.comm.nccl import NcclTransport
 
     return MpiTransport(communicator, scratch), NcclTransport(communicator, scratch)
 
 
-TRANSPORTS: Mapping[Name, Callable[[MPI.Intracomm, Scratch], Pair]] = {"mpi": _mpi, "nccl": _nccl}
+TRANSPORTS: Mapping[Name, Callable[[MPI.Intracomm, ReductionScratch], Pair]] = {"mpi": _mpi, "nccl": _nccl}

@@ -33,8 +33,8 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     except HpctrainError as error:
         code, problems, agreed = error.exit_code, error.problems, world.is_agreed(error)
     except OSError as error:
-        told = as_error(error)
-        code, problems, agreed = told.exit_code, told.problems, False
+        reported = as_error(error)
+        code, problems, agreed = reported.exit_code, reported.problems, False
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         agreed = code == 0

@@ -18,16 +18,16 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
-from hpctrain.comm.device import gpu_count, held_bytes, on_host, use
+from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, use
 from hpctrain.comm.group import Group, Work
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
-from hpctrain.comm.place import check_launcher, check_srun, choose_device, refuse_contradictions
-from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
+from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
 from hpctrain.comm.transports import TRANSPORTS, Name
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import format_bytes
@@ -59,7 +59,7 @@ class World:
         self.node = lowest.index(leaders[self.rank])
         self.ledger = Ledger()
         self.device = torch.device("cpu")
-        self._scratch = Scratch()
+        self._scratch = ReductionScratch()
         self._held: set[Work[Any]] = set()
         self._checks: Checks | None = None
         # Errors are agreed on here, apart from what the groups may have under way.
@@ -85,8 +85,8 @@ class World:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_launcher(os.environ, MPI.COMM_WORLD.size)
         world = cls(MPI.COMM_WORLD)
-        told = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
-        refuse_contradictions([each for rank in world._control.allgather(told) for each in rank])
+        here = contradictions(os.environ, world.rank, world.local_rank, world.nodes)
+        refuse_contradictions([each for rank in world._control.allgather(here) for each in rank])
         world.use_device(device)
         world._clean()
         sys.excepthook = world._on_exception
@@ -177,10 +177,10 @@ class World:
             error = as_error(problem)
         mine = None if error is None else (error.exit_code, error.problems)
         self._agreements.enter(Call("agreement"))
-        found = [each for each in self._control.allgather(mine) if each is not None]
+        failures = [each for each in self._control.allgather(mine) if each is not None]
         self._agreements.leave()
-        if found:
-            self._agreed = combine(found)
+        if failures:
+            self._agreed = combine(failures)
             raise self._agreed from error
 
     def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:

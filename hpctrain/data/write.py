@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 import hpctrain
-from hpctrain.comm.outcome import reason, told_as
+from hpctrain.comm.outcome import reason, reported_as
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import CHECKSUM, ENDS, PIECE_TOKENS, TEXT, Header, TokenFile, token_type
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -139,7 +139,7 @@ def write_tokens(
     """
     temporary = out.with_name(f".{out.name}.partial")
     try:
-        with told_as(temporary, out):
+        with reported_as(temporary, out):
             header = _write(world, temporary, part, tokenizer, source, report)
             with world.agreement():
                 if world.local_rank == 0:

@@ -19,7 +19,7 @@ from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor, check_roo
 from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import OffloadedOptimizer, state_elements
-from hpctrain.optim.optimizer import STATE_BYTES, Optimizer, ResidentOptimizer, Rule
+from hpctrain.optim.optimizer import STATE_BYTES, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
@@ -133,7 +133,7 @@ def host_store(length: int, dtype: torch.dtype) -> Flat:
     return host_empty((length,), dtype, torch.device("cuda" if gpu_count() else "cpu")).zero_()
 
 
-def make_rule(deck: Deck) -> Rule:
+def make_rule(deck: Deck) -> UpdateRule:
     """How the deck's optimizer updates."""
     keys = deck.optimizer
     return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)

@@ -54,7 +54,7 @@ def make_groups(deck: Deck, mesh: Axes, keeping: Recompute) -> LayerGroups:
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
-        keeping=keeping,
+        saved_policy=keeping,
     )
 
 

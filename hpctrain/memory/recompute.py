@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.memory.activations import ActivationStore, SavedSegment
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import End
-from hpctrain.parallel.keeping import Keeping, LayerPass
+from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
 
 
 def segment_size(recompute: Recomputed, layers: int) -> int:
@@ -25,7 +25,7 @@ def segment_size(recompute: Recomputed, layers: int) -> int:
     return ceil(sqrt(layers)) if recompute == "sqrt" else min(int(recompute), layers)
 
 
-class Recompute(Keeping):
+class Recompute(SavedPolicy):
     """Keeps the inputs of segments of layers, or of the core of attention ("selective").
 
     Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held

@@ -76,7 +76,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
         ]
         tables = rotary.tables if rotary is not None else ()
-        attended = self.groups.keeping.attend(self._attend, parts, tables)
+        attended = self.groups.saved_policy.attend(self._attend, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
         return output
 

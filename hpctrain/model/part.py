@@ -61,7 +61,7 @@ class Span:
 class Layer(nn.Module):
     """A layer of a part, from which everything about the part is told.
 
-    `is_block` says that it is one of those between the first and the last, which Keeping may compute again;
+    `is_block` says that it is one of those between the first and the last, which backward may compute again;
     `core_flops` are the FLOPs of a token's forward pass that are not products with its matrices.
     """
 

@@ -21,10 +21,10 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Inputs, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.keeping import LayerPass
 from hpctrain.parallel.random import DropoutSource, dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
+from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
 
@@ -254,7 +254,7 @@ class Transformer(nn.Module):
             compute = partial(block, rotary=rotary, source=inputs.dropout, positions=positions)
             around = partial(self.residency.around, block.unit, compute)
             passes.append(LayerPass(around, block.parameter_tuple))
-        x = self.groups.keeping.run(passes, x, rotary.tables if rotary is not None else ())
+        x = self.groups.saved_policy.run(passes, x, rotary.tables if rotary is not None else ())
         if self.span.predicts:
             norm = self.predictor.norm
             x = self.residency.around(norm.weight, norm, x)

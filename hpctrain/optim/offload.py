@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.comm.device import on_host
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, to_read
-from hpctrain.optim.optimizer import MASTER, STATE_BYTES, Elements, Rule, State, decay_ranges, refresh
+from hpctrain.optim.optimizer import MASTER, STATE_BYTES, Elements, State, UpdateRule, decay_ranges, refresh
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
 
 SLOTS = 3
@@ -24,7 +24,7 @@ SLOTS = 3
 
 
 @dataclass(frozen=True)
-class Piece:
+class OffloadSlice:
     """Neighbouring elements of one bucket's own that are updated at a time, all decayed or none."""
 
     bucket: Bucket
@@ -47,7 +47,7 @@ class OffloadedOptimizer:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: UpdateRule,
         buckets: Sequence[Bucket],
         store: Store,
         buffer_bytes: int,
@@ -58,7 +58,7 @@ class OffloadedOptimizer:
         self._agreement = agreement
         self._states = [_state(rule, bucket, store) for bucket in buckets]
         self._pieces = [
-            Piece(bucket, state, part, decayed)
+            OffloadSlice(bucket, state, part, decayed)
             for bucket, state in zip(buckets, self._states, strict=True)
             for part, decayed in _parts(rule, bucket, buckets, buffer_bytes)
         ]
@@ -116,7 +116,7 @@ class OffloadedOptimizer:
         for slot in slots:
             slot.settle()
 
-    def _update(self, piece: Piece, slot: _Slot, learning_rate: float, divisor: float) -> None:
+    def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
         gradient = piece.bucket.own_gradients[piece.part].to(device="cpu", dtype=torch.float32)
         updates = torch.tensor(float(self.updates))
         self.rule.update([Elements(slot.state, gradient, updates, piece.decayed)], learning_rate, divisor)
@@ -136,11 +136,11 @@ class _Slot:
         """What it takes beside memory that the state has anyway."""
         return sum(tensor.nbytes for tensor in self._memory.values())
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: OffloadSlice) -> None:
         """Start to have the piece's state here; `settle` completes it."""
         self.state = {name: self._bring(name, flat[piece.part]) for name, flat in piece.state.items()}
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: OffloadSlice) -> None:
         """Start to bring the piece's state back, and its parameters to where they belong."""
         for name, home in piece.state.items():
             if isinstance(home, ScratchTensor):
@@ -180,7 +180,7 @@ class _Slot:
         return self._memory[name][:elements]
 
 
-def state_elements(rule: Rule, bucket_dtype: torch.dtype, device: torch.device, own: int) -> int:
+def state_elements(rule: UpdateRule, bucket_dtype: torch.dtype, device: torch.device, own: int) -> int:
     """Elements of state that a store is asked for, of a bucket with `own` elements on this rank."""
     return (len(rule.names) + (not _is_master(bucket_dtype, device))) * own
 
@@ -190,21 +190,23 @@ def _is_master(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and on_host(device)
 
 
-def _state(rule: Rule, bucket: Bucket, store: Store) -> State:
+def _state(rule: UpdateRule, bucket: Bucket, store: Store) -> State:
     own, values = bucket.own.stop - bucket.own.start, bucket.own_values
-    kept = store(state_elements(rule, bucket.dtype, values.device, own), torch.float32)
-    state = {name: kept[place * own : (place + 1) * own] for place, name in enumerate(rule.names)}
+    memory = store(state_elements(rule, bucket.dtype, values.device, own), torch.float32)
+    state = {name: memory[index * own : (index + 1) * own] for index, name in enumerate(rule.names)}
     same = _is_master(bucket.dtype, values.device)
-    return {MASTER: values if same else kept[len(rule.names) * own :], **state}
+    return {MASTER: values if same else memory[len(rule.names) * own :], **state}
 
 
-def piece_elements(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int) -> int:
+def piece_elements(rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int) -> int:
     """Elements of a piece, of which SLOTS fit into the buffer; pieces begin where vector instructions do."""
     size = STATE_BYTES * (1 + len(rule.names)) + max(bucket.dtype.itemsize for bucket in buckets)
     return max(ALIGNMENT, buffer_bytes // (SLOTS * size) // ALIGNMENT * ALIGNMENT)
 
 
-def working_bytes(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool) -> int:
+def working_bytes(
+    rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool
+) -> int:
     """Memory of the pieces on their way, of state that lies in files."""
     half = any(bucket.dtype != torch.float32 for bucket in buckets)
     size = STATE_BYTES * (len(rule.names) + (half or values_in_files))
@@ -213,7 +215,7 @@ def working_bytes(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int, valu
     return sum(_slot_elements(rule, buckets, buffer_bytes)) * size
 
 
-def _slot_elements(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
+def _slot_elements(rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
     """Elements of the longest piece that every slot takes in turn; 0 where there are fewer pieces."""
     lengths = [
         part.stop - part.start
@@ -224,7 +226,7 @@ def _slot_elements(rule: Rule, buckets: Sequence[Bucket], buffer_bytes: int) -> 
 
 
 def _parts(
-    rule: Rule, bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int
+    rule: UpdateRule, bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int
 ) -> Iterator[tuple[slice, bool]]:
     """What of a bucket's own is updated at a time, and whether it is decayed."""
     most = piece_elements(rule, buckets, buffer_bytes)

@@ -37,7 +37,7 @@ class Elements:
     decayed: bool
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """How parameters are updated, wherever they and their state are.
 
     `names` are those of its state beside master weights; it begins as zeros. `by_element` says that an update
@@ -55,7 +55,7 @@ class Rule(Protocol):
 class Optimizer(Protocol):
     """What updates the parameters of buckets by a rule, wherever it keeps its state."""
 
-    rule: Rule
+    rule: UpdateRule
     buckets: Sequence[Bucket]
 
     @property
@@ -82,10 +82,10 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """The decayed or the other elements of one bucket's own: their place there, and views of their state."""
+    """The decayed or the other elements of one bucket's own: `span` of them, and views of their state."""
 
     bucket: Bucket
-    place: slice
+    span: slice
     decayed: bool
     state: Mapping[str, Tensor]
     updates: Tensor
@@ -94,16 +94,16 @@ class _Part:
 class ResidentOptimizer:
     """Keeps the state where it is updated, and updates all buckets in one call."""
 
-    def __init__(self, rule: Rule, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
         assert rule.by_element, "buckets are cut anywhere"
         self.rule, self.buckets = rule, buckets
         self._states = [_state(rule, bucket) for bucket in buckets]
         self._parts = [
-            _Part(bucket, place, decayed, {name: flat[place] for name, flat in state.items()}, updates)
+            _Part(bucket, span, decayed, {name: flat[span] for name, flat in state.items()}, updates)
             for bucket, state in zip(buckets, self._states, strict=True)
-            for place, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
+            for span, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
             for updates in [torch.zeros((), device=state[MASTER].device)]
-            if place.stop > place.start
+            if span.stop > span.start
         ]
 
     @property
@@ -150,7 +150,7 @@ class ResidentOptimizer:
 
     def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
         elements = [
-            Elements(part.state, part.bucket.own_gradients[part.place].float(), part.updates, part.decayed)
+            Elements(part.state, part.bucket.own_gradients[part.span].float(), part.updates, part.decayed)
             for part in parts
         ]
         self.rule.update(elements, learning_rate, gradient_divisor)
@@ -170,7 +170,7 @@ def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
     return slice(0, border), slice(border, own.stop - own.start)
 
 
-def _state(rule: Rule, bucket: Bucket) -> dict[str, Tensor]:
+def _state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
     values = bucket.own_values
     assert isinstance(values, Tensor)
     master = values if values.dtype == torch.float32 else values.float()

@@ -128,9 +128,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:
     """Merge another block's output, and its log-sum-exp, into fp32 `output` and `log_sum`, in place."""
     both = torch.logaddexp(log_sum, other_log_sum)
-    keep = (log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
-    add = (other_log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
-    output.mul_(keep).addcmul_(other.to(output.dtype), add)
+    weight = (log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
+    other_weight = (other_log_sum - both).exp().permute(2, 0, 1).unsqueeze(-1)
+    output.mul_(weight).addcmul_(other.to(output.dtype), other_weight)
     log_sum.copy_(both)
 
 

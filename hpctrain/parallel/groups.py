@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpctrain.comm.group import Group
-from hpctrain.parallel.keeping import Keeping
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
 ContextForm = Literal["ring", "all_to_all"]
@@ -17,7 +17,7 @@ class LayerGroups:
     """The groups over which layers are split, and how.
 
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
-    tensor axis; `context_form` says how attention crosses the context axis; `keeping` decides what
+    tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward.
     """
 
@@ -26,7 +26,7 @@ class LayerGroups:
     sequence_parallel: bool = False
     context_form: ContextForm = "ring"
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
-    keeping: Keeping = field(default_factory=Keeping)
+    saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
 
     @property
     def sequence_partial(self) -> frozenset[str]:

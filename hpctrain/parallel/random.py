@@ -84,7 +84,7 @@ class DropoutSource:
     samples: Tensor
     positions: Tensor
 
-    def keep(self, site: int, positions: Tensor, features: int, probability: float) -> Tensor:
+    def mask(self, site: int, positions: Tensor, features: int, probability: float) -> Tensor:
         """Bool mask [s, b, features], true where an element stays (with 1 - probability)."""
         key = key_of(self.seed, f"dropout {self.step} {site}") & 0x7FFFFFFF
         rows = _mix32((self.samples.int() * 40503 + key).clone())
@@ -101,5 +101,5 @@ def dropout(
     """Dropout of x [s, b, features], whose rows stand at `positions` [s]; off without a source."""
     if source is None or probability == 0.0:
         return x
-    keep = source.keep(site, positions, x.shape[-1], probability)
-    return x * keep / (1.0 - probability)
+    mask = source.mask(site, positions, x.shape[-1], probability)
+    return x * mask / (1.0 - probability)

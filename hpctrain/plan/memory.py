@@ -18,7 +18,7 @@ from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
-from hpctrain.optim.optimizer import STATE_BYTES, Rule
+from hpctrain.optim.optimizer import STATE_BYTES, UpdateRule
 from hpctrain.parallel.product import PRODUCT_ELEMENTS
 from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.pipeline.action import Schedule, accumulation
@@ -170,7 +170,7 @@ def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[in
     return even_split(shape.layers, schedule.parts) if wanted is None or wanted == "balanced" else wanted
 
 
-def _states(planned: PlannedStage, rule: Rule, precision: Precision) -> Account:
+def _states(planned: PlannedStage, rule: UpdateRule, precision: Precision) -> Account:
     """Parameters, gradients, optimizer state, and what these take turns in."""
     buckets = planned.buckets
     parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]

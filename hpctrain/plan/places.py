@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 
 def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     """Add to a report each rank's place on the deck's mesh, or what of the deck does not fit. Collective."""
-    ranks = len(report.places)
+    ranks = len(report.ranks)
     findings = []
     sizes = None
     try:
@@ -32,13 +32,13 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     report.add(findings)
 
 
-def _finding(report: Report, found: str, tensor: int) -> Finding:
-    hosts = [place.hostname for place in report.places]
+def _finding(report: Report, statement: str, tensor: int) -> Finding:
+    hosts = [rank.hostname for rank in report.ranks]
     groups = [set(hosts[first : first + tensor]) for first in range(0, len(hosts), tensor)]
     if all(len(group) == 1 for group in groups):
-        return Finding("deck", found)
+        return Finding("deck", statement)
     remedy = (
         "tensor ranks of one group sit on several nodes and talk over the network in every layer: let "
         "layout.tensor divide the ranks of a node"
     )
-    return Finding("deck", found, remedy)
+    return Finding("deck", statement, remedy)

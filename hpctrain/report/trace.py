@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.clock import clock_offset
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import AXES, Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Span, Timeline, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
 
@@ -67,7 +67,7 @@ def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[st
     name += [f"{axis} {mesh.coordinate(axis)}" for axis in axes]
     yield _label("process_name", rank, 0, name=", ".join(name))
     yield _label("process_sort_index", rank, 0, sort_index=rank)
-    rows: dict[str, list[tuple[int, Span]]] = {row: [] for row in _ROWS}
+    rows: dict[str, list[tuple[int, TimelineSpan]]] = {row: [] for row in _ROWS}
     for step, span in timeline.spans():
         rows.setdefault(span.row, []).append((step, span))
     thread = 0
@@ -81,7 +81,7 @@ def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[st
         thread += max(places, default=-1) + 1
 
 
-def _event(rank: int, thread: int, step: int, span: Span, zero: float) -> dict[str, Any]:
+def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -> dict[str, Any]:
     # Both ends are rounded, not the length, so that what came after another still does.
     start, end = round((span.start - zero) * 1e6, 3), round((span.end - zero) * 1e6, 3)
     details: dict[str, Any] = {"step": step}

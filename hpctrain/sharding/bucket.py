@@ -35,7 +35,7 @@ update has the same bits in whatever slice it lies.
 
 
 @dataclass(frozen=True)
-class Segment:
+class BucketSegment:
     """One parameter's elements `start .. start + length` of its bucket, and who else holds them."""
 
     parameter: Parameter
@@ -57,7 +57,7 @@ class BucketLayout:
     """
 
     sharding: Sharding
-    segments: tuple[Segment, ...]
+    segments: tuple[BucketSegment, ...]
     decayed: int
     length: int
     used: int
@@ -90,7 +90,7 @@ class BucketLayout:
         layer's parameters of a kind stay behind each other.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
-        segments: list[Segment] = []
+        segments: list[BucketSegment] = []
         start = decayed = 0
         for kind in (True, False):
             for matrices in (True, False):  # a fused layer's weights, or its biases, stay together
@@ -98,7 +98,7 @@ class BucketLayout:
                     p for leaf in by_kind for p in leaf if p.decayed is kind and (p.dim() > 1) is matrices
                 ):
                     replication = replications.of(parameter.shard)
-                    segments.append(Segment(parameter, start, parameter.shard.elements, replication))
+                    segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
                     start += parameter.shard.elements
             if kind:
                 start = decayed = _round_up(start, ALIGNMENT)
@@ -311,13 +311,13 @@ class Bucket:
 
     # Slices
 
-    def owned(self, flat: FlatType) -> Iterator[tuple[Segment, FlatType, int]]:
+    def owned(self, flat: FlatType) -> Iterator[tuple[BucketSegment, FlatType, int]]:
         """Each parameter's elements within `own`, of a flat tensor of that length: the segment, the
         elements, and the place of the first of them in the parameter's local piece.
         """
         yield from self.cut(flat, self.own)
 
-    def cut(self, flat: FlatType, part: slice) -> Iterator[tuple[Segment, FlatType, int]]:
+    def cut(self, flat: FlatType, part: slice) -> Iterator[tuple[BucketSegment, FlatType, int]]:
         """As `owned`, of any part of the bucket that `flat` holds; parameters outside it have no elements."""
         for segment in self.segments:
             first = min(max(segment.start, part.start), part.stop)
@@ -366,14 +366,14 @@ def _by_sharding(
     unit: Sequence[Sequence[Parameter]], replications: Replications
 ) -> dict[Sharding, list[Sequence[Parameter]]]:
     """The layers of a unit, each as far as it has the same Sharding."""
-    found: dict[Sharding, list[Sequence[Parameter]]] = {}
+    sorted_out: dict[Sharding, list[Sequence[Parameter]]] = {}
     for leaf in unit:
         alike: dict[Sharding, list[Parameter]] = {}
         for parameter in leaf:
             alike.setdefault(replications.of(parameter.shard).sharding, []).append(parameter)
         for sharding, parameters in alike.items():
-            found.setdefault(sharding, []).append(parameters)
-    return found
+            sorted_out.setdefault(sharding, []).append(parameters)
+    return sorted_out
 
 
 def pool_bytes(buckets: Iterable[Bucket]) -> int:

@@ -23,12 +23,12 @@ class Gatherer(Residency):
 
     A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
     second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
-    those of the parameters in `kept` stay until the end of the step.
+    those of the parameters in `lasting` stay until the end of the step.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], kept: Collection[Parameter] = ()) -> None:
+    def __init__(self, buckets: Sequence[Bucket], lasting: Collection[Parameter] = ()) -> None:
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
-        self._kept = {self._bucket[parameter] for parameter in kept}
+        self._lasting = {self._bucket[parameter] for parameter in lasting}
         self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
         self._orders: dict[Hashable, list[Bucket]] = {}
@@ -89,26 +89,26 @@ class Gatherer(Residency):
             after.start_fetch()
 
     def leave(self, bucket: Bucket) -> None:
-        """Free the bucket, unless it is still in use, to be kept, or needed next."""
+        """Free the bucket, unless it is still in use, lasting, or needed next."""
         self._holds[bucket] -= 1
-        if not self._holds[bucket] and bucket not in self._kept and self._following() is not bucket:
+        if not self._holds[bucket] and bucket not in self._lasting and self._following() is not bucket:
             bucket.hide_values()
 
     def _following(self, but: int = 0) -> Bucket | None:
         """What will be needed next, or `but` so many later, as far as the recorded order holds."""
-        place = len(self._seen)
-        if place + but >= len(self._known) or self._known[place - 1] is not self._seen[-1]:
+        index = len(self._seen)
+        if index + but >= len(self._known) or self._known[index - 1] is not self._seen[-1]:
             return None
-        return self._known[place + but]
+        return self._known[index + but]
 
 
-def make_residency(buckets: Sequence[Bucket], blocks: Sequence[Parameter], kept: int) -> Residency:
+def make_residency(buckets: Sequence[Bucket], blocks: Sequence[Parameter], lasting: int) -> Residency:
     """How layers come to the parameters of these buckets; of the blocks, each named by one of its parameters,
-    the last `kept` stay gathered.
+    the last `lasting` stay gathered.
     """
     if buckets[0].sharding.zero < 3:
         return Residency()
-    return Gatherer(buckets, blocks[max(0, len(blocks) - kept) :])
+    return Gatherer(buckets, blocks[max(0, len(blocks) - lasting) :])
 
 
 class _AfterBackward(torch.autograd.Function):

@@ -12,7 +12,7 @@ from hpctrain.comm.group import Group, Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
-from hpctrain.sharding.bucket import Bucket, Segment
+from hpctrain.sharding.bucket import Bucket, BucketSegment
 from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
 
@@ -146,7 +146,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
 
     Compares wrapping sums of the bit patterns, weighted by position.
     """
-    held: dict[Group, list[tuple[Segment, Flat]]] = {}
+    held: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
     for bucket in buckets:
         for segment, values, _ in bucket.owned(bucket.own_values):
             if not segment.parameter.shard.split:
@@ -156,14 +156,14 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
             held.setdefault(bucket.sharding.group, []).extend(of_all)
     names = {name for group, parts in held.items() for name in _differing(parts, group)}
-    found = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
-    if found:
+    differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
+    if differing:
         raise HpctrainError(
-            [f"parameter {name} differs between ranks that should hold the same values" for name in found]
+            [f"parameter {name} differs between ranks that should hold the same values" for name in differing]
         )
 
 
-def _differing(parts: Sequence[tuple[Segment, Flat]], group: Group) -> list[str]:
+def _differing(parts: Sequence[tuple[BucketSegment, Flat]], group: Group) -> list[str]:
     """Names of the parameters whose values are not the same on all ranks of the group."""
     if not parts or group.size == 1:
         return []
@@ -179,12 +179,12 @@ def _differing(parts: Sequence[tuple[Segment, Flat]], group: Group) -> list[str]
 def _fingerprint(values: Flat) -> Tensor:
     """An int64 sum over the bits of `values`, to which every element's position matters."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    place = 0
+    position = 0
     for _, read in to_read(values):
         for piece in read.reshape(-1).split(_PIECE):
             bits = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16).long()
-            end = place + bits.numel()
-            weights = torch.arange(place + 1, end + 1, device=bits.device) * 2 + 1
+            end = position + bits.numel()
+            weights = torch.arange(position + 1, end + 1, device=bits.device) * 2 + 1
             total += (bits * weights).sum()
-            place = end
+            position = end
     return total

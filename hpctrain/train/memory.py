@@ -39,7 +39,7 @@ class ActivationPeak(Hook):
             yield
             return
         groups = self.engine.groups
-        store = groups.keeping.store if isinstance(groups.keeping, Recompute) else None
+        store = groups.saved_policy.store if isinstance(groups.saved_policy, Recompute) else None
         with LiveActivations(self._parameters, groups.weight_gradients, store) as live:
             yield
         self.bytes = live.peak

@@ -16,7 +16,7 @@ from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.nccl import NcclTransport
-from hpctrain.comm.reduction import Scratch
+from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi
@@ -72,7 +72,7 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
             each.wait()
         pending.clear()
 
-    transport = NcclTransport(world.communicator, Scratch())
+    transport = NcclTransport(world.communicator, ReductionScratch())
     transport._communicator = Communicator(whole, pending)
     transport._core = SimpleNamespace(
         NcclRedOp=SimpleNamespace(SUM="sum", MAX="max", MIN="min"), group=grouped

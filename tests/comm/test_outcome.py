@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpctrain.comm.outcome import describe, reason, told_as
+from hpctrain.comm.outcome import describe, reason, reported_as
 from hpctrain.errors import HpctrainError, InputOutputError
 
 
@@ -41,9 +41,9 @@ def test_other_errors_are_told_as_they_are() -> None:
 
 def test_a_temporary_name_is_not_told() -> None:
     temporary, path = Path("d/.a.h5.tmp"), Path("d/a.h5")
-    with pytest.raises(InputOutputError) as caught, told_as(temporary, path):
+    with pytest.raises(InputOutputError) as caught, reported_as(temporary, path):
         raise OSError(errno.ENOSPC, "No space left on device", str(temporary))
     assert caught.value.problems == ("d/a.h5: No space left on device",)
-    with pytest.raises(HpctrainError) as told, told_as(temporary, path):
+    with pytest.raises(HpctrainError) as told, reported_as(temporary, path):
         raise HpctrainError(["d/.a.h5.tmp: is wrong", "so is b"])
     assert told.value.problems == ("d/a.h5: is wrong", "so is b")

@@ -9,7 +9,7 @@ from hpctrain.comm.clock import clock_offset
 from hpctrain.comm.group import Work
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Span, Timeline, lanes
+from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
 from hpctrain.comm.world import World
 
 
@@ -76,7 +76,7 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
         def wait(self) -> None:
             raise AssertionError
 
-    span = Span("data", "all_reduce", 1.0, 2.0)
+    span = TimelineSpan("data", "all_reduce", 1.0, 2.0)
     work = Work(torch.zeros(1), Later(), None, set(), span)
     assert not work.test()
     assert span.end == 2.0
@@ -91,11 +91,11 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
 
 
 def test_spans_under_way_at_once_get_lanes_of_their_own() -> None:
-    spans = [Span("x", "", *ends) for ends in [(4, 5), (0, 3), (1, 2), (2, 6), (3, 4), (1, 1)]]
+    spans = [TimelineSpan("x", "", *ends) for ends in [(4, 5), (0, 3), (1, 2), (2, 6), (3, 4), (1, 1)]]
     found = lanes(spans)
     assert found == [0, 0, 1, 1, 0, 1]
-    assert lanes([Span("x", "", 0, 9 - index) for index in range(3)]) == [2, 1, 0]
-    assert lanes([Span("x", "", index, index + 1) for index in range(5)]) == [0] * 5
+    assert lanes([TimelineSpan("x", "", 0, 9 - index) for index in range(3)]) == [2, 1, 0]
+    assert lanes([TimelineSpan("x", "", index, index + 1) for index in range(5)]) == [0] * 5
 
 
 @pytest.mark.mpi(min_size=2)

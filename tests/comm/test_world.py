@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hpctrain.comm import library
+from hpctrain.comm.device import choose_device
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.outcome import combine
-from hpctrain.comm.place import check_launcher, choose_device
+from hpctrain.comm.start_checks import check_launcher
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, InputOutputError
 

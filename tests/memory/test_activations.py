@@ -53,7 +53,7 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 def storing(world: World, deck: Deck, store: ActivationStore | None) -> Trainer:
     training = trainer(world, deck)
-    keeping = training.engine.groups.keeping
+    keeping = training.engine.groups.saved_policy
     assert isinstance(keeping, Recompute)
     keeping.store = store
     return training

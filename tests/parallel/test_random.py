@@ -40,11 +40,11 @@ def source(samples: list[int], positions: list[int], step: int = 0) -> DropoutSo
 
 def test_masks_follow_samples_and_positions() -> None:
     whole = source([8, 9, 10], list(range(16)))
-    mask = whole.keep(2, whole.positions, 32, 0.25)
+    mask = whole.mask(2, whole.positions, 32, 0.25)
     part = source([9, 10], [4, 5, 14])
-    assert torch.equal(part.keep(2, part.positions, 32, 0.25), mask[[4, 5, 14]][:, 1:])
-    assert not torch.equal(source([8, 9, 10], list(range(16)), 1).keep(2, whole.positions, 32, 0.25), mask)
-    assert not torch.equal(whole.keep(3, whole.positions, 32, 0.25), mask)
+    assert torch.equal(part.mask(2, part.positions, 32, 0.25), mask[[4, 5, 14]][:, 1:])
+    assert not torch.equal(source([8, 9, 10], list(range(16)), 1).mask(2, whole.positions, 32, 0.25), mask)
+    assert not torch.equal(whole.mask(3, whole.positions, 32, 0.25), mask)
 
 
 def test_dropout_keeps_the_share_and_the_mean() -> None:

@@ -139,7 +139,7 @@ def trained(world: World, folder: Path, *overrides: str) -> tuple[Trainer, list[
     # Data ranks have two micro-batches of a step at least.
     sizes = (*SIZES, f"batch.micro_size={1 if world.size > 2 else 2}", f"memory.offload_dir={folder}")
     training = trainer(world, small_deck(*sizes, *overrides))
-    keeping = training.engine.groups.keeping
+    keeping = training.engine.groups.saved_policy
     assert isinstance(keeping, Recompute)
     if keeping.store is not None:
         keeping.store.smallest = 16

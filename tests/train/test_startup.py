@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.comm.doctor import Place, Report
+from hpctrain.comm.doctor import RankReport, Report
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.places import map_deck
@@ -135,12 +135,12 @@ def test_ranks_that_are_not_bound_take_cores_of_their_own(world: World) -> None:
 
 def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = Report(places=[Place(rank, f"n{rank // 3}", rank % 3, (), 0) for rank in range(6)])
+    report = Report(ranks=[RankReport(rank, f"n{rank // 3}", rank % 3, (), 0) for rank in range(6)])
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "expert": 0, "tensor": 1}
     assert report.fit
     assert "over the network in every layer" in report.findings[0].remedy
-    report = Report(places=[Place(rank, f"n{rank // 2}", rank % 2, (), 0) for rank in range(6)])
+    report = Report(ranks=[RankReport(rank, f"n{rank // 2}", rank % 2, (), 0) for rank in range(6)])
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert not report.findings[0].remedy
 

@@ -35,7 +35,7 @@ from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.write import save
-from hpctrain.comm.outcome import told_as
+from hpctrain.comm.outcome import reported_as
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import parse_deck
@@ -83,7 +83,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        with told_as(temporary, folder):
+        with reported_as(temporary, folder):
             with together(group):
                 if group.rank == 0:
                     _delete_left(temporary)

@@ -1,10 +1,8 @@
-"""Where this process is: what its launcher says, and which device is its own."""
+"""What is checked of the launcher before a World starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from hpctrain.comm.launcher import LAUNCHER_SIZES
 from hpctrain.comm.library import MPI
@@ -33,26 +31,10 @@ def check_launcher(environment: Mapping[str, str], size: int) -> None:
             return
 
 
-def refuse_contradictions(told: Sequence[str]) -> None:
+def refuse_contradictions(sentences: Sequence[str]) -> None:
     """HpctrainError if there are any: what the launcher's variables say otherwise than MPI, of all ranks."""
-    if told:
+    if sentences:
         raise HpctrainError(
-            f"the launcher's variables contradict MPI ({told[0]}): start all ranks with one launcher, and "
-            "neither set nor pass on its variables by hand"
+            f"the launcher's variables contradict MPI ({sentences[0]}): start all ranks with one launcher, "
+            "and neither set nor pass on its variables by hand"
         )
-
-
-def choose_device(name: str, local_rank: int, count: int) -> torch.device:
-    """The device of a local rank on a node of `count` GPUs; HpctrainError if it is not there."""
-    if name == "cpu" or (name == "auto" and count == 0):
-        return torch.device("cpu")
-    if name in {"auto", "cuda"} and count > 0:
-        return torch.device("cuda", local_rank % count)
-    prefix, _, index = name.partition(":")
-    if prefix != "cuda" or (index and not index.isdigit()):
-        raise HpctrainError(f'run.device = "{name}": must be "auto", "cpu", "cuda" or "cuda:N"')
-    if count == 0:
-        raise HpctrainError(f'run.device = "{name}": torch finds no GPU here; use "cpu" or "auto"')
-    if int(index) >= count:
-        raise HpctrainError(f'run.device = "{name}": there are {count} GPUs, numbered from 0')
-    return torch.device("cuda", int(index))

@@ -21,7 +21,7 @@ class LayerPass:
     parameters: Sequence[Parameter]
 
 
-class Keeping:
+class SavedPolicy:
     """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides both methods."""
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
