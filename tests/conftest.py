@@ -7,13 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.launch import ROOT, clean_environment, launcher
+from tests.warm import Server
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -62,18 +63,34 @@ def mpi_tmp_path(tmp_path: Path, world: World) -> Path:
     return world.communicator.bcast(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Server]:
+    """What starts programs without loading again what they all load."""
+    server = Server()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, **environment)` runs `python *arguments`.
+def launch(tmp_path: Path, warm: Server) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, cold=False, **environment)`: `python *arguments`.
 
     Under mpirun with `ranks` ranks, or without mpirun where `ranks` is 0; for tests without the mpi mark.
+    Where it matters what is imported when, or how the process ends, it has to be started `cold`.
     Returns the CompletedProcess with its text; when the time is up the job is killed and the test fails.
     """
 
     def run(
-        ranks: int, *arguments: str | Path, timeout: float = 60.0, cwd: Path = tmp_path, **environment: str
+        ranks: int,
+        *arguments: str | Path,
+        timeout: float = 60.0,
+        cwd: Path = tmp_path,
+        cold: bool = False,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        command = [*(launcher(ranks) if ranks else []), sys.executable, *map(str, arguments)]
+        cold |= any(name.startswith(("PYTHON", "MALLOC")) for name in environment)
+        python = [sys.executable] if cold else warm.command(clean_environment())
+        command = [*(launcher(ranks) if ranks else []), *python, *map(str, arguments)]
         process = subprocess.Popen(
             command,
             cwd=cwd,

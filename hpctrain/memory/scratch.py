@@ -32,6 +32,8 @@ _FOLDER = re.compile(rf"{_PREFIX}-.+-\d+-\d+-rank\d+-\w+")
 _FILE = files_named(r"[a-z]+(-\d+)?")
 
 _MADE = ".hpctrain-offload"
+_ENDED = ("Z", "X")
+"""How /proc calls processes that are no more."""
 """Name of an empty file in an offload folder that was made for offloading."""
 _LARGEST_CALL = 1 << 30
 
@@ -327,10 +329,12 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process of this host started, so that a later one of the same number is another one."""
+    """When a process of this host started, so that a later one of the same number is another one; None where
+    there is none, or one that has ended and waits for its parent to look."""
     try:
         # The second field, the command's name in parentheses, may hold blanks.
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return None if fields[0] in _ENDED else fields[19]
     except (OSError, IndexError):
         pass
     try:

@@ -51,7 +51,7 @@ def test_ranks_are_mapped_and_printed_once(launch: Launch) -> None:
 
 def test_a_deck_is_mapped_on_the_ranks(launch: Launch) -> None:
     deck = Path(__file__).resolve().parents[2] / "inputs/quickstart.toml"
-    done = launch(2, "-m", "hpctrain", "doctor", "--deck", deck, "--set", "layout.tensor=2")
+    done = launch(2, "-m", "hpctrain", "doctor", "--deck", deck, "--set", "layout.tensor=2", cold=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout  # though mpirun gives its ranks pseudo-terminals
     lines = done.stdout.splitlines()

@@ -22,7 +22,7 @@ def test_help_loads_nothing_heavy(launch: Launch) -> None:
         "try:\n    main()\nfinally:\n"
         f"    print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
     )
-    done = launch(0, "-c", script)
+    done = launch(0, "-c", script, cold=True)
     assert done.returncode == 0, done.stderr
     assert "heavy: []" in done.stdout
     assert "\n    0    done\n    1    a comparison" in done.stdout

@@ -167,7 +167,7 @@ def test_loads_neither_torch_nor_mpi(launch: Launch) -> None:
         "try:\n    main()\nfinally:\n"
         "    print('heavy:', [name for name in ('torch', 'mpi4py', 'matplotlib') if name in sys.modules])\n"
     )
-    done = launch(0, "-c", script)
+    done = launch(0, "-c", script, cold=True)
     assert done.returncode == 0, done.stderr
     assert "heavy: []" in done.stdout
 

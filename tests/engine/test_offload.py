@@ -205,7 +205,8 @@ def test_files_of_a_run_that_was_killed_go_at_the_next_start(work: Path, launch:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert all(path.exists() for path in left)
-    done = launch(2, "-m", "hpctrain", "resume", "runs/offloaded", "--set", "run.steps=6")
+    steps = len((work / "runs" / "offloaded" / "metrics.jsonl").read_text().splitlines())
+    done = launch(2, "-m", "hpctrain", "resume", "runs/offloaded", "--set", f"run.steps={steps + 1}")
     assert done.returncode == 0, done.stderr
     assert not files(work)
 

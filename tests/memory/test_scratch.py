@@ -107,10 +107,11 @@ def test_leftovers_of_a_crash_go_at_the_next_start_and_those_of_the_living_stay(
         assert (left / "state").exists()
         child.stdin.write("\n")
         child.stdin.flush()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not taken note of
+        assert left.exists() == (ending == "crash")
+        check_room(folder, 0)
+        assert not left.exists()
         assert child.wait() == (-signal.SIGKILL if ending == "crash" else 0)
-    assert left.exists() == (ending == "crash")
-    check_room(folder, 0)
-    assert not left.exists()
     assert foreign.exists()
 
 

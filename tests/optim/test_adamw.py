@@ -108,5 +108,5 @@ trainer(World.start("cpu"), small_deck()).train(1)
 library_bytes()
 print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
-    done = launch(0, "-c", program)
+    done = launch(0, "-c", program, cold=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -455,7 +455,7 @@ assert "torch" not in sys.modules
 sys.argv = ["hpctrain", "run", "small.toml"]
 main()
 """
-    done = launch(0, "-c", program)
+    done = launch(0, "-c", program, cold=True)
     assert done.returncode == EXIT_AGAIN, done.stderr
     assert "SIGUSR2 came to rank 0" in done.stdout
 
