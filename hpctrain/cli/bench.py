@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,14 @@ def command() -> None:
     """Measure how fast things are."""
 
 
+PATH = click.Path(path_type=Path)
+deck_file = click.argument("deck", type=PATH)
+layout_of_state = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
+)
+figures_file = click.option("--json", "path", type=PATH, help="Write the figures to a file too.")
+
+
 @command.command()
 @click.option("--min-bytes", default="1 KiB", show_default=True, help="Smallest full tensor.")
 @click.option("--max-bytes", default="256 MiB", show_default=True, help="Largest full tensor.")
@@ -23,7 +31,7 @@ def command() -> None:
     "--operations", default="all", show_default=True, help="Comma-separated, e.g. all_reduce,reduce."
 )
 @click.option("--gloo", is_flag=True, help="Also time torch's gloo.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+@figures_file
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Time every primitive beside plain mpi4py on numpy arrays, under mpirun or srun."""
     from hpctrain.bench.collectives import bench, print_rows, write_rows
@@ -41,7 +49,7 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 
 
 @command.command()
-@click.argument("deck", type=click.Path(path_type=Path))
+@deck_file
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
 )
@@ -69,34 +77,20 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
     metavar="NAME",
     help="Of all these measure one alone, with its peak memory: deck, no-sync, a variant's changes...",
 )
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
-def train(
-    deck: Path,
-    overrides: tuple[str, ...],
-    steps: int,
-    rounds: int,
-    no_sync: bool,
-    data_parallel: bool,
-    against: tuple[str, ...],
-    variants: tuple[str, ...],
-    only: str | None,
-    path: Path | None,
-) -> None:
+@figures_file
+def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
     from hpctrain.bench.train import TrainingWish, bench_train
     from hpctrain.comm.verb import run_verb
 
-    wish = TrainingWish(steps, rounds, no_sync, data_parallel, against, variants, only)
-    run_verb(lambda world: bench_train(world, deck, overrides, wish, path))
+    run_verb(lambda world: bench_train(world, deck, overrides, TrainingWish(**wish), path))
 
 
 @command.command()
-@click.argument("deck", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
-)
+@deck_file
+@layout_of_state
 @click.option("--rounds", default=5, show_default=True, help="Rounds in which all take turns.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+@figures_file
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Time the update of DECK's optimizer state in files beside disk and processor alone."""
     from hpctrain.bench.offload import bench_offload
@@ -106,10 +100,8 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
 
 
 @command.command()
-@click.argument("deck", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
-)
+@deck_file
+@layout_of_state
 @click.option(
     "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns."
 )
@@ -119,23 +111,17 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
     "folder",
     default=".",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder for the files, which are removed.",
 )
 @click.option("--warm", is_flag=True, help="Read what may still be in the page cache.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file too.")
+@figures_file
 def checkpoint(
-    deck: Path,
-    overrides: tuple[str, ...],
-    rounds: int,
-    against: str | None,
-    folder: Path,
-    warm: bool,
-    path: Path | None,
+    deck: Path, overrides: tuple[str, ...], path: Path | None, against: str | None, **wish: Any
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
     from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
     from hpctrain.comm.verb import run_verb
 
-    wish = CheckpointWish(rounds, against == "dcp", folder, warm)
-    run_verb(lambda world: bench_checkpoint(world, deck, overrides, wish, path))
+    wished = CheckpointWish(dcp=against == "dcp", **wish)
+    run_verb(lambda world: bench_checkpoint(world, deck, overrides, wished, path))

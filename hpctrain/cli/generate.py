@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,16 +29,7 @@ PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
     "--seed", type=int, metavar="S", help="The same seed gives the same text.  [default: a new one]"
 )
 @click.option("--samples", default=1, metavar="N", show_default=True, help="Texts to generate.")
-def command(
-    target: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-    samples: int,
-) -> None:
+def command(target: Path, prompt: str, **sampling: Any) -> None:
     """Continue a text with the model of a checkpoint, or of the newest good one of a run folder.
 
     Prints the prompt and what follows, on a terminal while it is drawn; a sample ends early where the model
@@ -48,9 +40,9 @@ def command(
     from hpctrain.generate.text import Sampling, generate
     from hpctrain.report.terminal import find_terminal
 
-    sampling = Sampling(tokens, temperature, top_k, top_p, seed, samples)
+    drawn = Sampling(**sampling)
     output = Output(terminal=find_terminal() is not None)
-    run_verb(lambda world: generate(world, target, prompt, sampling, output.show, output.terminal))
+    run_verb(lambda world: generate(world, target, prompt, drawn, output.show, output.terminal))
 
 
 class Output:

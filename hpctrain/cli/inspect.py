@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,7 +17,7 @@ import click
     "--diff", "other", metavar="OTHER", type=click.Path(path_type=Path), help="Tell what differs in OTHER."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON.")
-def command(target: Path, tensors: bool, deck: bool, verify: bool, other: Path | None, as_json: bool) -> None:
+def command(target: Path, **wish: Any) -> None:
     """Tell what a checkpoint holds and where it came from, or which checkpoints a run folder has.
 
     Under mpirun or srun the ranks share the reading. Exits with 1 if tensors differ from those of OTHER, with
@@ -25,5 +26,5 @@ def command(target: Path, tensors: bool, deck: bool, verify: bool, other: Path |
     from hpctrain.comm.verb import run_verb
     from hpctrain.report.inspect import InspectionWish, inspect
 
-    wish = InspectionWish(tensors, deck, verify, other, as_json)
-    run_verb(lambda world: inspect(world.everyone, target, wish, click.echo), device="cpu")
+    wished = InspectionWish(**wish)
+    run_verb(lambda world: inspect(world.everyone, target, wished, click.echo), device="cpu")

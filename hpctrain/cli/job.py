@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import click
 
@@ -78,57 +78,32 @@ from hpctrain.errors import HpctrainError, InputOutputError
 @click.option("--submit", is_flag=True, help="Submit it too, and print the job's number.")
 def command(
     deck: Path,
-    scheduler: str,
-    launcher: str | None,
-    nodes: str,
-    ranks_per_node: int | None,
-    gpus_per_node: int | None,
-    time: str | None,
-    account: str | None,
-    partition: str | None,
     overrides: tuple[str, ...],
+    nodes: str,
+    time: str | None,
     variants: tuple[str, ...],
-    directives: tuple[str, ...],
-    modules: tuple[str, ...],
-    image: str | None,
     volume: str | None,
     shared_memory: str | None,
     output: Path | None,
     force: bool,
     submit: bool,
+    **others: Any,
 ) -> None:
     """Write a batch script that trains DECK, stops in time, and goes on where it stopped.
 
     Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
     and --submit the script is printed.
     """
-    from hpctrain.job.ranks import (
-        Launcher,
-        Scheduler,
-        Wish,
-        parse_nodes,
-        parse_shared_memory,
-        parse_time,
-        parse_volume,
-        plan_job,
-    )
+    from hpctrain.job.ranks import Wish, parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
     from hpctrain.job.script import SUBMIT, script, submission
 
     wish = Wish(
-        scheduler=cast(Scheduler, scheduler),
         nodes=parse_nodes(nodes),
         seconds=None if time is None else parse_time(time),
-        launcher=cast(Launcher | None, launcher),
-        ranks_per_node=ranks_per_node,
-        gpus_per_node=gpus_per_node,
-        account=account,
-        partition=partition,
         variants=tuple(tuple(variant.split()) for variant in variants),
-        directives=directives,
-        modules=modules,
-        image=image,
         volume=None if volume is None else parse_volume(volume),
         shared_memory=None if shared_memory is None else parse_shared_memory(shared_memory),
+        **others,
     )
     submitter = SUBMIT[wish.scheduler]
     if submit and shutil.which(submitter[0]) is None:
@@ -140,7 +115,7 @@ def command(
     for warning in job.warnings:
         click.echo(f"hpctrain: warning: {warning}", err=True)
     if output is None and submit:
-        output = Path(f"{job.name}.{'yaml' if scheduler == 'kubernetes' else 'sh'}")
+        output = Path(f"{job.name}.{'yaml' if wish.scheduler == 'kubernetes' else 'sh'}")
     text = script(job, program(), str(output or "FILE"), told(), placeholders=not submit)
     if output is None:
         click.echo(text, nl=False)

@@ -100,10 +100,10 @@ def main() -> NoReturn:
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
         if started_size(os.environ) > 1:
-            leave_together(HpctrainError(error.format_message()))
-        told = io.StringIO()
-        error.show(file=told)
-        click.echo(escaped(told.getvalue(), keep="\n\t"), nl=False, err=True)
+            leave(HpctrainError(error.format_message()))
+        text = io.StringIO()
+        error.show(file=text)
+        click.echo(escaped(text.getvalue(), keep="\n\t"), nl=False, err=True)
         sys.exit(error.exit_code)
     except HpctrainError as error:
         leave(error)
@@ -113,23 +113,18 @@ def main() -> NoReturn:
 
 
 def leave(error: HpctrainError) -> NoReturn:
-    """Leave with an error that came up before MPI was started."""
-    if started_size(os.environ) > 1:
-        leave_together(error)
-    print_problems(error.problems)
-    flush_output()
-    sys.exit(error.exit_code)
-
-
-def leave_together(error: HpctrainError) -> NoReturn:
-    """Leave with an error that came up before MPI was started, on all ranks; rank 0 alone prints it.
+    """Leave with an error that came up before MPI was started; of several ranks, rank 0 alone prints it.
 
     A rank that left at once could take the others with it before any had printed.
     """
-    from hpctrain.comm.verb import run_verb
-    from hpctrain.comm.world import World
+    if started_size(os.environ) > 1:
+        from hpctrain.comm.verb import run_verb
+        from hpctrain.comm.world import World
 
-    def fail(_: World) -> NoReturn:
-        raise error
+        def fail(_: World) -> NoReturn:
+            raise error
 
-    run_verb(fail, device="cpu")
+        run_verb(fail, device="cpu")
+    print_problems(error.problems)
+    flush_output()
+    sys.exit(error.exit_code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,17 +28,8 @@ SECONDS_BETWEEN_LINES = 30.0
     "--text-key", default="text", metavar="KEY", show_default=True, help="Where .jsonl has the text."
 )
 @click.option("--binary", is_flag=True, help="Take files that are binary or not UTF-8, too.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def command(
-    out: Path,
-    paths: tuple[str, ...],
-    globs: tuple[str, ...],
-    tokenizer: str,
-    train_bpe: int | None,
-    text_key: str,
-    binary: bool,
-    force: bool,
-) -> None:
+@click.option("--force", "replace", is_flag=True, help="Replace OUT if it exists.")
+def command(out: Path, paths: tuple[str, ...], **choices: Any) -> None:
     """Make the token file OUT (HDF5) of text files and folders, alone or under mpirun or srun.
 
     A file is one document, a .jsonl file one document a line; both may be gzip (.gz). Files are taken in
@@ -54,21 +45,9 @@ def command(
     from hpctrain.comm.world import World
     from hpctrain.data.prepare import prepare
 
-    def work(world: World) -> int:
+    def work(world: World) -> None:
         with Display(visible=world.rank == 0) as display:
-            made = prepare(
-                world,
-                out,
-                paths,
-                globs=globs,
-                tokenizer=tokenizer,
-                train_bpe=train_bpe,
-                text_key=text_key,
-                replace=force,
-                binary=binary,
-                say=display.say,
-                report=display.report,
-            )
+            made = prepare(world, out, paths, **choices, say=display.say, report=display.report)
         if world.rank == 0:
             files = "1 file" if made.files == 1 else f"{made.files} files"
             click.echo(
@@ -76,7 +55,6 @@ def command(
                 f"vocabulary {made.vocabulary}, from {made.size} bytes in {files}, "
                 f"{made.seconds:.1f} s"
             )
-        return 0
 
     run_verb(work, device="cpu")
 

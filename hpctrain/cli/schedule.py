@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.pipeline.simulate import Simulation, Times
 
 COLUMNS_OF_A_FILE = 240
-PROBLEMS_TOLD = 10
+PROBLEMS_SHOWN = 10
 
 
 def read_times(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
@@ -132,12 +132,8 @@ def find_schedule(
     from hpctrain.pipeline.generate import NAMES, generate
 
     if source in NAMES:
-        missing = [
-            option
-            for option, value in (("--stages P", stages), ("--microbatches M", microbatches))
-            if value is None
-        ]
         if stages is None or microbatches is None:
+            missing = ["--stages P"] * (stages is None) + ["--microbatches M"] * (microbatches is None)
             raise HpctrainError(f"schedule {source} needs {' and '.join(missing)}")
         return generate(source, stages, microbatches, chunks, times, memory_limit)
     if not Path(source).exists():
@@ -154,7 +150,7 @@ def read_schedule(
     png: Path | None,
 ) -> Schedule:
     """The schedule in a file, checked against `counts` of stages, micro-batches and chunks where given."""
-    from hpctrain.pipeline.action import Schedule
+    from hpctrain.pipeline.action import Schedule, stage_lines
     from hpctrain.pipeline.check import check, refusal
     from hpctrain.pipeline.wanted import SCHEDULE_BYTES
     from hpctrain.report import grid
@@ -177,11 +173,9 @@ def read_schedule(
         raise HpctrainError(differ)
     problems = check(schedule, memory_limit)
     if problems:
-        words = [line.split() for line in text.splitlines()]
-        lines = [number for number, line in enumerate(words, 1) if line and not line[0].startswith("#")]
-        sentences = list(refusal(problems[:PROBLEMS_TOLD], str(path), lines).problems)
-        if len(problems) > PROBLEMS_TOLD:
-            sentences.append(f"{path}: and {len(problems) - PROBLEMS_TOLD} more")
+        sentences = list(refusal(problems[:PROBLEMS_SHOWN], str(path), stage_lines(text)).problems)
+        if len(problems) > PROBLEMS_SHOWN:
+            sentences.append(f"{path}: and {len(problems) - PROBLEMS_SHOWN} more")
         if png is not None:
             grid.png(named_as(schedule, path), None, png, problems)
             sentences.append(f"{png} shows where")

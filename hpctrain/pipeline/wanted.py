@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
-from hpctrain.pipeline.action import Action, Schedule, accumulation
+from hpctrain.pipeline.action import Action, Schedule, accumulation, stage_lines
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import NAMES, V_SHAPED, generate
 from hpctrain.pipeline.simulate import Times
@@ -104,10 +104,5 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
         raise HpctrainError(differing)
     problems = check(schedule)
     if problems:
-        lines = [
-            number
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
-        raise refusal(problems, str(path), lines)
+        raise refusal(problems, str(path), stage_lines(text))
     return schedule
