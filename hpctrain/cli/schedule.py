@@ -80,7 +80,7 @@ def command(
     with --png framed in the picture.
     """
     from hpctrain.pipeline.simulate import Times, simulate
-    from hpctrain.report import grid
+    from hpctrain.report import grid, picture
     from hpctrain.report.terminal import coloured, columns
 
     if as_text and as_json:
@@ -90,7 +90,7 @@ def command(
     simulation = simulate(schedule, durations)
     named = named_as(schedule, Path(source))
     if png is not None:
-        grid.png(named, simulation, png)
+        picture.png(named, simulation, png)
     if as_text:
         click.echo(str(schedule))
     elif as_json:
@@ -153,7 +153,7 @@ def read_schedule(
     from hpctrain.pipeline.action import Schedule, stage_lines
     from hpctrain.pipeline.check import check, refusal
     from hpctrain.pipeline.wanted import SCHEDULE_BYTES
-    from hpctrain.report import grid
+    from hpctrain.report import picture
 
     try:
         text = read_text(path, SCHEDULE_BYTES)
@@ -177,7 +177,7 @@ def read_schedule(
         if len(problems) > PROBLEMS_SHOWN:
             sentences.append(f"{path}: and {len(problems) - PROBLEMS_SHOWN} more")
         if png is not None:
-            grid.png(named_as(schedule, path), None, png, problems)
+            picture.png(named_as(schedule, path), None, png, problems)
             sentences.append(f"{png} shows where")
         raise HpctrainError(sentences)
     return schedule

@@ -73,6 +73,13 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     The schedule is to be a good one (see `hpctrain.pipeline.check`). Raises HpctrainError where it cannot
     come to its end, and for sequences of times that do not fit it.
     """
+    starts, ends = reached(schedule, times)
+    _demand_end(schedule, starts)
+    return summarize(schedule, starts, ends)
+
+
+def reached(schedule: Schedule, times: Times) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of each action of every stage, up to the first one whose data never comes."""
     forward, input_gradient, weight_gradient, communication = spread(times, schedule)
     chunks, last = range(schedule.chunks), schedule.parts - 1
     ends: dict[tuple[bool, int, int], float] = {}  # (forward?, part, micro-batch): when its result is there
@@ -89,8 +96,9 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
         for action in actions[len(starts) :]:
             kind, micro_batch, part = action.kind, action.micro_batch, parts[action.chunk]
             delay = 0.0
-            if kind == "W":  # its own I came before it on this stage
-                need, duration = None, weight_gradient[part]
+            need: tuple[bool, int, int] | None
+            if kind == "W":
+                need, duration = (False, part, micro_batch), weight_gradient[part]
             elif kind == "F":
                 duration = forward[part]
                 need = (True, part - 1, micro_batch) if part else None
@@ -111,12 +119,11 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
             finishes.append(now)
             if kind != "W":
                 result = (kind == "F", part, micro_batch)
-                ends[result] = now
+                ends.setdefault(result, now)
                 waiter = waiting.pop(result, None)
                 if waiter is not None:
                     runnable.append(waiter)
-    _demand_end(schedule, starts_by_stage)
-    return summarize(schedule, starts_by_stage, ends_by_stage)
+    return starts_by_stage, ends_by_stage
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.action import Action, Kind, Schedule
-
-if TYPE_CHECKING:
-    from hpctrain.pipeline.simulate import Simulation
+from hpctrain.pipeline.simulate import Simulation, Times, reached
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -37,49 +34,18 @@ class Cell:
 
 
 def arrange(schedule: Schedule, simulation: Simulation | None) -> list[list[Cell]]:
-    """The cells of every stage: as simulated or, for a schedule that cannot run, as far as its data come."""
-    if simulation is None:
-        return _arrange_reached(schedule)
-    return [
-        [Cell(*cell) for cell in zip(actions, starts, ends, strict=True)]
-        for actions, starts, ends in zip(schedule.stages, simulation.start, simulation.end, strict=True)
-    ]
+    """The cells of every stage: as simulated or, for a schedule that cannot run, as far as its data come.
 
-
-def _arrange_reached(schedule: Schedule) -> list[list[Cell]]:
-    """With F, I and W of one unit and B of two; what is never reached comes after all else."""
-    rows: list[list[Cell]] = [[] for _ in schedule.stages]
-    done: dict[tuple[str, int, int], float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(schedule.stages):
-            while len(rows[stage]) < len(actions):
-                action = actions[len(rows[stage])]
-                part = schedule.part(stage, action.chunk)
-                ready = 0.0 if (need := _need(schedule, action, part)) is None else done.get(need)
-                if ready is None:
-                    break
-                start = max(ready, rows[stage][-1].end if rows[stage] else 0.0)
-                rows[stage].append(Cell(action, start, start + (2.0 if action.kind == "B" else 1.0)))
-                made = "I" if action.kind == "B" else action.kind
-                done.setdefault((made, action.micro_batch, part), rows[stage][-1].end)
-                moved = True
+    Then F, I and W take one unit and B two; what is never reached comes after all else.
+    """
+    unit = float(schedule.chunks)
+    times = (simulation.start, simulation.end) if simulation else reached(schedule, Times(unit, unit, unit))
+    rows = [list(map(Cell, *row)) for row in zip(schedule.stages, *times, strict=True)]
     last = max((row[-1].end for row in rows if row), default=0.0)
     for row, actions in zip(rows, schedule.stages, strict=True):
         for number, action in enumerate(actions[len(row) :], 1):
             row.append(Cell(action, last + number, last + number + 1, reached=False))
     return rows
-
-
-def _need(schedule: Schedule, action: Action, part: int) -> tuple[str, int, int] | None:
-    """The work that an action waits for: kind (I for either backward), micro-batch, part."""
-    if action.kind == "F":
-        return ("F", action.micro_batch, part - 1) if part else None
-    if action.kind == "W":
-        return "I", action.micro_batch, part
-    last = part == schedule.parts - 1
-    return ("F", action.micro_batch, part) if last else ("I", action.micro_batch, part + 1)
 
 
 def title(schedule: Schedule) -> str:

@@ -1,4 +1,4 @@
-"""Schedules as grids of text, a row a stage and time to the right; `png` draws the same as a picture."""
+"""Schedules as grids of text, a row a stage and time to the right; `picture` draws the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, title
-from hpctrain.report.picture import draw, png
 from hpctrain.report.terminal import fit
 
 if TYPE_CHECKING:
     from hpctrain.pipeline.simulate import Simulation
-
-__all__ = ["draw", "png", "text"]
 
 _MOST_ROWS = 40
 _GAP = " .. "
@@ -32,12 +29,11 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     rows = arrange(schedule, simulation)
     left = len(str(schedule.stage_count - 1)) + 1
     right = 12
-    ruler = _Ruler.fit(rows, max(width - left - right, 20), [_label(schedule, row, color) for row in rows])
-    lines = [
-        *fit(_heading(schedule, simulation), width),
-        "",
-        _spread("stage", " idle  peak", left + ruler.width + right),
-    ]
+    labels = [[_letters(schedule, cell.action, color) for cell in row] for row in rows]
+    ruler = _Ruler.fit(rows, max(width - left - right, 20), labels)
+    cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
+    heading = f"{title(schedule)}: bubble {100 * simulation.bubble_rate:.2f}% (cost {cost}, ideal {ideal})"
+    lines = [*fit(heading, width), "", f"stage{' idle  peak':>{left + ruler.width + right - 5}}"]
     for stage in range(schedule.stage_count):
         shown = _MOST_ROWS // 2
         if schedule.stage_count > _MOST_ROWS and shown <= stage < schedule.stage_count - shown:
@@ -57,15 +53,6 @@ def text(schedule: Schedule, simulation: Simulation, color: bool, width: int) ->
     if notes:
         lines += fit(f"Cut out to fit: {' and '.join(notes)}; a picture (--png FILE) holds all.", width)
     return "\n".join([*lines, "", *_legend(schedule, color, ruler.last_digit, width)])
-
-
-def _heading(schedule: Schedule, simulation: Simulation) -> str:
-    cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)
-    return f"{title(schedule)}: bubble {100 * simulation.bubble_rate:.2f}% (cost {cost}, ideal {ideal})"
-
-
-def _label(schedule: Schedule, row: Sequence[Cell], color: bool) -> list[str]:
-    return [_letters(schedule, cell.action, color) for cell in row]
 
 
 def _letters(schedule: Schedule, action: Action, color: bool) -> str:
@@ -99,7 +86,8 @@ class _Ruler:
         wide = room * short / total if total else most
         cramped = numbers_only and 1 <= wide < least
         wide = min(wide, most) if cramped else min(max(wide, least), most)
-        if all(_is_whole(cell.start / short) and _is_whole(cell.end / short) for row in rows for cell in row):
+        edges = (edge / short for row in rows for cell in row for edge in (cell.start, cell.end))
+        if all(map(_is_integer, edges)):
             wide = math.floor(wide + 1e-9)
         scale = wide / short
         columns = max(round(total * scale), 1)
@@ -190,7 +178,7 @@ def _paint(letters: str, colour: tuple[float, float, float]) -> str:
     return f"\x1b[48;5;{background};38;5;{ink}m{letters}\x1b[0m"
 
 
-def _is_whole(number: float) -> bool:
+def _is_integer(number: float) -> bool:
     return abs(number - round(number)) < 1e-6
 
 
@@ -198,7 +186,3 @@ def _round_step(least: float) -> float:
     """The smallest of 1, 2, 5, 10, 20, ... (or tenths of them, and so on) that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
-
-
-def _spread(left: str, right: str, width: int) -> str:
-    return left + right.rjust(width - len(left))

@@ -12,7 +12,8 @@ from hpctrain.pipeline.check import ScheduleProblem
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Simulation, Times, simulate
 from hpctrain.report.cells import KINDS, arrange, colour_of, rgb
-from hpctrain.report.grid import draw, png, text
+from hpctrain.report.grid import text
+from hpctrain.report.picture import draw, png
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
