@@ -1,4 +1,4 @@
-"""What messages have in common: commands to type, names that were meant, packages that are missing."""
+"""What messages have in common: commands to type, names that were meant, lists, packages that are missing."""
 
 from __future__ import annotations
 
@@ -38,15 +38,37 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return known[-max(near)[1]] if near else None
 
 
+def either(choices: Iterable[object]) -> str:
+    """The choices as "a, b or c"."""
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`: a number and a noun that takes an s."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def ranges(numbers: Iterable[int], separator: str) -> str:
+    """The numbers, those that follow one another joined: `0-2,5`."""
+    joined: list[list[int]] = []
+    for number in sorted(numbers):
+        if joined and number == joined[-1][-1] + 1:
+            joined[-1][1:] = [number]
+        else:
+            joined.append([number])
+    return separator.join("-".join(map(str, each)) for each in joined)
+
+
 def require(package: str, purpose: str) -> None:
     """Raise HpctrainError where a package that only some uses need cannot be imported."""
     try:
         import_module(package)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        told = "is not installed" if missing else f"cannot be loaded ({error})"
+        reason = "is not installed" if missing else f"cannot be loaded ({error})"
         raise HpctrainError(
-            f"{purpose} needs the package {package}, which {told}: pip install {package}"
+            f"{purpose} needs the package {package}, which {reason}: pip install {package}"
         ) from None
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.report.terminal import columns, fit, stdout_console
+from hpctrain.report.terminal import coloured, columns, fit
+from hpctrain.table import table
+from hpctrain.words import ranges
 
 if TYPE_CHECKING:
     from hpctrain.comm.doctor import RankReport, Report
 
 MOST_RANKS = 64
-FILE_COLUMNS = 200
+COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
 
 
 @click.command(name="doctor")
@@ -44,9 +45,9 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
 
 def show(report: Report) -> None:
     """Print tables of the findings and of the ranks, then one line for each thing that is wrong."""
+    marks = ["WRONG" if finding.fatal else "note" if finding.remedy else "ok" for finding in report.findings]
     rows = [
-        ("WRONG" if finding.fatal else "note" if finding.remedy else "ok", finding.topic, finding.statement)
-        for finding in report.findings
+        (mark, finding.topic, finding.statement) for mark, finding in zip(marks, report.findings, strict=True)
     ]
     width = columns()
     axes = list(report.coordinates[0]) if report.coordinates else []
@@ -57,13 +58,17 @@ def show(report: Report) -> None:
         )
         for rank in report.ranks[:MOST_RANKS]
     ]
-    table(("", "topic", "found"), rows)
-    table(("rank", "node", "local rank", "cores", "GPU", *axes), ranks)
+    heads = ("rank", "node", "local rank", "cores", "GPU", *axes)
+    for cells in ([("", "topic", "found"), *rows], [heads, *ranks]):
+        for line in [*table(cells, range(len(cells[0]))), ""]:
+            mark = line.partition(" ")[0]
+            shown = click.style(mark, COLOURS.get(mark), bold=mark == "WRONG")
+            text = "\n".join(fit(line, width)).removeprefix(mark)
+            click.echo((shown if mark in COLOURS else mark) + text, color=coloured())
     if len(report.ranks) > MOST_RANKS:
         click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
-    for finding in report.findings:
+    for mark, finding in zip(marks, report.findings, strict=True):
         if finding.remedy:
-            mark = "WRONG" if finding.fatal else "note"
             sentence = f"{mark}: {finding.topic}: {finding.statement}. What to do: {finding.remedy}."
             click.echo("\n".join(fit(sentence, width)))
     click.echo("A run can start here." if report.fit else "A run could not start here.")
@@ -74,32 +79,6 @@ def gpu(rank: RankReport) -> str:
     return f"{rank.local_rank % rank.gpus} of {rank.gpus}" if rank.gpus else "none"
 
 
-def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table with rich, or in plain columns where rich is what is missing."""
-    try:
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        for row in (heads, *rows):
-            click.echo("  ".join(row))
-        return
-    drawn = Table(box=None, pad_edge=False)
-    for head in heads:
-        drawn.add_column(head, overflow="fold")
-    colours = {"WRONG": "bold red", "note": "yellow", "ok": "green"}
-    for row in rows:
-        drawn.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
-    console = stdout_console(FILE_COLUMNS)
-    console.print(drawn)
-    console.print()
-
-
 def spans(cores: tuple[int, ...]) -> str:
     """Numbers with runs joined: (0, 1, 2, 5) is "0-2,5"."""
-    parts: list[list[int]] = []
-    for core in cores:
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1][1:] = [core]
-        else:
-            parts.append([core])
-    return ",".join("-".join(map(str, part)) for part in parts) or "unknown"
+    return ranges(cores, ",") or "unknown"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_UNREAD, HpctrainError, InputOutputError
+from hpctrain.words import ranges
 
 MOST_PROBLEMS = 50
 
@@ -112,12 +113,5 @@ def flush_output() -> None:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    if len(spans) == 1 and spans[0][0] == spans[0][1]:
-        return f"rank {spans[0][0]}"
-    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    text = ranges(ranks, ", ")
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"

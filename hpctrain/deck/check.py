@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import batch_sizes
-from hpctrain.deck.problem import Problem, divisors, either_number, must_divide, nearest
+from hpctrain.deck.problem import Problem, divisors, must_divide, nearest
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
+from hpctrain.words import either
 
 _TITLE_BYTES = 200
 """Names of files may have 255, and some are the title and more."""
@@ -95,7 +96,7 @@ def _model(deck: Deck) -> Iterator[Problem]:
         )
     elif model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
-        would = f" ({either_number(nearest(model.heads, even))} heads would)" if even else ""
+        would = f" ({either(nearest(model.heads, even))} heads would)" if even else ""
         yield Problem(
             "model.heads",
             f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from hpctrain.deck.defaults import TWO_CHUNKS
-from hpctrain.deck.problem import Problem, divisors, either_number, multiples, nearest
+from hpctrain.deck.problem import Problem, divisors, multiples, nearest
 from hpctrain.deck.schema import Deck
+from hpctrain.words import either
 
 ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
 """Schedules of one part a stage."""
@@ -44,7 +45,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
                 near = [ranks for ranks in near if fits(ranks)]
         given = f", given {' and '.join(limits)}" if limits else ""
         others = ("layout.context", "layout.sequence_parallel", *demands)
-        return Problem("layout.tensor", f"{asked} ({either_number(would)} would{given})", others)
+        return Problem("layout.tensor", f"{asked} ({either(would)} would{given})", others)
 
     for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
         if size % tensor:
@@ -78,7 +79,7 @@ def _context(deck: Deck) -> Iterator[Problem]:
     heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
     if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
-        would = either_number(nearest(context, [ranks for ranks in fitting if sequence % ranks == 0]))
+        would = either(nearest(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
         yield Problem(
             "layout.context",

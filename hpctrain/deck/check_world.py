@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.problem import Problem, divisors, either_number, many, multiples, nearest
+from hpctrain.deck.problem import Problem, divisors, multiples, nearest
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.words import counted, either
 
 MOST_MICRO_BATCHES = 65_536
 """Of a rank in one step: a schedule lists the actions of each."""
@@ -49,8 +50,8 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
         return [
             Problem(
                 "layout.data",
-                f"{many(ranks, 'rank')} with {product} make {many(data, 'data rank')} "
-                f"(leave the key out, or start {many(layout.data * model_ranks, 'rank')})",
+                f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')} "
+                f"(leave the key out, or start {counted(layout.data * model_ranks, 'rank')})",
                 keys,
             )
         ]
@@ -94,12 +95,12 @@ def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
 def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
     """ZeRO over so many data x context ranks."""
     layout = deck.layout
-    among = f"{many(ranks, 'data x context rank')}"
+    among = f"{counted(ranks, 'data x context rank')}"
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:
         yield Problem(
             "layout.zero_group",
-            f"must divide the {among} ({either_number(nearest(size, divisors(ranks)))} would)",
+            f"must divide the {among} ({either(nearest(size, divisors(ranks)))} would)",
             ("layout.data", "layout.context"),
         )
     elif layout.zero == 3 and size == 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hpctrain.words import either
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,20 +36,9 @@ def nearest(number: int, candidates: Iterable[int], count: int = 4) -> list[int]
 def multiples(number: int, unit: int) -> str:
     """The multiples of `unit` next to a number, above 0, in words."""
     below = number // unit * unit
-    return either_number([size for size in (below, below + unit) if size])
+    return either([size for size in (below, below + unit) if size])
 
 
 def must_divide(key: str, size: int, would: Sequence[int]) -> str:
     """The sentence of a value that must divide that of `key`, and of those that would."""
-    return f"must divide {key} = {size} ({either_number(would)} would)"
-
-
-def either_number(numbers: Sequence[int]) -> str:
-    """The numbers as "1, 2 or 4"."""
-    *first, last = (str(number) for number in numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def many(count: int, noun: str) -> str:
-    """A count with its noun, which takes an s: "1 rank", "2 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"must divide {key} = {size} ({either(would)} would)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
@@ -13,6 +13,7 @@ from hpctrain.deck.schema import extra, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.words import plain_type, unknown_section, wanted
 from hpctrain.errors import HpctrainError
+from hpctrain.table import table
 from hpctrain.units import format_bytes
 
 _WIDTH = 100
@@ -38,14 +39,14 @@ def reference_text(section: str | None = None, width: int = _WIDTH) -> str:
     """
     if section is not None and section not in sections():
         raise HpctrainError(f"--reference {section}: {unknown_section(section, [])}")
-    table = width >= _WIDTH
+    as_table = width >= _WIDTH
     width = min(width, _WIDTH)
     parts: list[list[str]] = [] if section else [_wrapped(" ".join(_HEAD.split()), width, 0)]
     for name in [section] if section else sections():
         parts.append([*_wrapped(f"[{name}]  {sections()[name].__doc__}", width, 2), ""])
-        parts[-1] += _section_table(name) if table else _section_list(name, width)
+        parts[-1] += _section_table(name) if as_table else _section_list(name, width)
     if section in {None, "model"}:
-        parts.append(_presets(width, table))
+        parts.append(_presets(width, as_table))
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -82,13 +83,13 @@ def _default(field: FieldInfo) -> str:
     return toml_value(field.default) + size
 
 
-def _presets(width: int, table: bool) -> list[str]:
-    told = "Presets  The keys of [model], and batch.sequence, that model.preset fills."
-    lines = [*_wrapped(told, width, 2), ""]
+def _presets(width: int, as_table: bool) -> list[str]:
+    heading = "Presets  The keys of [model], and batch.sequence, that model.preset fills."
+    lines = [*_wrapped(heading, width, 2), ""]
     columns = (*_PRESET_KEYS, "sequence")
     rows = [[name, *(str(getattr(preset, key)) for key in columns)] for name, preset in PRESETS.items()]
-    if table:
-        lines += _table([["preset", *columns], *rows])
+    if as_table:
+        lines += ["  " + line for line in table([["preset", *columns], *rows], gap=" ")]
     else:
         for name, *values in rows:
             facts = ", ".join(f"{key} {value}" for key, value in zip(columns, values, strict=True))
@@ -107,15 +108,6 @@ def _row(cells: Sequence[str]) -> Iterator[str]:
         parts = [cell[index] if index < len(cell) else "" for cell in wrapped]
         padded = [part.ljust(width) for part, width in zip(parts, _COLUMNS, strict=True)]
         yield ("  " + "  ".join(padded)).rstrip()
-
-
-def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Rows with every column as wide as its widest cell; the first column to the left, others right."""
-    rows = list(rows)
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield " ".join(["  " + first.ljust(widths[0]), *cells])
 
 
 def _wrapped(text: str, width: int, indent: int) -> list[str]:

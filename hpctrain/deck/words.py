@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.schema import extra, fields, sections
 from hpctrain.deck.sources import toml_value
-from hpctrain.words import nearest
+from hpctrain.words import either, nearest
 
 
 def wanted(field: FieldInfo) -> str:
@@ -103,11 +103,6 @@ def unknown_section(section: str, names: list[str]) -> str:
     if homes:
         return f"unknown section (did you mean {', '.join(homes)}?)"
     return f"unknown section; the sections are {', '.join(sections())}"
-
-
-def either(words: list[str]) -> str:
-    """The words as "a, b or c"."""
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _near_anywhere(name: str) -> list[str]:

@@ -11,6 +11,7 @@ from hpctrain.characters import control_problem
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.job.ranks import Job, Scheduler
+from hpctrain.words import counted
 
 TEMPLATES: dict[Scheduler, str] = {
     "slurm": "slurm.sh",
@@ -248,8 +249,8 @@ def _megabytes(job: Job) -> int:
 
 def _summary(job: Job) -> str:
     least, most = job.wish.nodes
-    nodes = f"{most} node{'s' * (most > 1)}" if least == most else f"{least} to {most} nodes"
-    has = f"{job.ranks_per_node} rank{'s' * (job.ranks_per_node > 1)}"
+    nodes = counted(most, "node") if least == most else f"{least} to {most} nodes"
+    has = counted(job.ranks_per_node, "rank")
     has += f" and {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
     tasks = f", in {len(job.wish.variants)} variants" if job.wish.variants else ""
     each = " each" if most > 1 else ""
@@ -258,10 +259,9 @@ def _summary(job: Job) -> str:
 
 def _layout_note(job: Job) -> str:
     layout = job.deck.layout
-    nodes = job.fitting[-1]
     choice = job.wish.scheduler in {"slurm", "lsf"}
     return (
-        f"# On {nodes} node{'s' * (nodes > 1)}: pipeline {layout.pipeline} x data {job.data} x context "
+        f"# On {counted(job.fitting[-1], 'node')}: pipeline {layout.pipeline} x data {job.data} x context "
         f"{layout.context} x tensor {layout.tensor}."
         + (" Numbers of nodes that the deck's layout fits:" if choice else "")
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.report.table import fitted, table
 from hpctrain.report.terminal import columns, fit
+from hpctrain.table import fitted, table
 from hpctrain.units import format_bytes, format_count
 
 KINDS = {

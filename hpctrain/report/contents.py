@@ -15,9 +15,10 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import StoredTensor, Structure
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.report.table import fitted, table
 from hpctrain.report.terminal import columns, fit
+from hpctrain.table import fitted, table
 from hpctrain.units import format_bytes, format_count
+from hpctrain.words import counted
 
 SEGMENTS_SHOWN = 8
 LOSSES_SHOWN = 5
@@ -164,7 +165,7 @@ def _facts(found: Contents) -> Iterator[tuple[str, str]]:
         yield "deck", found["deck_problem"]
     if found["ranks"] is not None:
         layout = layout_text(found["layout"]) if found["layout"] else ""
-        ranks = f"{found['ranks']} rank{'s' if found['ranks'] != 1 else ''}"
+        ranks = counted(found["ranks"], "rank")
         yield "written by", ranks if layout in {"", "one rank"} else f"{ranks} ({layout})"
     yield "versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield "commit", found["commit"] or ""

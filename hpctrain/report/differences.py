@@ -15,7 +15,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import TomlError, parse_toml
 from hpctrain.errors import HpctrainError
 from hpctrain.report.contents import shape_text
-from hpctrain.report.table import table
+from hpctrain.table import table
 
 TENSORS_SHOWN = 10
 _TEXT = 32

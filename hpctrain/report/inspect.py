@@ -19,7 +19,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.contents import contents, contents_text, loss_text
 from hpctrain.report.differences import differences, differences_text
-from hpctrain.report.table import table
+from hpctrain.table import table
 from hpctrain.units import format_bytes
 
 

@@ -11,6 +11,7 @@ from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, rgb, title
 from hpctrain.report.fonts import drawable, drawing
+from hpctrain.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +65,7 @@ def draw(
     _frame_problems(axes, rows, problems)
     heading = drawable(title(schedule))
     if problems:
-        heading += f": {len(problems)} problem{'' if len(problems) == 1 else 's'}"
+        heading += f": {counted(len(problems), 'problem')}"
     if simulation is not None and not problems:
         heading += f": bubble rate {100 * simulation.bubble_rate:.2f}%"
         cost, ideal = number_text(simulation.cost), number_text(simulation.ideal)

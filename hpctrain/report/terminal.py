@@ -66,12 +66,12 @@ def coloured() -> bool:
     return find_terminal() is not None and os.environ.get("TERM", "") not in _BLIND and _colours_wanted()
 
 
-def stdout_console(file_columns: int = FILE_COLUMNS) -> Console:
-    """For the tables of a verb: in a file without colours, and as wide as `file_columns`."""
+def stdout_console() -> Console:
+    """For the tables of a verb: in a file without colours."""
     from rich.console import Console
 
     return Console(
-        width=columns() or file_columns,
+        width=columns() or FILE_COLUMNS,
         force_terminal=coloured(),
         color_system="auto" if coloured() else None,
         highlight=False,

@@ -11,7 +11,7 @@ from hpctrain.model.count import count
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
-from hpctrain.words import command
+from hpctrain.words import command, counted
 
 MANY_EPOCHS = 16
 """From here on, more passes over the same text teach next to nothing (arXiv 2305.16264)."""
@@ -94,8 +94,3 @@ def _many_epochs(deck: Deck, corpus: Corpus) -> list[str]:
         f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
         "more text or fewer steps would do"
     ]
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

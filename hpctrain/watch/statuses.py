@@ -13,8 +13,8 @@ from hpctrain.characters import escaped
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.errors import EXIT_DONE, InputOutputError
 from hpctrain.files import parse_json, read_text
-from hpctrain.report.table import fitted
 from hpctrain.report.terminal import columns, fit
+from hpctrain.table import fitted
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.folder import is_free, way_on
 from hpctrain.watch.status import ACTIVE, STATUS_FILE

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,), gap: str = "  ") -> list[str]:
     """Columns as wide as their longest cell; those in `left` to the left, others to the right."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join(
+        gap.join(
             cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
@@ -19,7 +19,7 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
     ]
 
 
-def fitted(rows: Sequence[Sequence[str]], left: Sequence[int], width: int | None) -> list[str]:
+def fitted(rows: Sequence[Sequence[str]], left: Container[int], width: int | None) -> list[str]:
     """The table of a head and rows; where it is wider than `width`, each row as lines of head and cell.
 
     The first cell of a row then stands above its lines.

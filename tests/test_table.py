@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpctrain.report.table import fitted, table
+from hpctrain.table import fitted, table
 
 ROWS = [("run", "state", "step"), ("runs/a", "running", "5/20"), ("runs/b", "", "20/20")]
 
