@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-JSON_BYTES = 64 << 20
-"""Of a JSON file at most; the largest tokenizers have half of it."""
+JSON_BYTES = 64 << 20  # of a JSON file at most; the largest tokenizers have half of it
 _CHUNK = 1 << 20
 
 

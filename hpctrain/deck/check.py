@@ -12,8 +12,7 @@ from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either
 
-_TITLE_BYTES = 200
-"""Names of files may have 255, and some are the title and more."""
+_TITLE_BYTES = 200  # names of files may have 255, and some are the title and more
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
@@ -31,10 +30,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *layout_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),
-        *_schedule(deck),
-        *_evaluation(deck),
-        *_times(deck),
-        *_devices(deck),
+        *_run(deck),
         *_offload(deck),
     ]
 
@@ -55,11 +51,11 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
                 )
         elif key == "batch.sequence":
             if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
-                told = f"is longer than the {own} learned positions of {name}"
-                problems.append(Problem(key, told, ("model.family",)))
+                sentence = f"is longer than the {own} learned positions of {name}"
+                problems.append(Problem(key, sentence, ("model.family",)))
         elif value != own:
-            told = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
-            problems.append(Problem(key, told))
+            sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
+            problems.append(Problem(key, sentence))
     return problems
 
 
@@ -150,7 +146,8 @@ def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
         yield Problem("batch.ramp_steps", "needs batch.ramp_from of at least 1", ("batch.ramp_from",))
 
 
-def _schedule(deck: Deck) -> Iterator[Problem]:
+def _run(deck: Deck) -> Iterator[Problem]:
+    run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
     rate = deck.learning_rate
     if rate.decay != "constant" and rate.warmup > rate.decay_steps:
@@ -159,11 +156,7 @@ def _schedule(deck: Deck) -> Iterator[Problem]:
             f"must be at most learning_rate.decay_steps = {rate.decay_steps}",
             ("learning_rate.decay_steps", "learning_rate.decay", "run.steps"),
         )
-
-
-def _evaluation(deck: Deck) -> Iterator[Problem]:
-    every = deck.run.evaluate_every
-    if every and not deck.data.validation:
+    if run.evaluate_every and not deck.data.validation:
         yield Problem(
             "run.evaluate_every",
             "evaluates on held-out sequences, but data.validation = 0 holds none out (0.01 would; or leave "
@@ -171,23 +164,16 @@ def _evaluation(deck: Deck) -> Iterator[Problem]:
             ("data.validation",),
             for_writers=True,
         )
-
-
-def _times(deck: Deck) -> Iterator[Problem]:
-    limit, margin, factor = deck.run.time_limit, deck.run.time_margin, deck.stability.straggler_factor
     if limit is not None and margin is not None and margin >= limit:
         yield Problem(
             "run.time_margin", f"must be less than run.time_limit = {toml_value(limit)}", ("run.time_limit",)
         )
-    if 0 < factor <= 1:
+    if 0 < deck.stability.straggler_factor <= 1:
         yield Problem(
             "stability.straggler_factor",
             "must be above 1, or 0 to name no rank: half of all ranks take longer than the median",
         )
-
-
-def _devices(deck: Deck) -> Iterator[Problem]:
-    if deck.communication.transport == "nccl" and deck.run.device == "cpu":
+    if deck.communication.transport == "nccl" and run.device == "cpu":
         yield Problem(
             "communication.transport",
             'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)',

@@ -9,10 +9,8 @@ from hpctrain.deck.problem import Problem, divisors, multiples, nearest
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
-ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})
-"""Schedules of one part a stage."""
-SCHEDULES = ONE_CHUNK | TWO_CHUNKS
-"""Those that have a name; all others are in files."""
+ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})  # schedules of one part a stage
+SCHEDULES = ONE_CHUNK | TWO_CHUNKS  # those that have a name; all others are in files
 
 
 def layout_problems(deck: Deck) -> list[Problem]:

@@ -9,10 +9,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted, either
 
-MOST_MICRO_BATCHES = 65_536
-"""Of a rank in one step: a schedule lists the actions of each."""
-MOST_PASSES = 1 << 20
-"""Of micro-batches through the parts of a model, in one schedule."""
+MOST_MICRO_BATCHES = 65_536  # of a rank in one step: a schedule lists the actions of each
+MOST_PASSES = 1 << 20  # of micro-batches through the parts of a model, in one schedule
 
 
 def check_world(deck: Deck, ranks: int) -> None:

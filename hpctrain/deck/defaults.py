@@ -18,7 +18,7 @@ TWO_CHUNKS = frozenset({"interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"})
 def find_preset(tables: Tables) -> Preset | None:
     """The preset that the tables name, if there is one of that name."""
     name = tables["model"].get("preset")
-    return next((preset for known, preset in PRESETS.items() if known == name), None)
+    return PRESETS.get(name) if isinstance(name, str) else None
 
 
 @dataclass(frozen=True)
@@ -86,28 +86,28 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
         default("run", "dir", f"runs/{run['title']}")
     steps = run.get("steps")
     rate = tables["learning_rate"]
-    if _whole(steps):
+    if _is_integer(steps):
         end = rate.get("decay_steps") if rate.get("decay") != "constant" else None
-        default("learning_rate", "warmup", min(100, min(steps, end if _whole(end) else steps) // 10))
+        default("learning_rate", "warmup", min(100, min(steps, end if _is_integer(end) else steps) // 10))
         warmup = rate["warmup"]
-        default("learning_rate", "decay_steps", max(steps, warmup) if _whole(warmup) else steps)
+        default("learning_rate", "decay_steps", max(steps, warmup) if _is_integer(warmup) else steps)
 
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS
     default("layout", "chunks", 2 if two else 1)
 
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
-    if _whole(heads):
+    if _is_integer(heads):
         default("model", "key_value_heads", heads)
     if family == "gpt2":
         default("model", "tied", True)
-        if _whole(hidden):
+        if _is_integer(hidden):
             default("model", "mlp", 4 * hidden)
     elif family == "llama":
         default("model", "tied", False)
-        if _whole(hidden):
+        if _is_integer(hidden):
             default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256)
 
 
-def _whole(value: object) -> TypeGuard[int]:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

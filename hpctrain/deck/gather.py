@@ -16,14 +16,12 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import is_unfit, read_text
 from hpctrain.words import command
 
-MOST_FILES = 100
-"""That a deck is made of, one that is included twice counted twice."""
-MOST_TOLD = 50
-"""Problems of one deck."""
+MOST_FILES = 100  # that a deck is made of, one that is included twice counted twice
+MOST_PROBLEMS = 50  # problems of one deck
 
 
 class Written:
-    """The keys that were written, with their places, and the problems found so far.
+    """The keys that were written, with their places, and the problems so far.
 
     `values` holds sections by name, as TOML gives them (not yet checked against the schema); `places` the
     place of every section ("batch") and key ("batch.micro_size"). Without `includes`, no other file is read.
@@ -58,8 +56,9 @@ class Written:
         if not self.problems:
             return
         texts = list(dict.fromkeys(text for _, text in sorted(self.problems, key=order)))
-        more = [f"{self.name}: and {len(texts) - MOST_TOLD} more problems"] if len(texts) > MOST_TOLD else []
-        raise (InputOutputError if self.only_files_missing else HpctrainError)(texts[:MOST_TOLD] + more)
+        more = len(texts) - MOST_PROBLEMS
+        texts[MOST_PROBLEMS:] = [f"{self.name}: and {more} more problems"] if more > 0 else []
+        raise (InputOutputError if self.only_files_missing else HpctrainError)(texts)
 
     def read_file(self, path: Path, name: str, chain: tuple[Path, ...], asked: Place | None = None) -> None:
         """Take the keys of a file; `chain` are the files that include it, `asked` where that was written."""
@@ -67,16 +66,16 @@ class Written:
             # A byte order mark is skipped.
             text = read_text(path, DECK_BYTES, "utf-8-sig")
         except UnicodeDecodeError as error:
-            kept = f"; {command('resume', name)} goes on from a checkpoint" if path.suffix == ".h5" else ""
-            self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){kept}")
+            hint = f"; {command('resume', name)} goes on from a checkpoint" if path.suffix == ".h5" else ""
+            self.add(Place(name), f"{name}: is not UTF-8 text (byte {error.start}){hint}")
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             include = "" if asked is None else f"{asked.prefix}: include: "
             shown = clipped(name if name.isprintable() else toml_value(name))
-            told = f"{include}{shown}: cannot be read: {reason}"
+            sentence = f"{include}{shown}: cannot be read: {reason}"
             if isinstance(error, IsADirectoryError) and asked is None:
-                told += f"; a deck is a file, and {command('resume', name)} goes on with a run"
-            self.add(asked or Place(name), told, file_missing=not is_unfit(error))
+                sentence += f"; a deck is a file, and {command('resume', name)} goes on with a run"
+            self.add(asked or Place(name), sentence, file_missing=not is_unfit(error))
         else:
             self.read_text(text, path, name, chain)
 
@@ -87,7 +86,7 @@ class Written:
             values, lines = parse_toml(text)
         except TomlError as error:
             place = Place(name, error.line)
-            self.add(place, f"{place.prefix}: {error.told}")
+            self.add(place, f"{place.prefix}: {error.reason}")
             return
         include = values.pop("include", [])
         asked = Place(name, lines.get(("include",)), value=include)
@@ -108,8 +107,8 @@ class Written:
         base_path = path.parent / base
         if _is_one_of(base_path, (*chain, path)):
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
-            told = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
-            self.add(asked, told)
+            sentence = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
+            self.add(asked, sentence)
         elif len(self.files) < MOST_FILES:
             base_name = os.path.normpath(Path(name).parent / base)
             self.read_file(base_path, base_name, (*chain, path), asked)
@@ -145,8 +144,8 @@ class Written:
             return
         if not dot:
             homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
-            told = f"must be written as {section}.key=value" if section in sections() else homes
-            self.add(place, f"{place.prefix}: {told}")
+            sentence = f"must be written as {section}.key=value" if section in sections() else homes
+            self.add(place, f"{place.prefix}: {sentence}")
             return
         table = self.values.setdefault(section, {})
         if not isinstance(table, dict):
@@ -161,7 +160,7 @@ class Written:
         try:
             value = parse_argument(text.strip())
         except TomlError as error:
-            self.add(place, f"{place.prefix}: {error.told}")
+            self.add(place, f"{place.prefix}: {error.reason}")
             return
         if known and plain_type(fields(section)[key]) is str and not isinstance(value, str):
             value = text.strip()

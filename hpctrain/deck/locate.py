@@ -9,15 +9,14 @@ the text.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 Path = tuple[str, ...]
 
-DEEPEST = 32
-"""Names of a path at most, each list that is within another one counted too."""
+DEEPEST = 32  # names of a path at most, each list that is within another one counted too
 MOST_KEYS = 1000
 MOST_VALUES = 20_000
-LONGEST_TEXT = 4096
-"""Characters of a text or a name, as of a file's path."""
+LONGEST_TEXT = 4096  # characters of a text or a name, as of a file's path
 _MOST_DIGITS = 70
 _LAST_CHARACTER = 0x10FFFF
 _SURROGATES = range(0xD800, 0xE000)
@@ -33,11 +32,11 @@ _LETTERS = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r"}
 
 
 class BoundError(ValueError):
-    """What is beyond any deck: where, as the key's path and its line, and `told`, the rest of a sentence."""
+    """What is beyond any deck: the key's path, its line, and `reason`, the rest of a sentence."""
 
-    def __init__(self, path: Path, line: int, told: str) -> None:
-        self.path, self.line, self.told = path, line, told
-        super().__init__(f"line {line}: {'.'.join(path)}: {told}")
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        self.path, self.line, self.reason = path, line, reason
+        super().__init__(f"line {line}: {'.'.join(path)}: {reason}")
 
 
 def key_lines(text: str) -> dict[Path, int]:
@@ -57,13 +56,11 @@ def key_lines(text: str) -> dict[Path, int]:
 def first_repeated(text: str) -> tuple[Path, int, int] | None:
     """The first key or table that is given twice, its first line and its second, or None."""
     seen: dict[Path, int] = {}
-    try:
+    with suppress(ValueError):
         for path, line in key_mentions(text):
             if path in seen:
                 return path, seen[path], line
             seen[path] = line
-    except ValueError:
-        return None
     return None
 
 
@@ -239,8 +236,8 @@ class _Scanner:
         self.counted = self.at
         return self.line
 
-    def _beyond(self, told: str) -> BoundError:
-        return BoundError(self.path, self._line(), told)
+    def _beyond(self, reason: str) -> BoundError:
+        return BoundError(self.path, self._line(), reason)
 
 
 def fits(scalar: str) -> bool:

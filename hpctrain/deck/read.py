@@ -127,14 +127,13 @@ def _deck(
     further: Further | None = None,
 ) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
-    whole = not written.problems
+    readable = not written.problems
     for argument in overrides:
         written.override(argument)
-    deck = _Validation(written, whole, read_source).deck(ranks)
+    deck = _Validation(written, readable, read_source).deck(ranks)
     if deck is not None and further is not None and not written.problems:
         for problem in further(deck, ranks):
-            told = deck.problem(problem.key, problem.sentence)
-            written.add(deck.sources.place(problem.key), told)
+            written.add(deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence))
     written.raise_problems()
     assert deck is not None
     return deck
@@ -143,14 +142,14 @@ def _deck(
 class _Validation:
     """Turns what was written into a Deck and adds the problems it finds.
 
-    `whole` says whether all files could be read: if not, nothing is said of missing keys. `source` are the
+    `readable` says whether all files could be read: if not, nothing is said of missing keys. `source` are the
     keys that the model of model.from settles.
     """
 
-    def __init__(self, written: Written, whole: bool, read_source: SourceReader | None) -> None:
+    def __init__(self, written: Written, readable: bool, read_source: SourceReader | None) -> None:
         self.written = written
         self.places = written.places
-        self.whole = whole
+        self.readable = readable
         self.read_source = read_source
         self.source: Mapping[str, object] = {}
 
@@ -158,21 +157,21 @@ class _Validation:
         """The deck, where it is valid; else perhaps one with stand-ins, and at least one problem."""
         tables, bad = self._known_tables()
         self._look_into_source(tables["model"].get("from"))
-        keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
-        self._idle_preset(keys)
+        given_keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
+        self._idle_preset(given_keys)
         deck, wrong = self._validate(tables)
         self._report(tables, wrong, bad)
         if deck is None:
             bad |= set(wrong)
-            deck = self._stand_in(tables, bad)
-        if deck is not None and self.whole:
-            found = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
-            found += [] if ranks is None else world_problems(deck, ranks)
-            for problem in found:
+            deck = self._stand_in(tables, given_keys, bad)
+        if deck is not None and self.readable:
+            problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
+            problems += [] if ranks is None else world_problems(deck, ranks)
+            for problem in problems:
                 keys = {problem.key, *problem.others}
                 if not bad & keys and not (problem.for_writers and self._stored(keys)):
-                    told = deck.problem(problem.key, problem.sentence)
-                    self.written.add(deck.sources.place(problem.key), told)
+                    sentence = deck.problem(problem.key, problem.sentence)
+                    self.written.add(deck.sources.place(problem.key), sentence)
         return deck
 
     def _stored(self, keys: set[str]) -> bool:
@@ -184,8 +183,7 @@ class _Validation:
         """Learn the keys of the model that model.from names; a wrong type is told of elsewhere."""
         if self.read_source is None or not isinstance(path, str) or not path:
             return
-        place, missing = self.places["model.from"], False
-        problems: tuple[str, ...] = ()
+        place = self.places["model.from"]
         try:
             self.source = self.read_source(path)
         except HpctrainError as error:
@@ -193,9 +191,11 @@ class _Validation:
         except OSError as error:
             problems = (f"{clipped(path)}: cannot be read: {(error.strerror or str(error)).lower()}",)
             missing = not is_unfit(error)
+        else:
+            return
+        self.readable = False
         for problem in problems:
             self.written.add(place, f"{place.prefix}: model.from: {problem}", file_missing=missing)
-            self.whole = False
 
     def _known_tables(self) -> tuple[Tables, set[str]]:
         """The sections and keys that the schema has; and the keys of sections that are none."""
@@ -206,11 +206,11 @@ class _Validation:
             if not isinstance(table, dict):
                 if section in tables:
                     bad |= {f"{section}.{key}" for key in fields(section)}
-                    told = f"must be a section: [{section}] on a line of its own, with its keys below"
+                    sentence = f"must be a section: [{section}] on a line of its own, with its keys below"
                 else:
-                    told = unknown_key("", section)
+                    sentence = unknown_key("", section)
                 shown = f"{clipped(section)} = {clipped(toml_value(table))}"
-                self.written.add(place, f"{place.prefix}: {shown}: {told}")
+                self.written.add(place, f"{place.prefix}: {shown}: {sentence}")
             elif section not in tables:
                 first = next(
                     (self.places[f"{section}.{key}"] for key in table if f"{section}.{key}" in self.places),
@@ -218,8 +218,8 @@ class _Validation:
                 )
                 named_at = place if section in self.places else first
                 named = "" if named_at.override else f" [{clipped(section)}]:"
-                told = unknown_section(section, list(table))
-                self.written.add(named_at, f"{named_at.prefix}:{named} {told}")
+                sentence = unknown_section(section, list(table))
+                self.written.add(named_at, f"{named_at.prefix}:{named} {sentence}")
             else:
                 for key, value in table.items():
                     if key in fields(section):
@@ -230,16 +230,16 @@ class _Validation:
 
     def _validate(self, tables: Tables) -> tuple[Deck | None, dict[str, str]]:
         """The deck, or each wrong key with the validator's name for what is wrong ("missing" is one)."""
-        whole = deepcopy(tables)
+        resolved = deepcopy(tables)
         places = dict(self.places)
-        filled = fill(whole, self.written.name, self.source)
+        filled = fill(resolved, self.written.name, self.source)
         origins = [("preset", "from the preset", filled.preset), ("from", "from model.from", filled.source)]
         for origin, note, keys in origins:
             for key in keys:
                 places[key] = replace(places[f"model.{origin}"], value=None, note=note)
         sources = Sources(self.written.name, MappingProxyType(places), frozenset(filled.others))
         try:
-            return Deck.model_validate(whole, context=sources), {}
+            return Deck.model_validate(resolved, context=sources), {}
         except ValidationError as error:
             return None, {".".join(map(str, fault["loc"][:2])): fault["type"] for fault in error.errors()}
 
@@ -249,9 +249,9 @@ class _Validation:
         unknown = "preset" in tables["model"] and find_preset(tables) is None
         unknown |= "model.from" in wrong
         no_model = not any(name in tables["model"] for name in ("preset", "from", *_SHAPE))
-        if no_model and self.whole and "model.family" in wrong and "model.family" not in silent:
-            told = "name a published shape, or give model.family, layers, hidden and heads"
-            self._missing("model", "model.preset", told)
+        if no_model and self.readable and "model.family" in wrong and "model.family" not in silent:
+            sentence = "name a published shape, or give model.family, layers, hidden and heads"
+            self._missing("model", "model.preset", sentence)
         for full, kind in wrong.items():
             section, _, name = full.partition(".")
             field = fields(section)[name]
@@ -260,7 +260,7 @@ class _Validation:
                     continue  # a default that follows from a wrong key
                 value = tables[section][name]
                 self._add_key(full, value, f"must be {wanted(field)}{given(value, field)}")
-            elif full in silent or not self.whole or (unknown and extra(field, "derived")):
+            elif full in silent or not self.readable or (unknown and extra(field, "derived")):
                 continue
             elif not extra(field, "derived"):
                 meaning = str(field.description).rstrip(".")
@@ -274,21 +274,20 @@ class _Validation:
         if place is None or place.override is None or not {f"model.{name}" for name in _SHAPE} <= keys:
             return
         layers = self.places["model.layers"].prefix
-        told = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
-        self.written.add(place, f"{place.prefix}: {told}")
+        sentence = f"would not change the model, whose family, layers, hidden and heads are given ({layers})"
+        self.written.add(place, f"{place.prefix}: {sentence}")
 
-    def _stand_in(self, tables: Tables, bad: set[str]) -> Deck | None:
+    def _stand_in(self, tables: Tables, given_keys: set[str], bad: set[str]) -> Deck | None:
         """A deck with stand-ins for the bad keys, on which the checks of the other keys can run.
 
         Adds to the bad keys those whose defaults follow from bad ones.
         """
-        written = {f"{section}.{key}" for section, table in tables.items() for key in table}
         tables = {
             section: {key: value for key, value in table.items() if f"{section}.{key}" not in bad}
             for section, table in tables.items()
         }
         if "preset" in tables["model"] and any(key.startswith("model.") for key in bad):
-            bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in written}
+            bad |= {f"model.{key}" for key in fields("model") if f"model.{key}" not in given_keys}
         deck, wrong = self._validate(tables)
         bad |= set(wrong)
         for full in wrong:
@@ -297,10 +296,10 @@ class _Validation:
             tables[section][name] = get_args(kind)[0] if get_origin(kind) is Literal else kind(1)
         return deck or self._validate(tables)[0]
 
-    def _add_key(self, key: str, value: object, told: str) -> None:
+    def _add_key(self, key: str, value: object, sentence: str) -> None:
         sources = Sources(self.written.name, self.places)
-        self.written.add(sources.place(key), sources.sentence(key, value, told))
+        self.written.add(sources.place(key), sources.sentence(key, value, sentence))
 
-    def _missing(self, section: str, key: str, told: str) -> None:
+    def _missing(self, section: str, key: str, sentence: str) -> None:
         place = self.places.get(section, Place(self.written.name))
-        self.written.add(place, f"{place.prefix}: {key} is missing: {told}")
+        self.written.add(place, f"{place.prefix}: {key} is missing: {sentence}")

@@ -15,11 +15,9 @@ from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
 from hpctrain.units import parse_bytes, parse_seconds
 
-_FORMER = {("machine", "memory_per_node"): "memory"}
-"""Former names of keys, with their sections."""
+_FORMER = {("machine", "memory_per_node"): "memory"}  # former names of keys, with their sections
 
-_LARGEST = 10_000_000
-"""Of a model's sizes: beyond any model, and small enough to search for divisors."""
+_LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
 _LONGEST = 1_000_000_000
 _MOST_LAYERS = 10_000
 _MOST_THREADS = 4096
@@ -445,8 +443,8 @@ class Deck(Section):
         """The value of a key by its full name, such as "batch.micro_size"."""
         section, _, own = name.partition(".")
         table = getattr(self, section)
-        found = next(a for a, field in type(table).model_fields.items() if _name(a, field) == own)
-        return getattr(table, found)
+        attributes = {_name(each, field): each for each, field in type(table).model_fields.items()}
+        return getattr(table, attributes[own])
 
     def problem(self, name: str, sentence: str) -> str:
         """A problem with a key as the user should read it:
@@ -466,8 +464,7 @@ def sections() -> dict[str, type[Section]]:
 
 def fields(section: str) -> dict[str, FieldInfo]:
     """The keys of a section by their name in the deck, in the order of the schema."""
-    found = sections()[section].model_fields
-    return {_name(attribute, field): field for attribute, field in found.items()}
+    return {_name(each, field): field for each, field in sections()[section].model_fields.items()}
 
 
 def _name(attribute: str, field: FieldInfo) -> str:

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from hpctrain.characters import escaped
 
-LONGEST_SHOWN = 200
-"""Characters of what a user wrote that a sentence repeats."""
+LONGEST_SHOWN = 200  # characters of what a user wrote that a sentence repeats
 
 
 @dataclass(frozen=True)

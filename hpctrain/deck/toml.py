@@ -14,16 +14,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-DECK_BYTES = 256 << 10
-"""Of a deck's file at most."""
+DECK_BYTES = 256 << 10  # of a deck's file at most
 
 
 class TomlError(Exception):
     """A text that no deck can be: the line, None where it is not known, and the rest of a sentence."""
 
-    def __init__(self, line: int | None, told: str) -> None:
-        self.line, self.told = line, told
-        super().__init__(told)
+    def __init__(self, line: int | None, reason: str) -> None:
+        self.line, self.reason = line, reason
+        super().__init__(reason)
 
 
 def parse_toml(text: str) -> tuple[dict[str, Any], dict[Path, int]]:
@@ -33,7 +32,7 @@ def parse_toml(text: str) -> tuple[dict[str, Any], dict[Path, int]]:
         lines = key_lines(text)
     except BoundError as error:
         named = ".".join(error.path[:2])
-        raise TomlError(error.line, f"{clipped(named)}: {error.told}" if named else error.told) from None
+        raise TomlError(error.line, f"{clipped(named)}: {error.reason}" if named else error.reason) from None
     except ValueError:
         pass  # the parser says better what is wrong
     try:
@@ -55,7 +54,7 @@ def parse_argument(text: str) -> object:
         key_lines(line)
         parsed = tomllib.loads(line)
     except BoundError as error:
-        raise TomlError(None, error.told) from None
+        raise TomlError(None, error.reason) from None
     except (ValueError, OverflowError, RecursionError):
         return text
     return parsed["value"] if set(parsed) == {"value"} else text
@@ -63,11 +62,7 @@ def parse_argument(text: str) -> object:
 
 def encodes(text: str) -> bool:
     """Whether a text can be written as UTF-8: bytes of an argument that were none cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def _syntax(text: str, message: str) -> TomlError:
@@ -77,16 +72,16 @@ def _syntax(text: str, message: str) -> TomlError:
         path, first, line = repeated
         return TomlError(line, f"{clipped('.'.join(path))} is given twice, first on line {first}")
     match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
-    told = clipped(message[: match.start()] if match else message)
+    reason = clipped(message[: match.start()] if match else message)
     rows = text.rstrip("\n").split("\n")
     line = int(match[1]) if match and match[1] else len(rows)
     shown = clipped(rows[min(line, len(rows)) - 1].strip())
-    twice = re.fullmatch(r"Cannot declare \((.*)\) twice", told)
+    twice = re.fullmatch(r"Cannot declare \((.*)\) twice", reason)
     if twice:
         named = ".".join(re.findall(r"'([^']*)'", twice[1]))
         return TomlError(line, f"{named} is given twice: {shown}")
-    if told == "Invalid value":
+    if reason == "Invalid value":
         hint = " (text needs quotes)"
     else:
-        hint = " (a quote is not closed)" if told == r"Illegal character '\n'" else ""
-    return TomlError(line, f"not TOML: {told[:1].lower()}{told[1:]}{hint}: {shown}")
+        hint = " (a quote is not closed)" if reason == r"Illegal character '\n'" else ""
+    return TomlError(line, f"not TOML: {reason[:1].lower()}{reason[1:]}{hint}: {shown}")

@@ -59,9 +59,7 @@ def given(value: object, field: FieldInfo) -> str:
             return f", not {toml_value(value)}"
         case str() if kind is not str and extra(field, "unit") not in {"bytes", "seconds"}:
             return f", not text{_without_quotes(value)}"
-        case int() if kind is str:
-            return ", not a number"
-        case float() if kind is str:
+        case int() | float() if kind is str:
             return ", not a number"
         case float() if kind is int:
             if value.is_integer():
@@ -126,10 +124,7 @@ def _bounds(field: FieldInfo) -> str:
         for name in ("ge", "gt", "le", "lt")
         if hasattr(mark, name)
     }
-    low = f"{limits['ge']}" if "ge" in limits else ""
+    if "ge" not in limits:
+        return f" above {limits['gt']}" if "gt" in limits else ""
     high = f"{limits['le']}" if "le" in limits else f"below {limits['lt']}" if "lt" in limits else ""
-    if low and high:
-        return f" from {low} to {high}"
-    if low:
-        return f" of at least {low}"
-    return f" above {limits['gt']}" if "gt" in limits else ""
+    return f" from {limits['ge']} to {high}" if high else f" of at least {limits['ge']}"

@@ -24,14 +24,11 @@ Scheduler = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
 Launcher = Literal["srun", "mpirun"]
 
 SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "pbs", "lsf", "flux", "kubernetes")
-ON_A_RANGE = ("slurm", "lsf")
-"""Schedulers that start a job on as many nodes of a range as they have."""
+ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
 
-MEMORY_MARGIN = 1.25
-"""Asked for, over what is predicted: the file cache of what ranks read counts as theirs."""
+MEMORY_MARGIN = 1.25  # asked for, over what is predicted: the file cache of what ranks read counts as theirs
 
-SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm in a pod, and as much for every four ranks."""
+SHARED_MEMORY = 1 << 30  # bytes of /dev/shm in a pod, and as much for every four ranks
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))?")
 

@@ -44,8 +44,7 @@ IN_CONTAINER = "/opt/hpctrain/.venv/bin/hpctrain"
 GPU_VARIABLES = {"NCCL_DEBUG": "WARN", "NCCL_IGNORE_CPU_AFFINITY": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
-_POD_NAME = 40
-"""Characters of a job's name at most: those of pods may have 63, and say more."""
+_POD_NAME = 40  # characters of a job's name at most: those of pods may have 63, and say more
 
 # Lines that only ask for something, and go where it is not given.
 _ASKING = re.compile(

@@ -15,8 +15,7 @@ from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, summarize
 
 TRACE_FILE = "trace.json"
-TRACE_BYTES = 1 << 30
-"""Several times what a run writes at most."""
+TRACE_BYTES = 1 << 30  # several times what a run writes at most
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
-LINE_BYTES = 1 << 20
-"""Of a row at most; what is longer counts as several lines, which are no rows."""
+LINE_BYTES = 1 << 20  # of a row at most; what is longer counts as several lines, which are no rows
 
 Row = dict[str, Any]
 
