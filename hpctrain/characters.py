@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+# Marks that show what follows in another order than it is read.
 _ORDERS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that show what follows in another order than it is read."""
 
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -26,20 +26,20 @@ def is_control(character: str) -> bool:
 
 def control_problem(text: str) -> str:
     """What is wrong with a text that has control characters, to end a sentence; "" where it has none."""
-    found = list(dict.fromkeys(filter(is_control, text)))
-    if not found:
+    controls = list(dict.fromkeys(filter(is_control, text)))
+    if not controls:
         return ""
-    names = ", ".join(f"U+{ord(character):04X}" for character in found[:3])
-    several = f"control characters ({names}{', ...' * (len(found) > 3)})"
-    return f"has {several if len(found) > 1 else f'a control character ({names})'}; leave it out"
+    names = ", ".join(f"U+{ord(character):04X}" for character in controls[:3])
+    several = f"control characters ({names}{', ...' * (len(controls) > 3)})"
+    return f"has {several if len(controls) > 1 else f'a control character ({names})'}; leave it out"
 
 
-def escaped(text: str, keep: str = "") -> str:
-    r"""The text with its control characters, but for those in `keep`, written as \n, \u001B and so on."""
+def escaped(text: str, allowed: str = "") -> str:
+    r"""The text with its control characters, but for those in `allowed`, written as \n, \u001B and so on."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        _escape(character) if is_control(character) and character not in keep else character
+        _escape(character) if is_control(character) and character not in allowed else character
         for character in text
     )
 

@@ -23,9 +23,9 @@ class HpctrainError(Exception):
     exit_code = EXIT_USER
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        told = (problems,) if isinstance(problems, str) else problems
+        sentences = (problems,) if isinstance(problems, str) else problems
         # What a user wrote stands in them: it is not to end the line or to steer the terminal.
-        self.problems: tuple[str, ...] = tuple(map(escaped, told))
+        self.problems: tuple[str, ...] = tuple(map(escaped, sentences))
         super().__init__("\n".join(self.problems))
 
 

@@ -38,13 +38,13 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 def read_bytes(path: str | Path, most: int) -> bytes:
     """All of a regular file of at most `most` bytes; OSError as from `open_regular`, or if it has more."""
-    found = bytearray()
+    content = bytearray()
     with open_regular(path) as stream:
         while chunk := stream.read(_CHUNK):
-            found += chunk
-            if len(found) > most:
+            content += chunk
+            if len(content) > most:
                 raise OSError(errno.EFBIG, f"too large: more than {most} bytes", str(path))
-    return bytes(found)
+    return bytes(content)
 
 
 def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
@@ -94,13 +94,13 @@ def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         with os.scandir(descriptor) as entries:
-            found = [(entry.name, ours(entry)) for entry in entries]
-        for name, own in found:
+            contents = [(entry.name, ours(entry)) for entry in entries]
+        for name, own in contents:
             if own:
                 os.unlink(name, dir_fd=descriptor)
     finally:
         os.close(descriptor)
-    return sorted(name for name, own in found if not own)
+    return sorted(name for name, own in contents if not own)
 
 
 def delete_folder(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list[str]:
@@ -112,7 +112,6 @@ def delete_folder(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> lis
 
 
 def _require_regular(status: os.stat_result, path: str | Path) -> None:
-    """OSError for what is no regular file."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):

@@ -36,8 +36,8 @@ def parse_bytes(text: str) -> int:
     try:
         if match is None or unit not in _BYTES:
             raise ValueError
-        whole = not _fractional(match[1])
-        size = int(match[1]) * _BYTES[unit] if whole else round(float(match[1]) * _BYTES[unit])
+        integer = match[1].replace("_", "").isdigit()
+        size = int(match[1]) * _BYTES[unit] if integer else round(float(match[1]) * _BYTES[unit])
         if size >= _TOO_MANY_BYTES:
             raise ValueError
     except (ValueError, OverflowError):
@@ -52,12 +52,12 @@ def parse_seconds(text: str) -> float:
     """
     written = text.strip()
     parts = [(match[1], match[2].lower()) for match in _PARTS.finditer(written)]
-    whole = "".join(match[0] for match in _PARTS.finditer(written)) == written
+    complete = "".join(match[0] for match in _PARTS.finditer(written)) == written
     sizes = [1] if parts == [(written, "")] else [_SECONDS.get(unit, 0) for _, unit in parts]
     seconds = sum(float(number) * size for (number, _), size in zip(parts, sizes, strict=True))
     # Each unit is smaller than the one before: "2 min 1 h" is a slip.
     in_order = sizes == sorted(set(sizes), reverse=True)
-    if not parts or not whole or 0 in sizes or not in_order or not isfinite(seconds):
+    if not parts or not complete or 0 in sizes or not in_order or not isfinite(seconds):
         raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min" or "1 h 30 min"')
     return seconds
 
@@ -82,17 +82,13 @@ def format_seconds(seconds: float) -> str:
     if seconds < 1:
         number, name = _scaled(seconds * 1e6, 1000, ("us", "ms", "s"))
         return f"{number} {name}"
-    whole = round(seconds)
-    if whole < 60:
+    integer = round(seconds)
+    if integer < 60:
         return f"{_three_digits(seconds)} s"
     for large, small, large_name, small_name in ((60, 1, "min", "s"), (3600, 60, "h", "min")):
-        if whole < large * (60 if small == 1 else 24):
-            return f"{whole // large} {large_name} {whole % large // small:02d} {small_name}"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-
-
-def _fractional(number: str) -> bool:
-    return not number.replace("_", "").isdigit()
+        if integer < large * (60 if small == 1 else 24):
+            return f"{integer // large} {large_name} {integer % large // small:02d} {small_name}"
+    return f"{integer // 86400} d {integer % 86400 // 3600:02d} h"
 
 
 def _three_digits(number: float) -> str:

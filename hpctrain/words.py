@@ -45,8 +45,8 @@ def either(choices: Iterable[object]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`: a number and a noun that takes an s."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """`1 rank`, `2 batches`: a number and a noun that takes s or es."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun[-1] == 'h' else 's'}"
 
 
 def ranges(numbers: Iterable[int], separator: str) -> str:

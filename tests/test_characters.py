@@ -29,7 +29,7 @@ def test_they_are_told_by_their_numbers() -> None:
 
 def test_they_are_shown_as_escapes() -> None:
     assert escaped("a\tb\n\x1b[2J\u2028\U0001ffff") == r"a\tb\n\u001B[2J\u2028\U0001FFFF"
-    assert escaped("a\tb\n", keep="\n") == "a\\tb\n"
+    assert escaped("a\tb\n", allowed="\n") == "a\\tb\n"
     assert escaped(HARMLESS) == HARMLESS
     assert not control_problem(escaped(CONTROL))
     assert HpctrainError(["a\nb", "\x9b"]).problems == (r"a\nb", r"\u009B")

@@ -39,8 +39,8 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str) 
         raise UnitError(f"--max-shard-size: {error}") from None
 
     def work(world: World) -> None:
-        told = export_model(world, find_checkpoint(world, target), folder, dtype, most)
+        sentence = export_model(world, find_checkpoint(world, target), folder, dtype, most)
         if world.rank == 0:
-            click.echo(told)
+            click.echo(sentence)
 
     run_verb(work, device="cpu")

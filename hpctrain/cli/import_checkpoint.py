@@ -22,8 +22,8 @@ def command(folder: Path, out: Path, force: bool) -> None:
     from hpctrain.comm.world import World
 
     def work(world: World) -> None:
-        told = import_model(world, folder, out, force)
+        sentence = import_model(world, folder, out, force)
         if world.rank == 0:
-            click.echo(told)
+            click.echo(sentence)
 
     run_verb(work, device="cpu")

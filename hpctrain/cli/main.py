@@ -17,24 +17,24 @@ from hpctrain.comm.outcome import as_error, flush_output, print_problems
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
 from hpctrain.words import nearest
 
-# Verb: (where its click command is, one line of help). Loaded only when called or asked for help.
+# Verb: (the file of its click command, one line of help). Loaded only when called or asked for help.
 VERBS = {
-    "run": ("hpctrain.cli.run:command", "Train the model of a deck."),
-    "resume": ("hpctrain.cli.resume:command", "Go on from a checkpoint or a run folder."),
-    "deck": ("hpctrain.cli.deck:command", "Print a deck resolved, or the reference of all keys."),
-    "job": ("hpctrain.cli.job:command", "Write a batch script for a deck, or submit it."),
-    "plan": ("hpctrain.cli.plan:command", "Tell what every rank of a deck will hold in memory."),
-    "prepare": ("hpctrain.cli.prepare:command", "Make a token file of text files."),
-    "plot": ("hpctrain.cli.plot:plot", "Draw what runs measured."),
-    "status": ("hpctrain.cli.status:command", "Tell where runs stand."),
-    "inspect": ("hpctrain.cli.inspect:command", "Tell what a checkpoint holds, verify it, compare two."),
-    "replay": ("hpctrain.cli.replay:command", "Tell whether a run's losses come out again."),
-    "generate": ("hpctrain.cli.generate:command", "Sample text from a checkpoint."),
-    "export": ("hpctrain.cli.export:command", "Write a checkpoint's model for Hugging Face's transformers."),
-    "import": ("hpctrain.cli.import_checkpoint:command", "Make a checkpoint of such a model."),
-    "schedule": ("hpctrain.cli.schedule:command", "Draw, cost and check a pipeline schedule."),
-    "bench": ("hpctrain.cli.bench:command", "Measure collectives and training."),
-    "doctor": ("hpctrain.cli.doctor:command", "Tell whether a run could start here, and what is wrong."),
+    "run": ("run", "Train the model of a deck."),
+    "resume": ("resume", "Go on from a checkpoint or a run folder."),
+    "deck": ("deck", "Print a deck resolved, or the reference of all keys."),
+    "job": ("job", "Write a batch script for a deck, or submit it."),
+    "plan": ("plan", "Tell what every rank of a deck will hold in memory."),
+    "prepare": ("prepare", "Make a token file of text files."),
+    "plot": ("plot", "Draw what runs measured."),
+    "status": ("status", "Tell where runs stand."),
+    "inspect": ("inspect", "Tell what a checkpoint holds, verify it, compare two."),
+    "replay": ("replay", "Tell whether a run's losses come out again."),
+    "generate": ("generate", "Sample text from a checkpoint."),
+    "export": ("export", "Write a checkpoint's model for Hugging Face's transformers."),
+    "import": ("import_checkpoint", "Make a checkpoint of such a model."),
+    "schedule": ("schedule", "Draw, cost and check a pipeline schedule."),
+    "bench": ("bench", "Measure collectives and training."),
+    "doctor": ("doctor", "Tell whether a run could start here, and what is wrong."),
 }
 
 
@@ -49,8 +49,7 @@ class Verbs(click.Group):
         """The click command of a verb; None where there is no such verb."""
         if cmd_name not in VERBS:
             return None
-        module, _, name = VERBS[cmd_name][0].partition(":")
-        command = getattr(import_module(module), name)
+        command = import_module(f"hpctrain.cli.{VERBS[cmd_name][0]}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -103,7 +102,7 @@ def main() -> NoReturn:
             leave(HpctrainError(error.format_message()))
         text = io.StringIO()
         error.show(file=text)
-        click.echo(escaped(text.getvalue(), keep="\n\t"), nl=False, err=True)
+        click.echo(escaped(text.getvalue(), allowed="\n\t"), nl=False, err=True)
         sys.exit(error.exit_code)
     except HpctrainError as error:
         leave(error)

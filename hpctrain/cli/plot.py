@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(name="plot")
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the pictures.")
 @click.option("--log-loss", is_flag=True, help="Logarithmic scale for the loss.")
-def plot(run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool) -> None:
+def command(run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool) -> None:
     """Draw loss, learning rate, throughput and gradient norm of one or more runs.
 
     Writes PNG files to DIR (default: plots/ in the run directory, or in the current directory for several

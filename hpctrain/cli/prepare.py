@@ -69,7 +69,6 @@ class Display:
         self._said = time.monotonic()
 
     def __enter__(self) -> Display:
-        """Take the terminal."""
         from rich.progress import Progress
 
         from hpctrain.report.terminal import stderr_console
@@ -91,12 +90,12 @@ class Display:
         else:
             click.echo(line, err=True)
 
-    def report(self, stage: str, done: int, total: int) -> None:
+    def report(self, activity: str, done: int, total: int) -> None:
         """Show rank 0's share; the other ranks' shares are about as large."""
         if self._bar is not None:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._bar.add_task(stage, total=total)
-            self._bar.update(self._tasks[stage], completed=done)
+            if activity not in self._tasks:
+                self._tasks[activity] = self._bar.add_task(activity, total=total)
+            self._bar.update(self._tasks[activity], completed=done)
         elif self.visible and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
-            click.echo(f"{stage}: {100 * done / max(1, total):.0f}%", err=True)
+            click.echo(f"{activity}: {100 * done / max(1, total):.0f}%", err=True)

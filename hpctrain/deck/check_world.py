@@ -78,7 +78,6 @@ def batch_sizes(micro_size: int, data: int, sizes: dict[str, int]) -> Iterator[P
 
 
 def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
-    """A step of as many as a schedule can list."""
     batch, parts = deck.batch, deck.layout.pipeline * deck.layout.chunks
     unit, most = batch.micro_size * data, min(MOST_MICRO_BATCHES, MOST_PASSES // parts)
     if batch.global_size > most * unit:
@@ -91,7 +90,6 @@ def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
 
 
 def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
-    """ZeRO over so many data x context ranks."""
     layout = deck.layout
     among = f"{counted(ranks, 'data x context rank')}"
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
@@ -112,5 +110,4 @@ def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
 
 
 def _model_ranks(deck: Deck) -> int:
-    """Ranks that one copy of the model takes."""
     return deck.layout.pipeline * deck.layout.tensor * deck.layout.context

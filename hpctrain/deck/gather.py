@@ -169,7 +169,6 @@ class Written:
 
 
 def _is_one_of(path: Path, others: Sequence[Path]) -> bool:
-    """Whether a path means one of the other files."""
     try:
         return os.path.realpath(path) in map(os.path.realpath, others)
     except ValueError:  # no file can have such a name

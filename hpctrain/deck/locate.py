@@ -9,7 +9,9 @@ the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 
 Path = tuple[str, ...]
 
@@ -162,40 +164,29 @@ class _Scanner:
             case '"' | "'":
                 self._string()
             case "[":
-                self.at += 1
-                self._items(path)
+                for number in self._items("]"):
+                    self._value((*path, str(number)))
             case "{":
-                self.at += 1
-                self._inline_table(path)
+                for _ in self._items("}"):
+                    self._pair(path)
             case _:
                 first = self.at
                 self._skip(_SCALAR)
                 if not fits(self.text[first : self.at].strip()):
                     raise self._beyond("must be below 2^63, as every whole number")
 
-    def _items(self, path: Path) -> None:
-        number = 0
-        while self._inside("]"):
-            self._value((*path, str(number)))
-            number += 1
-            self._separator("]")
-
-    def _inline_table(self, path: Path) -> None:
-        while self._inside("}"):
-            self._pair(path)
-            self._separator("}")
-
-    def _inside(self, closing: str) -> bool:
-        self._skip(_BLANK)
-        if self.text.startswith(closing, self.at):
-            self.at += 1
-            return False
-        return True
-
-    def _separator(self, closing: str) -> None:
-        self._skip(_BLANK)
-        if not self.text.startswith(closing, self.at):
-            self._expect(",")
+    def _items(self, closing: str) -> Iterator[int]:
+        """Step over brackets and commas; between them the number of each item, which is to be read then."""
+        self.at += 1
+        for number in count():
+            self._skip(_BLANK)
+            if self.text.startswith(closing, self.at):
+                break
+            yield number
+            self._skip(_BLANK)
+            if not self.text.startswith(closing, self.at):
+                self._expect(",")
+        self.at += 1
 
     def _string(self) -> str:
         quote = next((quote for quote in _QUOTES if self.text.startswith(quote, self.at)), None)

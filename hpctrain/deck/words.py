@@ -84,7 +84,9 @@ def unknown_key(section: str, name: str) -> str:
     elif own:
         meant = [f"{section}.{own}"]
     else:
-        meant = _near_anywhere(name)
+        full = {f"{home}.{known}": known for home in sections() for known in fields(home)}
+        near = nearest(name, full.values())
+        meant = [path for path, known in full.items() if known == near]
     if meant:
         return f"unknown key (did you mean {either(meant)}?)"
     if section in sections():
@@ -101,12 +103,6 @@ def unknown_section(section: str, names: list[str]) -> str:
     if homes:
         return f"unknown section (did you mean {', '.join(homes)}?)"
     return f"unknown section; the sections are {', '.join(sections())}"
-
-
-def _near_anywhere(name: str) -> list[str]:
-    full = {f"{home}.{known}": known for home in sections() for known in fields(home)}
-    near = nearest(name, full.values())
-    return [path for path, own in full.items() if own == near]
 
 
 def _without_quotes(value: str) -> str:

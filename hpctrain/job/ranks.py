@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.deck.check_world import check_world, data_ranks, world_problems
+from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -23,7 +23,6 @@ from hpctrain.words import command
 Scheduler = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
 Launcher = Literal["srun", "mpirun"]
 
-SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "pbs", "lsf", "flux", "kubernetes")
 ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
 
 MEMORY_MARGIN = 1.25  # asked for, over what is predicted: the file cache of what ranks read counts as theirs
@@ -91,11 +90,6 @@ class Job:
         """Time of the job, an hour where none is given."""
         return self.wish.seconds or 3600
 
-    @property
-    def data(self) -> int:
-        """Data ranks on the most nodes."""
-        return data_ranks(self.deck, self.fitting[-1] * self.ranks_per_node)
-
 
 def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     """The job that a deck and a wish make; HpctrainError with all that does not fit."""
@@ -125,7 +119,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
         gpus_per_node=gpus,
         fitting=fitting,
         memory=memory,
-        warnings=(*_placement(deck, most, ranks, gpus), *warnings),
+        warnings=(*_slow_choices(deck, most, ranks, gpus), *warnings),
     )
 
 
@@ -190,8 +184,7 @@ def _check(wish: Wish, path: Path, overrides: Sequence[str]) -> None:
         raise HpctrainError(problems)
 
 
-def _placement(deck: Deck, nodes: int, ranks: int, gpus: int) -> list[str]:
-    """What is possible, but slow."""
+def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int) -> list[str]:
     warnings = []
     tensor = deck.layout.tensor
     if nodes > 1 and ranks % tensor:

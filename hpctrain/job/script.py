@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from importlib.resources import files
+from textwrap import indent
 
 from hpctrain.characters import control_problem
+from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.job.ranks import Job, Scheduler
 from hpctrain.words import counted
 
-TEMPLATES: dict[Scheduler, str] = {
-    "slurm": "slurm.sh",
-    "pbs": "pbs.sh",
-    "lsf": "lsf.sh",
-    "flux": "flux.sh",
-    "kubernetes": "kubernetes.yaml",
-}
 SUBMIT: dict[Scheduler, tuple[str, ...]] = {
     "slurm": ("sbatch",),
     "pbs": ("qsub",),
@@ -60,21 +56,20 @@ def script(job: Job, program: str, file: str, command: str, placeholders: bool =
     `command` is what wrote it. With `placeholders`, an account and a partition that are not given stand as
     words to be edited; else their lines are left out. HpctrainError where a text has control characters.
     """
-    for name, told in (("the script's path", file), ("the path of hpctrain", program), ("this", command)):
-        if problem := control_problem(told):
-            raise HpctrainError(f"{name}, {told}: {problem}")
+    for name, text in (("the script's path", file), ("the path of hpctrain", program), ("this", command)):
+        if problem := control_problem(text):
+            raise HpctrainError(f"{name}, {text}: {problem}")
     scheduler = job.wish.scheduler
     fields = _common(job, file, command, placeholders) | {"program": shlex.quote(program)}
     special = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux, "kubernetes": _kubernetes}
     fields |= special[scheduler](job, path_word(file))
-    kind = "kubernetes" if scheduler == "kubernetes" else job.launcher
-    if scheduler != "flux":
-        fields["launch"] = _render(f"launch-{kind}.sh", fields)
     if scheduler == "kubernetes":
-        fields["launch"] = "\n".join(" " * 18 + line for line in fields["launch"].split("\n"))
-    else:
-        fields["end"] = _render("end.sh", fields)
-    return _render(TEMPLATES[scheduler], fields) + "\n"
+        fields["launch"] = indent(_render("launch-kubernetes.sh", fields), " " * 18)
+        return _render("kubernetes.yaml", fields) + "\n"
+    if scheduler != "flux":
+        fields["launch"] = _render(f"launch-{job.launcher}.sh", fields)
+    fields |= {"head": _render("head.sh", fields), "end": _render("end.sh", fields)}
+    return _render(f"{scheduler}.sh", fields) + "\n"
 
 
 def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, str]:
@@ -83,7 +78,6 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
     least, most = wish.nodes
     edited = placeholders and (wish.account is None or wish.partition is None)
     edit = "Edit account and partition below, then submit it" if edited else "Submit it"
-    settings = [part for override in job.overrides for part in ("--set", override)]
     seconds = job.seconds
     modules = _render("modules.sh", {"modules": shlex.join(wish.modules)}) if wish.modules else NO_MODULES
     return {
@@ -107,7 +101,7 @@ def _common(job: Job, file: str, command: str, placeholders: bool) -> dict[str, 
         "deck": path_word(str(job.path)),
         "modules": modules,
         "directives": "\n".join(f"{DIRECTIVE.get(wish.scheduler)} {text}" for text in wish.directives),
-        "settings": shlex.join(settings),
+        "settings": _settings(job.overrides),
         "layout_note": _layout_note(job),
         "fitting": " ".join(map(str, job.fitting)),
         "environment": _read("environment-gpu.sh") if job.gpus_per_node else "",
@@ -184,9 +178,9 @@ def _flux(job: Job, file: str) -> dict[str, str]:
 
 
 def _kubernetes(job: Job, _file: str) -> dict[str, str]:
-    settings = [part for override in job.overrides for part in ("--set", override)]
+    settings = list(job.overrides)
     if job.wish.seconds is not None:
-        settings += ["--set", f"run.time_limit={max(job.seconds - START_SECONDS, job.seconds // 2)}"]
+        settings.append(f"run.time_limit={max(job.seconds - START_SECONDS, job.seconds // 2)}")
     wish = job.wish
     claim, mount = wish.volume or VOLUME
     named = {"account": wish.account, "partition": wish.partition}
@@ -203,7 +197,7 @@ def _kubernetes(job: Job, _file: str) -> dict[str, str]:
         "name": _yaml_text(re.sub(r"[_.]", "-", job.name.lower())[:_POD_NAME].strip("-") or "hpctrain"),
         "program": IN_CONTAINER,
         # Kubernetes itself replaces $(NAME) in arguments, and $$ by $.
-        "settings": shlex.join(settings).replace("$", "$$"),
+        "settings": _settings(settings).replace("$", "$$"),
         "exported": "".join(f" -x {name}={value}" for name, value in GPU_VARIABLES.items())
         if job.gpus_per_node
         else "",
@@ -240,6 +234,10 @@ def _resubmit(command: str, separator: str = "\n") -> str:
     return f'echo "exit code $code: submitted again"{separator}{command}'
 
 
+def _settings(changes: Sequence[str]) -> str:
+    return shlex.join(part for change in changes for part in ("--set", change))
+
+
 def _megabytes(job: Job) -> int:
     """Memory of a node in steps of 2^20, rounded up."""
     assert job.memory is not None
@@ -258,9 +256,10 @@ def _summary(job: Job) -> str:
 
 def _layout_note(job: Job) -> str:
     layout = job.deck.layout
+    data = data_ranks(job.deck, job.fitting[-1] * job.ranks_per_node)
     choice = job.wish.scheduler in {"slurm", "lsf"}
     return (
-        f"# On {counted(job.fitting[-1], 'node')}: pipeline {layout.pipeline} x data {job.data} x context "
+        f"# On {counted(job.fitting[-1], 'node')}: pipeline {layout.pipeline} x data {data} x context "
         f"{layout.context} x tensor {layout.tensor}."
         + (" Numbers of nodes that the deck's layout fits:" if choice else "")
     )
@@ -275,9 +274,8 @@ def _render(name: str, fields: dict[str, str]) -> str:
     lines = []
     for line in _read(name).split("\n"):
         used = _FIELD.findall(line)
-        whole = _FIELD.sub(lambda match: fields[match[1]], line)
+        filled = _FIELD.sub(lambda match: fields[match[1]], line)
         asking = _ASKING.match(line) and any(not fields[each] for each in used)
-        if used and (asking or whole.strip() in {"", "#"}):
-            continue
-        lines.append(whole)
+        if not used or not (asking or filled.strip() in {"", "#"}):
+            lines.append(filled)
     return "\n".join(lines)

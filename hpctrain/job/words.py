@@ -24,30 +24,24 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*")
 
 def word_problems(wish: Wish, path: Path, overrides: Sequence[str]) -> list[str]:
     """What in a wish, the deck's path and its `--set` arguments a script cannot carry, one sentence each."""
-    variants = [" ".join(variant) for variant in wish.variants]
-    given = [
-        ("the deck", str(path)),
-        *_all("--set", overrides),
-        *_all("--variant", variants),
-        *_options(wish),
-    ]
-    problems = [f"{name} {text}: {problem}" for name, text in given if (problem := control_problem(text))]
-    return problems or [*_directive_problems(wish), *_kubernetes_problems(wish)]
-
-
-def _all(name: str, texts: Iterable[str]) -> list[tuple[str, str]]:
-    return [(name, text) for text in texts]
-
-
-def _options(wish: Wish) -> list[tuple[str, str]]:
-    one = {
-        "--account": wish.account,
-        "--partition": wish.partition,
-        "--image": wish.image,
-        "--volume": None if wish.volume is None else ":".join(wish.volume),
+    given: dict[str, Iterable[str | None]] = {
+        "the deck": [str(path)],
+        "--set": overrides,
+        "--variant": map(" ".join, wish.variants),
+        "--account": [wish.account],
+        "--partition": [wish.partition],
+        "--image": [wish.image],
+        "--volume": map(":".join, [wish.volume] if wish.volume else []),
+        "--directive": wish.directives,
+        "--module": wish.modules,
     }
-    found = [(name, text) for name, text in one.items() if text is not None]
-    return [*found, *_all("--directive", wish.directives), *_all("--module", wish.modules)]
+    problems = [
+        f"{name} {text}: {problem}"
+        for name, texts in given.items()
+        for text in texts
+        if (problem := control_problem(text or ""))
+    ]
+    return problems or [*_directive_problems(wish), *_kubernetes_problems(wish)]
 
 
 def _directive_problems(wish: Wish) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, reached
+from hpctrain.words import counted
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -52,10 +53,7 @@ def title(schedule: Schedule) -> str:
     """`1f1b, 4 stages, 8 micro-batches`, and the chunks where there are several."""
     counts = [(schedule.stage_count, "stage"), (schedule.micro_batches, "micro-batch")]
     counts += [(schedule.chunks, "chunk")] if schedule.chunks > 1 else []
-    words = [
-        f"{count} {word}{'' if count == 1 else 'es' if word[-1] == 'h' else 's'}" for count, word in counts
-    ]
-    return ", ".join([schedule.name or "schedule", *words])
+    return ", ".join([schedule.name or "schedule", *(counted(*each) for each in counts)])
 
 
 def colour_of(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:

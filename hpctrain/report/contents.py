@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
@@ -29,12 +29,17 @@ Contents = dict[str, Any]
 def contents(structure: Structure, tensors: bool = False) -> Contents:
     """What a file holds; with `tensors`, every dataset too. What it does not tell is None or empty."""
     state, path = structure.state, structure.path
-    deck, problem = _deck(structure)
+    deck: Deck | None = None
+    problem = ""
+    try:
+        deck = stored_deck(state, path)
+    except HpctrainError as error:
+        problem = error.problems[0]
     chain = history(state)
     last = chain[-1] if chain else None
     with h5py.File(path, "r", locking=False) as file:
         version = int(file.attrs["version"])
-    found: Contents = {
+    facts: Contents = {
         "file": str(path),
         "bytes": path.stat().st_size,
         "format": version,
@@ -58,7 +63,7 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "losses": [asdict(loss) for loss in losses(state)],
     }
     if tensors:
-        found["tensors"] = [
+        facts["tensors"] = [
             {
                 "name": stored.dataset,
                 "shape": list(stored.shape),
@@ -67,28 +72,28 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
             }
             for stored in structure.datasets.values()
         ]
-    return found
+    return facts
 
 
-def contents_text(found: Contents) -> list[str]:
+def contents_text(facts: Contents) -> list[str]:
     """The same for people, in lines of at most about a hundred columns, or what the terminal has."""
     width = columns()
-    head = f"{found['file']}: checkpoint, format {found['format']}, {format_bytes(found['bytes'])}"
+    head = f"{facts['file']}: checkpoint, format {facts['format']}, {format_bytes(facts['bytes'])}"
     lines = [*fit(head, width), ""]
-    for name, text in _facts(found):
+    for name, text in _sentences(facts):
         lines += fit(f"{name:<11} {text}", width) if text else []
-    lines += ["", *_folder_table(found["folders"])]
-    chain = [segment for row in found["history"] if (segment := HistorySegment.of(row)) is not None]
+    lines += ["", *_folder_table(facts["folders"])]
+    chain = [segment for row in facts["history"] if (segment := HistorySegment.of(row)) is not None]
     if chain:
         lines += ["", *history_table(chain)]
-    recorded = [Loss(**row) for row in found["losses"]]
+    recorded = [Loss(**row) for row in facts["losses"]]
     if recorded:
         lines += ["", *_loss_table(recorded)]
-    if "tensors" in found:
+    if "tensors" in facts:
         rows = [("tensor", "shape", "type", "bytes")]
         rows += [
             (each["name"], shape_text(each["shape"]), each["type"], format_bytes(each["bytes"]))
-            for each in found["tensors"]
+            for each in facts["tensors"]
         ]
         lines += ["", *fitted(rows, (0, 2), width)]
     return lines
@@ -132,24 +137,16 @@ def history_table(chain: Sequence[HistorySegment]) -> list[str]:
     return fitted(rows, (0, 2, 3, 4, 5, 6), columns()) + note
 
 
-def _deck(structure: Structure) -> tuple[Deck | None, str]:
-    """The deck of a checkpoint, or why there is none."""
-    try:
-        return stored_deck(structure.state, structure.path), ""
-    except HpctrainError as error:
-        return None, error.problems[0]
-
-
-def _facts(found: Contents) -> Iterator[tuple[str, str]]:
+def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
     """Names and sentences of what the file tells of the run and its model."""
-    if found["step"] is not None:
-        of = f" of {found['steps']}" if found["steps"] else ""
-        skipped = f", {found['skipped']} of them skipped" if found["skipped"] else ""
-        taken = f", {format_count(found['tokens'])} tokens" if found["tokens"] is not None else ""
-        title = f"{shorten(found['title'], 40, placeholder='...')}, " if found["title"] else ""
-        yield "run", f"{title}step {found['step']}{of}{skipped}{taken}"
-    parameters = f"{format_count(found['parameters'])} parameters"
-    if (model := found["model"]) is not None:
+    if facts["step"] is not None:
+        of = f" of {facts['steps']}" if facts["steps"] else ""
+        skipped = f", {facts['skipped']} of them skipped" if facts["skipped"] else ""
+        taken = f", {format_count(facts['tokens'])} tokens" if facts["tokens"] is not None else ""
+        title = f"{shorten(facts['title'], 40, placeholder='...')}, " if facts["title"] else ""
+        yield "run", f"{title}step {facts['step']}{of}{skipped}{taken}"
+    parameters = f"{format_count(facts['parameters'])} parameters"
+    if (model := facts["model"]) is not None:
         shared = model["key_value_heads"] != model["heads"]
         yield (
             "model",
@@ -158,25 +155,25 @@ def _facts(found: Contents) -> Iterator[tuple[str, str]]:
         )
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
         tied = "tied" if model["tied"] else "untied"
-        yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {found['sequence']}, {tied} embeddings"
-        yield "precision", found["precision"]
+        yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {tied} embeddings"
+        yield "precision", facts["precision"]
     else:
         yield "model", parameters
-        yield "deck", found["deck_problem"]
-    if found["ranks"] is not None:
-        layout = layout_text(found["layout"]) if found["layout"] else ""
-        ranks = counted(found["ranks"], "rank")
+        yield "deck", facts["deck_problem"]
+    if facts["ranks"] is not None:
+        layout = layout_text(facts["layout"]) if facts["layout"] else ""
+        ranks = counted(facts["ranks"], "rank")
         yield "written by", ranks if layout in {"", "one rank"} else f"{ranks} ({layout})"
-    yield "versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    yield "commit", found["commit"] or ""
+    yield "versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    yield "commit", facts["commit"] or ""
 
 
-def _folders(datasets: Iterator[StoredTensor] | Any) -> list[dict[str, Any]]:
+def _folders(datasets: Iterable[StoredTensor]) -> list[dict[str, Any]]:
     """Tensors, types, elements and bytes of every folder of the file."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for stored in datasets:
         folder = stored.dataset.rpartition("/")[0] or "/"
-        row = found.setdefault(
+        row = rows.setdefault(
             folder, {"folder": folder, "tensors": 0, "types": [], "elements": 0, "bytes": 0}
         )
         row["tensors"] += 1
@@ -184,7 +181,7 @@ def _folders(datasets: Iterator[StoredTensor] | Any) -> list[dict[str, Any]]:
         row["bytes"] += stored.elements * stored.item_bytes
         if stored.kind not in row["types"]:
             row["types"].append(stored.kind)
-    return list(found.values())
+    return list(rows.values())
 
 
 def _folder_table(folders: Sequence[Mapping[str, Any]]) -> list[str]:

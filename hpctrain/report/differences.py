@@ -33,7 +33,7 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
     names = set(comparable(one, other))
     compared = compare(one, other, group)
     both = [name for name in one.datasets if name in other.datasets and name not in names]
-    found: Differences = {
+    facts: Differences = {
         "files": [str(one.path), str(other.path)],
         "only_in": [
             [name for name in here.datasets if name not in there.datasets]
@@ -60,25 +60,25 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
         "deck": _changes(*(_keys(each) for each in (one, other))),
         "state": _changes(*(_state(each.state) for each in (one, other))),
     }
-    found["equal"] = not (
-        any(found["only_in"]) or both or any(tensor["differing"] for tensor in found["tensors"])
+    facts["equal"] = not (
+        any(facts["only_in"]) or both or any(tensor["differing"] for tensor in facts["tensors"])
     )
-    return found
+    return facts
 
 
-def differences_text(found: Differences, everything: bool = False) -> list[str]:
+def differences_text(facts: Differences, everything: bool = False) -> list[str]:
     """The same for people; without `everything`, the tensors that differ most."""
-    first, second = found["files"]
-    differing = [tensor for tensor in found["tensors"] if tensor["differing"]]
+    first, second = facts["files"]
+    differing = [tensor for tensor in facts["tensors"] if tensor["differing"]]
     lines = [f"first   {first}", f"second  {second}", ""]
-    lines.append(_summary(found, len(differing)))
-    for name, only in zip(("first", "second"), found["only_in"], strict=True):
+    lines.append(_summary(facts, len(differing)))
+    for name, only in zip(("first", "second"), facts["only_in"], strict=True):
         shown = only if everything else only[:TENSORS_SHOWN]
         lines += [f"only in the {name}: {each}" for each in shown]
         lines += _more(len(only) - len(shown))
-    if found["reshaped"]:
+    if facts["reshaped"]:
         rows: list[tuple[str, ...]] = [("of another shape or type", "first", "second")]
-        for each in found["reshaped"]:
+        for each in facts["reshaped"]:
             cells = [
                 f"{kind} {shape_text(shape)}"
                 for kind, shape in zip(each["types"], each["shapes"], strict=True)
@@ -86,9 +86,9 @@ def differences_text(found: Differences, everything: bool = False) -> list[str]:
             rows.append((each["name"], *cells))
         shown_rows = rows if everything else rows[: 1 + TENSORS_SHOWN]
         lines += ["", *table(shown_rows, left=(0, 1, 2)), *_more(len(rows) - len(shown_rows))]
-    listed = found["tensors"] if everything else differing
+    listed = facts["tensors"] if everything else differing
     if differing and not everything:
-        lines += ["", *table(_folder_rows(found["tensors"]))]
+        lines += ["", *table(_folder_rows(facts["tensors"]))]
     if listed:
         ranked = sorted(listed, key=lambda tensor: -_size(tensor))
         shown = ranked if everything else ranked[:TENSORS_SHOWN]
@@ -105,23 +105,23 @@ def differences_text(found: Differences, everything: bool = False) -> list[str]:
         ]
         lines += ["", *table([heads, *rows]), *_more(len(ranked) - len(shown))]
     for section, title in (("deck", "deck key"), ("state", "state")):
-        if found[section]:
+        if facts[section]:
             rows = [(title, "first", "second")]
-            rows += [(key, *(_shown(value) for value in values)) for key, values in found[section].items()]
+            rows += [(key, *(_shown(value) for value in values)) for key, values in facts[section].items()]
             lines += ["", *table(rows, left=(0, 1, 2))]
     return lines
 
 
-def _summary(found: Differences, differing: int) -> str:
-    count = len(found["tensors"])
-    if found["equal"]:
+def _summary(facts: Differences, differing: int) -> str:
+    count = len(facts["tensors"])
+    if facts["equal"]:
         return f"All {count} tensors are equal, bit for bit."
     parts = [f"{differing} of the {count} tensors of one name, shape and type differ"]
-    lone = sum(map(len, found["only_in"]))
+    lone = sum(map(len, facts["only_in"]))
     if lone:
         parts.append(f"{lone} {'is' if lone == 1 else 'are'} in one file only")
-    if found["reshaped"]:
-        parts.append(f"{len(found['reshaped'])} of another shape or type")
+    if facts["reshaped"]:
+        parts.append(f"{len(facts['reshaped'])} of another shape or type")
     return "; ".join(parts) + "."
 
 
@@ -177,9 +177,9 @@ def _keys(structure: Structure) -> dict[str, object]:
 
 def _state(state: Mapping[str, Any]) -> dict[str, object]:
     """What the state tells besides the deck, the long texts and what differs in any two runs."""
-    found = {name: value for name, value in state.items() if name not in _APART}
-    found |= {f"versions.{name}": version for name, version in state.get("versions", {}).items()}
-    return found | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else found
+    facts = {name: value for name, value in state.items() if name not in _APART}
+    facts |= {f"versions.{name}": version for name, version in state.get("versions", {}).items()}
+    return facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts
 
 
 def _changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:

@@ -13,14 +13,8 @@ _MISSING = "\N{WHITE SQUARE}"
 _FIRST = "DejaVu Sans"  # comes with matplotlib
 _OTHERS = (
     *(f"Noto Sans CJK {region}" for region in ("JP", "SC", "TC", "KR")),
-    *(
-        "Noto Sans",
-        "Noto Sans JP",
-        "Noto Sans SC",
-        "Source Han Sans",
-        "WenQuanYi Zen Hei",
-        "WenQuanYi Micro Hei",
-    ),
+    *("Noto Sans", "Noto Sans JP", "Noto Sans SC", "Source Han Sans"),
+    *("WenQuanYi Zen Hei", "WenQuanYi Micro Hei"),
     *("Droid Sans Fallback", "IPAGothic", "TakaoGothic", "NanumGothic", "FreeSans", "FreeSerif", "Unifont"),
     *("Noto Emoji", "Symbola"),
 )

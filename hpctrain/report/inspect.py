@@ -56,14 +56,14 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
     with together(group):
         if group.rank == 0:
             if wish.deck:
-                _show_deck(structure, show)
+                show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
                 return EXIT_DONE
-            found = contents(structure, wish.tensors)
+            held = contents(structure, wish.tensors)
             verified = f"All {len(structure.datasets)} tensors equal their checksums."
             if wish.as_json:
-                show(_json(found | ({"verified": True} if wish.verify else {})))
+                show(_json(held | ({"verified": True} if wish.verify else {})))
             else:
-                show("\n".join([*contents_text(found), *(["", verified] if wish.verify else [])]))
+                show("\n".join([*contents_text(held), *(["", verified] if wish.verify else [])]))
     return EXIT_DONE
 
 
@@ -74,14 +74,10 @@ def _read(group: Group, path: Path, thorough: bool) -> Structure:
 def _inspect_two(
     group: Group, one: Structure, other: Structure, wish: InspectionWish, show: Callable[[str], None]
 ) -> int:
-    found = differences(one, other, group)
+    differing = differences(one, other, group)
     if group.rank == 0:
-        show(_json(found) if wish.as_json else "\n".join(differences_text(found, wish.tensors)))
-    return EXIT_DONE if found["equal"] else EXIT_DIFFERENT
-
-
-def _show_deck(structure: Structure, show: Callable[[str], None]) -> None:
-    show(stored_deck_text(structure.state, structure.path).removesuffix("\n"))
+        show(_json(differing) if wish.as_json else "\n".join(differences_text(differing, wish.tensors)))
+    return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
 
 
 def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
@@ -95,6 +91,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     if not paths:
         raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
     rows: list[dict[str, Any]] = []
+    by_file: dict[str, str] = {}
     for path in paths:
         row: dict[str, Any] = {"file": path.name, "step": checkpoint_step(path), "problems": []}
         try:
@@ -104,7 +101,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
         else:
             recorded = losses(structure.state)
             row["loss"] = recorded[-1].loss if recorded else None
-            row["recorded"] = bool(recorded)
+            by_file[path.name] = loss_text(row["loss"]) if recorded else ""
         with together(group):
             if group.rank == 0:
                 status = path.stat()
@@ -114,19 +111,16 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     newest = next((row for row in rows if not row["problems"]), None)
     damaged = [row for row in rows if row["problems"]]
     if group.rank == 0:
-        show(_json(_folder(folder, rows, newest)) if wish.as_json else _folder_text(folder, rows, newest))
+        name = newest["file"] if newest else None
+        held = {"folder": str(folder), "newest": name, "checkpoints": rows}
+        show(_json(held) if wish.as_json else _folder_text(folder, rows, name, by_file))
     return EXIT_INPUT_OUTPUT if wish.verify and damaged else EXIT_DONE
 
 
-def _folder(folder: Path, rows: list[dict[str, Any]], newest: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "folder": str(folder),
-        "newest": newest["file"] if newest else None,
-        "checkpoints": [{name: value for name, value in row.items() if name != "recorded"} for row in rows],
-    }
-
-
-def _folder_text(folder: Path, rows: list[dict[str, Any]], newest: dict[str, Any] | None) -> str:
+def _folder_text(
+    folder: Path, rows: list[dict[str, Any]], newest: str | None, by_file: dict[str, str]
+) -> str:
+    """The table; `by_file` are the losses by file, where they are recorded."""
     cells = [("file", "step", "size", "written (UTC)", "loss", "")]
     cells += [
         (
@@ -134,14 +128,15 @@ def _folder_text(folder: Path, rows: list[dict[str, Any]], newest: dict[str, Any
             str(row["step"]),
             format_bytes(row["bytes"]),
             row["written"].replace("T", " ").removesuffix("Z"),
-            loss_text(row["loss"]) if row.get("recorded") else "",
-            "damaged" if row["problems"] else "good, newest" if row is newest else "good",
+            by_file.get(row["file"], ""),
+            "damaged" if row["problems"] else "good, newest" if row["file"] == newest else "good",
         )
         for row in rows
     ]
-    told = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
-    return "\n".join([f"{folder}:", "", *table(cells, left=(0, 3, 5)), *([""] if told else []), *told])
+    problems = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
+    lines = [f"{folder}:", "", *table(cells, left=(0, 3, 5))]
+    return "\n".join([*lines, "", *problems] if problems else lines)
 
 
-def _json(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=1, allow_nan=False)
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=1, allow_nan=False)

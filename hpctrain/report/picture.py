@@ -142,8 +142,6 @@ def _write_numbers(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]
 
 
 def _stage_columns(axes: Axes, simulation: Simulation) -> None:
-    """Idle time and peak of activations, right of the rows."""
-
     def write(words: str, height: float, offset: int, *, of_axes: bool) -> None:
         axes.annotate(
             words,

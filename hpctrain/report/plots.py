@@ -56,11 +56,6 @@ class PlottedRun:
         return np.array([row["step"] for row in self.rows if row.get("skipped")], dtype=np.float64)
 
 
-def plot_run(run_dir: Path | str, out_dir: Path | str | None = None, *, log_loss: bool = False) -> list[Path]:
-    """Draw one run; the files written, by default in `plots/` of the run directory."""
-    return plot_runs([run_dir], out_dir, log_loss=log_loss)
-
-
 def plot_runs(
     run_dirs: Sequence[Path | str], out_dir: Path | str | None = None, *, log_loss: bool = False
 ) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.comm.timeline import SCHEDULE
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import parse_json, read_text
-from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, summarize
 
 TRACE_FILE = "trace.json"
@@ -57,7 +57,6 @@ class RecordedStep:
         )
 
     def _message_times(self) -> list[float]:
-        """Seconds of a message over each boundary between parts."""
         schedule = self.schedule
         ends = {
             (action.kind == "F", schedule.part(stage, action.chunk), action.micro_batch): end
@@ -95,9 +94,9 @@ def read_trace(path: Path) -> list[RecordedStep]:
     try:
         about = content["otherData"]
         pipeline = {
-            rank: place["pipeline"]
-            for rank, place in enumerate(about["ranks"])
-            if not any(value for axis, value in place.items() if axis != "pipeline")
+            rank: coordinates["pipeline"]
+            for rank, coordinates in enumerate(about["ranks"])
+            if not any(value for axis, value in coordinates.items() if axis != "pipeline")
         }
         steps: dict[int, dict[int, list[tuple[float, float, str]]]] = {}
         for event in content["traceEvents"]:
@@ -120,14 +119,10 @@ def _recorded(
     return RecordedStep(
         step,
         Schedule(
-            tuple(tuple(_action(name) for _, _, name in row) for row in rows),
+            tuple(tuple(Schedule.parse(name, "trace").stages[0][0] for _, _, name in row) for row in rows),
             about["schedule"],
             about["placement"],
         ),
         tuple(tuple(start - zero for start, _, _ in row) for row in rows),
         tuple(tuple(end - zero for _, end, _ in row) for row in rows),
     )
-
-
-def _action(text: str) -> Action:
-    return Schedule.parse(text, "trace").stages[0][0]

@@ -54,6 +54,4 @@ def _parse(line: bytes) -> Row | None:
         row = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return row
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -13,6 +13,8 @@ import re
 import stat
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -26,7 +28,7 @@ AGENTS = frozenset({"orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slu
 DEFAULT_COLUMNS = 80
 FILE_COLUMNS = 160
 # Stands for a blank where no line is broken; no text that is told holds it.
-_KEPT_BLANK = "\0"
+_JOINT = "\0"
 _BLIND = frozenset({"", "dumb", "unknown"})
 
 
@@ -43,16 +45,9 @@ class Terminal:
         """Its width now, in characters, unless COLUMNS says otherwise; 80 where it does not know."""
         if wish := _wished_columns():
             return wish
-        try:
-            descriptor = os.open(self.device, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-        except OSError:
-            return DEFAULT_COLUMNS
-        try:
+        with suppress(OSError), _opened(self.device) as descriptor:
             return os.get_terminal_size(descriptor).columns or DEFAULT_COLUMNS
-        except OSError:
-            return DEFAULT_COLUMNS
-        finally:
-            os.close(descriptor)
+        return DEFAULT_COLUMNS
 
 
 def columns() -> int | None:
@@ -122,11 +117,11 @@ def fit(line: str, width: int | None) -> list[str]:
     """
     if width is None or len(line) <= width:
         return [line]
-    whole = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", _KEPT_BLANK), line)
+    joined = re.sub(r"`[^`]*`", lambda command: command[0].replace(" ", _JOINT), line)
     broken = textwrap.wrap(
-        whole, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        joined, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return [each.replace(_KEPT_BLANK, " ") for each in broken]
+    return [each.replace(_JOINT, " ") for each in broken]
 
 
 def _colours_wanted() -> bool:
@@ -179,37 +174,38 @@ def _find_launcher(proc: Path, process: int) -> int | None:
 
 
 def _own_terminal() -> Terminal | None:
-    try:
+    with suppress(OSError, ValueError):  # not a terminal, no descriptor at all
         device = os.ttyname(sys.stdout.fileno())
         errors = sys.stderr.isatty() and os.ttyname(sys.stderr.fileno()) == device
         return Terminal(device, takes_errors=errors)
-    except (OSError, ValueError):  # not a terminal, no descriptor at all
-        return None
+    return None
 
 
 def _is_file(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def _is_terminal(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         # Opening a pipe here would make this process one of its readers.
-        if not stat.S_ISCHR(path.stat().st_mode):
-            return False
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return False
+        if stat.S_ISCHR(path.stat().st_mode):
+            with _opened(path) as descriptor:
+                return os.isatty(descriptor)
+    return False
+
+
+@contextmanager
+def _opened(path: Path | str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     try:
-        return os.isatty(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _same_device(one: Path, other: Path) -> bool:
-    try:
+    with suppress(OSError):
         return one.stat().st_rdev == other.stat().st_rdev != 0
-    except OSError:
-        return False
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
     text = ",\n".join(map(_dump, rank_events(timeline, mesh, zero))).encode()
     sizes = everyone.all_gather_object(len(text))
     dropped = sum(everyone.all_gather_object(timeline.dropped))
-    head = {
+    about = {
         "displayTimeUnit": "ms",
         "otherData": {
             "schedule": schedule.name,
@@ -47,13 +48,10 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
             "ranks": [mesh.coordinates(rank) for rank in range(world.size)],
         },
     }
-    error: OSError | None = None
     pieces = _pieces(everyone, text, sizes)
-    if world.rank == 0:
-        error = _write(path, _dump(head)[:-1] + ',"traceEvents":[\n', pieces, "\n]}\n")
-    else:
-        for _ in pieces:
-            pass
+    head = _dump(about)[:-1] + ',"traceEvents":[\n'
+    error = _write(path, head, pieces, "\n]}\n") if world.rank == 0 else None
+    deque(pieces, maxlen=0)  # all are taken in any case, as they are being sent
     with world.agreement():
         if error is not None:
             raise InputOutputError(f"{path}: the trace cannot be written: {error.strerror or error}")
@@ -71,14 +69,14 @@ def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[st
     for step, span in timeline.spans():
         rows.setdefault(span.row, []).append((step, span))
     thread = 0
-    for row, found in rows.items():
-        places = lanes([span for _, span in found])
-        for lane in range(max(places, default=-1) + 1):
+    for row, spans in rows.items():
+        taken = lanes([span for _, span in spans])
+        for lane in range(max(taken, default=-1) + 1):
             yield _label("thread_name", rank, thread + lane, name=row)
             yield _label("thread_sort_index", rank, thread + lane, sort_index=thread + lane)
-        for (step, span), lane in zip(found, places, strict=True):
+        for (step, span), lane in zip(spans, taken, strict=True):
             yield _event(rank, thread + lane, step, span, zero)
-        thread += max(places, default=-1) + 1
+        thread += max(taken, default=-1) + 1
 
 
 def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -> dict[str, Any]:
@@ -87,8 +85,8 @@ def _event(rank: int, thread: int, step: int, span: TimelineSpan, zero: float) -
     details: dict[str, Any] = {"step": step}
     if span.row not in _ROWS:
         details |= {"bytes": span.bytes, "inside_us": round(span.inside * 1e6, 3)}
-    place = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": thread}
-    return {"ph": "X", "name": span.name, "cat": span.row, **place, "args": details}
+    at = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": thread}
+    return {"ph": "X", "name": span.name, "cat": span.row, **at, "args": details}
 
 
 def _label(kind: str, rank: int, thread: int, **value: str | int) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def _pieces(everyone: Group, text: bytes, sizes: Sequence[int]) -> Iterator[byte
 
 
 def _write(path: Path, head: str, pieces: Iterator[bytes], tail: str) -> OSError | None:
-    """Write under a temporary name and rename; all pieces are taken in any case, as they are being sent."""
+    """Write under a temporary name and rename; the error where that fails."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with temporary.open("wb") as file:
@@ -127,7 +125,5 @@ def _write(path: Path, head: str, pieces: Iterator[bytes], tail: str) -> OSError
             file.write(tail.encode())
         temporary.replace(path)
     except OSError as error:
-        for _ in pieces:
-            pass
         return error
     return None

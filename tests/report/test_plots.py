@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli.plot import plot
+from hpctrain.cli.plot import command as plot
 from hpctrain.errors import InputOutputError
 from hpctrain.report.fonts import drawable
-from hpctrain.report.plots import PlottedRun, draw, load_runs, plot_run, plot_runs, smoothed
+from hpctrain.report.plots import PlottedRun, draw, load_runs, plot_runs, smoothed
 
 NAMES = ["loss.png", "learning_rate.png", "throughput.png", "grad_norm.png"]
 
@@ -37,7 +37,7 @@ def write_run(run_dir: Path, table: list[dict[str, object]]) -> Path:
 
 def test_pictures_of_one_run(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "small", rows(20))
-    written = plot_run(run_dir)
+    written = plot_runs([run_dir])
     assert written == [run_dir / "plots" / name for name in NAMES]
     for path in written:
         data = path.read_bytes()
@@ -49,7 +49,7 @@ def test_no_pyplot_state(tmp_path: Path) -> None:
     import matplotlib as mpl
 
     before = dict(mpl.rcParams)
-    plot_run(write_run(tmp_path / "small", rows(20)))
+    plot_runs([write_run(tmp_path / "small", rows(20))])
     import matplotlib.pyplot as plt
 
     assert plt.get_fignums() == []
@@ -117,7 +117,7 @@ def test_smoothing_keeps_straight_lines_at_the_start_and_ignores_spikes() -> Non
 
 def test_one_step_and_no_finite_value_can_be_drawn(tmp_path: Path) -> None:
     for name, table in (("one", rows(1)), ("none", [{"step": 1, "loss": None}]), ("zero", rows(3))):
-        assert len(plot_run(write_run(tmp_path / name, table), log_loss=True)) == 4
+        assert len(plot_runs([write_run(tmp_path / name, table)], log_loss=True)) == 4
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_place_where_nothing_can_be_written(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "small", rows(3))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputOutputError, match="pictures cannot be written"):
-        plot_run(run_dir, tmp_path / "file")
+        plot_runs([run_dir], tmp_path / "file")
 
 
 def test_verb_prints_the_paths(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_verb_prints_the_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["訓練 🚀", "a$b$c", "_hidden", "one\nline", "x\x1b[31m", "ꙮ𓀀", "é ü ∑"])
 def test_any_name_is_drawn_without_a_warning(name: str, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / each, rows(6)) for each in (name, "other")]
-    assert len(plot_run(runs[0], tmp_path / "one")) == 4
+    assert len(plot_runs(runs[:1], tmp_path / "one")) == 4
     assert len(plot_runs(runs, tmp_path / "both")) == 4
 
 

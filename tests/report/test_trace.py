@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli.plot import plot
+from hpctrain.cli.plot import command as plot
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.timeline import EVALUATION, SCHEDULE, Timeline
 from hpctrain.comm.world import World
@@ -21,7 +21,7 @@ from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.report import trace
 from hpctrain.report.comparison import draw_comparison
-from hpctrain.report.plots import plot_run, plot_runs
+from hpctrain.report.plots import plot_runs
 from hpctrain.report.recorded import RecordedStep, read_trace
 from hpctrain.report.trace import write_trace
 from hpctrain.train.run import run_deck
@@ -152,7 +152,7 @@ def test_boundaries_without_waiting_take_the_mean_of_the_others() -> None:
 def test_bad_traces_are_told_in_a_sentence(tmp_path: Path, content: str, said: str) -> None:
     run_dir = write_run(tmp_path / "run", content)
     with pytest.raises(InputOutputError, match=said) as caught:
-        plot_run(run_dir)
+        plot_runs([run_dir])
     assert str(run_dir / "trace.json") in str(caught.value)
 
 
@@ -282,7 +282,7 @@ def test_a_run_records_every_action_of_its_schedule(
     assert 0 <= measured.bubble_rate < 1
     assert simulate(step.schedule, step.times()).ideal <= measured.cost * 1.0001
     if world.rank == 0:
-        drawn = any(path.name == "schedule.png" for path in plot_run("runs/traced"))
+        drawn = any(path.name == "schedule.png" for path in plot_runs(["runs/traced"]))
         assert drawn == (stages > 1)
     world.everyone.barrier()
 

@@ -1,9 +1,4 @@
-#!/bin/bash
-# @{summary}
-# @{usage}
-#   @{submit}
-# @{not_run}
-# Written by: @{command}
+@{head}
 # flux: --bank=@{account}
 # flux: --queue=@{partition}
 # flux: --job-name=@{name}

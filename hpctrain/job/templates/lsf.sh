@@ -1,9 +1,4 @@
-#!/bin/bash
-# @{summary}
-# @{usage}
-#   @{submit}
-# @{not_run}
-# Written by: @{command}
+@{head}
 #BSUB -P @{account}
 #BSUB -q @{partition}
 #BSUB -J @{name}

@@ -1,9 +1,4 @@
-#!/bin/bash
-# @{summary}
-# @{usage}
-#   @{submit}
-# @{not_run}
-# Written by: @{command}
+@{head}
 #PBS -A @{account}
 #PBS -q @{partition}
 #PBS -N @{name}

@@ -1,9 +1,4 @@
-#!/bin/bash
-# @{summary}
-# @{usage}
-#   @{submit}
-# @{not_run}
-# Written by: @{command}
+@{head}
 #SBATCH --account=@{account}
 #SBATCH --partition=@{partition}
 #SBATCH --job-name=@{name}

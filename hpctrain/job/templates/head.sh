@@ -1,0 +1,6 @@
+#!/bin/bash
+# @{summary}
+# @{usage}
+#   @{submit}
+# @{not_run}
+# Written by: @{command}
