@@ -1,0 +1,146 @@
+"""Files, included files and `--set` arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.deck.read import parse_deck, read_deck
+from hpctrain.errors import HpctrainError, InputOutputError
+from tests.deck.small_text import SMALL, changed, problems
+
+
+def test_windows_text_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + SMALL.replace("steps = 20", "steps = 0").replace("\n", "\r\n").encode()
+    )
+    with pytest.raises(HpctrainError, match=r"deck\.toml:2: run\.steps = 0: must be"):
+        read_deck(path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "deck.toml"
+    path.write_bytes(b"[run]\n\xff\xfe")
+    with pytest.raises(HpctrainError) as caught:
+        read_deck(path)
+    assert caught.value.problems == (f"{path}: is not UTF-8 text (byte 6)",)
+
+
+def test_a_deck_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputOutputError) as caught:
+        read_deck(tmp_path / "none.toml")
+    assert caught.value.problems == (f"{tmp_path}/none.toml: cannot be read: no such file or directory",)
+    assert caught.value.exit_code == 3
+    with pytest.raises(InputOutputError, match=r"is a directory; .* `hpctrain resume .*` goes on with a run"):
+        read_deck(tmp_path)
+    (tmp_path / "step-00000002.h5").write_bytes(b"\x89HDF")
+    with pytest.raises(HpctrainError, match=r"`hpctrain resume .*step-00000002\.h5` goes on"):
+        read_deck(tmp_path / "step-00000002.h5")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the current one, with a base deck in another."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "base.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_own_keys_win_over_included_ones(folder: Path) -> None:
+    (folder / "deck.toml").write_text(
+        'include = "common/base.toml"\n[run]\nsteps = 30\n[batch]\nmicro_size = 2\n'
+    )
+    deck = read_deck("deck.toml")
+    assert (deck.run.steps, deck.batch.micro_size, deck.batch.global_size) == (30, 2, 8)
+    assert deck.run.title == "deck"
+
+
+def test_includes_are_relative_to_their_file_and_later_ones_win(folder: Path) -> None:
+    (folder / "common" / "long.toml").write_text('include = ["base.toml"]\n[run]\nsteps = 900\n')
+    (folder / "seed.toml").write_text("[run]\nseed = 5\nsteps = 901\n")
+    (folder / "deck.toml").write_text('include = ["common/long.toml", "seed.toml"]\n')
+    deck = read_deck(folder / "deck.toml")
+    assert (deck.run.steps, deck.run.seed) == (901, 5)
+
+
+def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
+    (folder / "common" / "base.toml").write_text(changed("tensor = 1", "tensor = 3"))
+    (folder / "deck.toml").write_text('include = "common/base.toml"\n[model]\nmlp = 9\ndepth = 2\n')
+    with pytest.raises(HpctrainError) as caught:
+        read_deck("deck.toml")
+    assert caught.value.problems == (
+        "deck.toml:4: model.depth = 2: unknown key; [model] has preset, from, family, layers, hidden, heads, "
+        "key_value_heads, mlp, vocabulary, tied, frozen, dropout, rope_base, norm_epsilon, initial_std",
+        "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (1 would, given model.mlp = 9)",
+    )
+
+
+def test_circles_and_missing_files_and_wrong_types(folder: Path) -> None:
+    (folder / "a.toml").write_text('include = ["b.toml", "c.toml"]\n[run]\nstep = 1\n')
+    (folder / "b.toml").write_text('\ninclude = "a.toml"\n')
+    with pytest.raises(HpctrainError) as caught:
+        read_deck("a.toml")
+    assert caught.value.problems == (
+        "a.toml:1: include: c.toml: cannot be read: no such file or directory",
+        "a.toml:3: run.step = 1: unknown key (did you mean run.steps?)",
+        'b.toml:2: include = "a.toml": goes round in a circle (a.toml -> b.toml -> a.toml)',
+    )
+    (folder / "a.toml").write_text("include = 3\n")
+    with pytest.raises(
+        HpctrainError, match=r"^a\.toml:1: include = 3: must be a file's name, or a list of names$"
+    ):
+        read_deck("a.toml")
+
+
+def test_only_a_missing_include_is_a_failure_of_input(folder: Path) -> None:
+    (folder / "a.toml").write_text('include = "c.toml"\n[run]\nsteps = 1\n')
+    with pytest.raises(InputOutputError) as caught:
+        read_deck("a.toml")
+    assert len(caught.value.problems) == 1
+
+
+def test_overrides_are_toml_or_bare_text() -> None:
+    deck = parse_deck(
+        SMALL,
+        [
+            "run.steps=30",
+            "run.title=2024-01-01",
+            "data.tokens=some where/x=1.h5",
+            'run.dir="quo ted"',
+            "model.tied=false",
+            "communication.bucket_bytes=2 kB",
+            " optimizer.clip = 2",
+        ],
+    )
+    assert (deck.run.steps, deck.run.title, deck.run.dir) == (30, "2024-01-01", "quo ted")
+    assert deck.data.tokens == "some where/x=1.h5"
+    assert (deck.model.tied, deck.communication.bucket_bytes, deck.optimizer.clip) == (False, 2000, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("layout.tensor=3", "--set layout.tensor=3: must divide model.heads = 8 (1, 2, 4 or 8 would)"),
+        ("layout.tensr=3", "--set layout.tensr=3: unknown key (did you mean layout.tensor?)"),
+        ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
+        ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),
+        ("include=x.toml", "--set include=x.toml: only a deck can include another, at its top"),
+        ("layout=2", "--set layout=2: must be written as layout.key=value"),
+        (
+            "layout.tensor",
+            "--set layout.tensor: must be written as section.key=value, such as batch.micro_size=4",
+        ),
+        ("layout.=2", "--set layout.=2: must be written as section.key=value, such as batch.micro_size=4"),
+        ("run.steps=a b", "--set run.steps=a b: must be a whole number of at least 1, not text"),
+        (
+            "layout.a.b=2",
+            "--set layout.a.b=2: unknown key; [layout] has data, tensor, context, "
+            "pipeline, schedule, chunks, split, zero, zero_group, sequence_parallel, context_form",
+        ),
+    ],
+)
+def test_wrong_overrides(override: str, told: str) -> None:
+    assert problems(SMALL, override)[0] == told
