@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import batch_sizes
-from hpctrain.deck.problem import Problem, divisors, must_divide, nearest
+from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either
@@ -87,12 +87,12 @@ def _model(deck: Deck) -> Iterator[Problem]:
     if model.hidden % model.heads:
         yield Problem(
             "model.heads",
-            must_divide("model.hidden", model.hidden, nearest(model.heads, divisors(model.hidden))),
+            must_divide("model.hidden", model.hidden, model.heads),
             ("model.hidden",),
         )
     elif model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
-        would = f" ({either(nearest(model.heads, even))} heads would)" if even else ""
+        would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
         yield Problem(
             "model.heads",
             f"must leave an even size of each head for rotary positions, but model.hidden / model.heads = "
@@ -102,7 +102,7 @@ def _model(deck: Deck) -> Iterator[Problem]:
     if model.heads % model.key_value_heads:
         yield Problem(
             "model.key_value_heads",
-            must_divide("model.heads", model.heads, nearest(model.key_value_heads, divisors(model.heads))),
+            must_divide("model.heads", model.heads, model.key_value_heads),
             ("model.heads",),
         )
     if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from hpctrain.deck.defaults import TWO_CHUNKS
-from hpctrain.deck.problem import Problem, divisors, multiples, nearest
+from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
@@ -31,11 +31,11 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
         "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
     }
     fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
-    would = nearest(tensor, fitting)
+    would = nearest_numbers(tensor, fitting)
 
     def problem(asked: str, key: str, candidates: Iterable[int]) -> Problem:
         """What layout.tensor must be, the sizes that would do, and which other keys leave so few of them."""
-        near = nearest(tensor, candidates)
+        near = nearest_numbers(tensor, candidates)
         limits = []
         for other, fits in demands.items():
             if other != key and near != would and not all(fits(ranks) for ranks in near):
@@ -77,7 +77,7 @@ def _context(deck: Deck) -> Iterator[Problem]:
     heads, shared = model.heads // tensor, max(1, model.key_value_heads // tensor)
     if not ring and model.heads % tensor == 0 and not _exchanges(heads, shared, context):
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
-        would = either(nearest(context, [ranks for ranks in fitting if sequence % ranks == 0]))
+        would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
         yield Problem(
             "layout.context",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.deck.problem import Problem, divisors, multiples, nearest
+from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted, either
@@ -96,7 +96,7 @@ def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
     if ranks % size:
         yield Problem(
             "layout.zero_group",
-            f"must divide the {among} ({either(nearest(size, divisors(ranks)))} would)",
+            f"must divide the {among} ({either(nearest_numbers(size, divisors(ranks)))} would)",
             ("layout.data", "layout.context"),
         )
     elif layout.zero == 3 and size == 1:

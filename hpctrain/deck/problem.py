@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.words import either
@@ -28,7 +28,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // ranks for ranks in small)})
 
 
-def nearest(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
+def nearest_numbers(number: int, candidates: Iterable[int], count: int = 4) -> list[int]:
     """The few candidates that are nearest to a number, smallest first."""
     return sorted(sorted(candidates, key=lambda candidate: (abs(candidate - number), candidate))[:count])
 
@@ -39,6 +39,6 @@ def multiples(number: int, unit: int) -> str:
     return either([size for size in (below, below + unit) if size])
 
 
-def must_divide(key: str, size: int, would: Sequence[int]) -> str:
-    """The sentence of a value that must divide that of `key`, and of those that would."""
-    return f"must divide {key} = {size} ({either(would)} would)"
+def must_divide(key: str, size: int, number: int) -> str:
+    """The sentence of a number that must divide the value of `key`, and those near it that would."""
+    return f"must divide {key} = {size} ({either(nearest_numbers(number, divisors(size)))} would)"

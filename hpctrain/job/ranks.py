@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import Literal
 
@@ -188,10 +188,9 @@ def _slow_choices(deck: Deck, nodes: int, ranks: int, gpus: int) -> list[str]:
     warnings = []
     tensor = deck.layout.tensor
     if nodes > 1 and ranks % tensor:
-        would = max(size for size in range(1, tensor + 1) if ranks % size == 0 and tensor % size == 0)
         warnings.append(
             f"layout.tensor = {tensor} does not divide the {ranks} ranks of a node, so that tensor ranks "
-            f"talk between nodes in every layer; layout.tensor = {would} or "
+            f"talk between nodes in every layer; layout.tensor = {gcd(ranks, tensor)} or "
             f"{-(-ranks // tensor) * tensor} ranks a node would keep them together"
         )
     if 0 < gpus < ranks:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from hpctrain.errors import HpctrainError
+from hpctrain.words import counted
 
 Kind = Literal["F", "B", "I", "W"]
 Placement = Literal["loop", "v"]
@@ -89,9 +90,9 @@ class Schedule:
     def __str__(self) -> str:
         header = ", ".join(
             [
-                _count(self.stage_count, "stage", "stages"),
-                _count(self.micro_batches, "micro-batch", "micro-batches"),
-                _count(self.chunks, "chunk", "chunks"),
+                counted(self.stage_count, "stage"),
+                counted(self.micro_batches, "micro-batch"),
+                counted(self.chunks, "chunk"),
                 self.placement,
             ]
         )
@@ -170,10 +171,6 @@ def _check_header(schedule: Schedule, match: re.Match[str], place: str) -> None:
     ]
     if problems:
         raise HpctrainError(problems)
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def accumulation(micro_batches: int) -> Schedule:

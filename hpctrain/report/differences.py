@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 from textwrap import shorten
 from typing import Any
 
@@ -14,6 +14,7 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.toml import TomlError, parse_toml
 from hpctrain.errors import HpctrainError
+from hpctrain.files import finite
 from hpctrain.report.contents import shape_text
 from hpctrain.table import table
 
@@ -52,8 +53,8 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
                 "name": each.dataset,
                 "elements": each.elements,
                 "differing": each.differing,
-                "absolute": each.absolute if isfinite(each.absolute) else None,
-                "relative": each.relative if isfinite(each.relative) else None,
+                "absolute": finite(each.absolute),
+                "relative": finite(each.relative),
             }
             for each in compared
         ],

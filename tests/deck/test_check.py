@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import check_world, data_ranks
-from hpctrain.deck.problem import divisors, nearest
+from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.errors import HpctrainError
 
@@ -324,8 +324,8 @@ def test_every_size_named_as_fitting_fits() -> None:
 def test_divisors_and_nearest() -> None:
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert divisors(1) == [1]
-    assert nearest(10, divisors(36)) == [4, 6, 9, 12]
-    assert nearest(5, [100], count=4) == [100]
+    assert nearest_numbers(10, divisors(36)) == [4, 6, 9, 12]
+    assert nearest_numbers(5, [100], count=4) == [100]
 
 
 @pytest.mark.parametrize(
