@@ -1,6 +1,7 @@
 """Errors that a user can mend, and the exit codes of every verb."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hpctrain.characters import escaped
 
@@ -33,3 +34,12 @@ class InputOutputError(HpctrainError):
     """A file that cannot be read, written or trusted."""
 
     exit_code = EXIT_INPUT_OUTPUT
+
+
+@contextmanager
+def failing_as(sentence: str) -> Iterator[None]:
+    """Raise an OSError inside as an InputOutputError: the sentence ("FILE: cannot be read"), and why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputOutputError(f"{sentence}: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 
 
 @click.command(name="job")
@@ -170,19 +170,16 @@ def written(path: Path, text: str, force: bool) -> Iterator[None]:
 
 def submitted(submitter: tuple[str, ...], path: Path) -> str:
     """Submit a script; what the scheduler answers, which has the job's number."""
-    try:
-        with path.open(encoding="utf-8") as stream:
-            done = subprocess.run(
-                submitter[:-1]
-                if submitter[-1] == "<"
-                else [*submitter, f"./{path}" if str(path)[0] == "-" else path],
-                stdin=stream if submitter[-1] == "<" else subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-    except OSError as error:
-        raise InputOutputError(f"{submitter[0]}: {error.strerror or error}") from error
+    with failing_as(submitter[0]), path.open(encoding="utf-8") as stream:
+        done = subprocess.run(
+            submitter[:-1]
+            if submitter[-1] == "<"
+            else [*submitter, f"./{path}" if str(path)[0] == "-" else path],
+            stdin=stream if submitter[-1] == "<" else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise HpctrainError(f"{submitter[0]} refused {path}: {said}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import read_text
 from hpctrain.words import nearest
 
@@ -156,9 +156,8 @@ def read_schedule(
     from hpctrain.report import picture
 
     try:
-        text = read_text(path, SCHEDULE_BYTES)
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with failing_as(f"{path}: cannot be read"):
+            text = read_text(path, SCHEDULE_BYTES)
     except UnicodeDecodeError as error:
         raise HpctrainError(f"{path}: is not text; write a schedule as --text prints it") from error
     schedule = Schedule.parse(text, str(path))

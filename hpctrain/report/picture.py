@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import failing_as
 from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.report.cells import KINDS, Cell, arrange, colour_of, is_light, kinds_of, number_text, rgb, title
 from hpctrain.report.fonts import drawable, drawing
@@ -36,11 +36,8 @@ def png(
 
     `simulation` may be None for a schedule that cannot run. Raises InputOutputError.
     """
-    try:
-        with drawing():
-            draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
-    except OSError as error:
-        raise InputOutputError(f"{path}: the picture cannot be written: {error.strerror or error}") from error
+    with failing_as(f"{path}: the picture cannot be written"), drawing():
+        draw(schedule, simulation, problems).savefig(path, format="png", dpi=_DOTS_PER_INCH)
 
 
 def draw(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.recorded import TRACE_FILE, read_trace
@@ -69,16 +69,13 @@ def plot_runs(
     folders = [Path(run_dir) for run_dir in run_dirs]
     runs = load_runs(folders)
     folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
-    try:
-        with drawing():
-            figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, folders)
-            folder.mkdir(parents=True, exist_ok=True)
-            written = []
-            for name, figure in figures.items():
-                written.append(folder / f"{name}.png")
-                figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
-    except OSError as error:
-        raise InputOutputError(f"{folder}: pictures cannot be written: {error.strerror or error}") from error
+    with failing_as(f"{folder}: pictures cannot be written"), drawing():
+        figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, folders)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, figure in figures.items():
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
     return written
 
 

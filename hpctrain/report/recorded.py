@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.timeline import SCHEDULE
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import parse_json, read_text
 from hpctrain.pipeline.action import Kind, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, summarize
@@ -86,9 +86,8 @@ def read_trace(path: Path) -> list[RecordedStep]:
     Raises InputOutputError for a file that cannot be read, or is no trace of a run.
     """
     try:
-        content = parse_json(read_text(path, TRACE_BYTES))
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with failing_as(f"{path}: cannot be read"):
+            content = parse_json(read_text(path, TRACE_BYTES))
     except ValueError as error:
         raise InputOutputError(f"{path}: not a whole JSON file; remove it, or run again") from error
     try:

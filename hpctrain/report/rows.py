@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.files import open_regular, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -38,12 +38,9 @@ def read_metrics(path: Path | str) -> list[Row]:
 
 def scan_metrics(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """Every line of a metrics file as (its bytes, its row), the row None where the line is not a row."""
-    try:
-        with open_regular(path) as lines:
-            while line := lines.readline(LINE_BYTES):
-                yield line, _parse(line)
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with failing_as(f"{path}: cannot be read"), open_regular(path) as lines:
+        while line := lines.readline(LINE_BYTES):
+            yield line, _parse(line)
 
 
 def _parse(line: bytes) -> Row | None:

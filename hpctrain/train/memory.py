@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.device import on_host, peak_bytes
 from hpctrain.engine.build import Engine
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import failing_as
 from hpctrain.memory.accounts import Account, storage_bytes
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.recompute import Recompute
@@ -100,7 +100,5 @@ class MemoryLedger(Hook):
         measured = {"measured": [account.row() for account in self.accounts]} if self.accounts else {}
         text = json.dumps({"predicted": self.predicted.row(), **measured}, indent=1)
         path = self.folder / PLAN_FILE
-        try:
+        with failing_as(f"{path}: cannot be written"):
             path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error

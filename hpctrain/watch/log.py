@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.errors import InputOutputError
+from hpctrain.errors import failing_as
 
 NAME = "hpctrain"
 
@@ -24,10 +24,8 @@ def open_log(run_dir: Path | str, rank: int) -> logging.Logger:
     logger = logging.getLogger(NAME)
     close_log(logger)
     path = Path(run_dir) / ("log.txt" if rank == 0 else f"log.{rank}.txt")
-    try:
+    with failing_as(f"{path}: cannot be opened"):
         file = _LogFile(path, encoding="utf-8", delay=rank != 0)
-    except OSError as error:
-        raise InputOutputError(f"{path}: cannot be opened: {error.strerror or error}") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     level = logging.INFO if rank == 0 else logging.WARNING
     logger.setLevel(level)

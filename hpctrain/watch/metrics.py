@@ -7,12 +7,12 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import HpctrainError, failing_as
 from hpctrain.files import finite
 from hpctrain.report.rows import Row, read_metrics, scan_metrics
 
@@ -62,7 +62,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path | str, resume_step: int | None = None) -> None:
         self.path = Path(path)
-        with self._refusals("opened"):
+        with failing_as(f"{self.path}: cannot be opened"):
             if resume_step is None:
                 _demand_new(self.path)
             elif self.path.exists():
@@ -80,7 +80,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file, once its rows have reached the disk; a second call does nothing."""
         if not self._file.closed:
-            with self._refusals("written"), self._file:
+            with failing_as(f"{self.path}: cannot be written"), self._file:
                 os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsWriter:
@@ -95,7 +95,7 @@ class MetricsWriter:
         strict = {name: finite(value) for name, value in row.items()}
         line = json.dumps(strict, allow_nan=False).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
-        with self._refusals("written"):
+        with failing_as(f"{self.path}: cannot be written"):
             written: int | None = None
             try:
                 written = self._file.write(line)
@@ -106,13 +106,6 @@ class MetricsWriter:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file.fileno(), before)
                 raise
-
-    @contextlib.contextmanager
-    def _refusals(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputOutputError(f"{self.path}: cannot be {verb}: {error.strerror or error}") from error
 
 
 def _demand_new(path: Path) -> None:
