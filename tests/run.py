@@ -71,9 +71,26 @@ class Part:
             return [*pytest, *MANY, "-m", "not mpi", *arguments]
         color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         which = "mpi and eight" if self.ranks >= 8 else "mpi"
+        files = with_eight() if self.ranks >= 8 and not any(map(is_path, arguments)) else ()
         start = launcher(self.ranks) if self.ranks > 1 else []
         many = MANY if self.ranks == 1 else ()
-        return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments]
+        return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments, *files]
+
+
+def is_path(argument: str) -> bool:
+    """Whether an argument of pytest says where tests are."""
+    return (ROOT / argument.partition("::")[0]).exists()
+
+
+def with_eight() -> list[str]:
+    """The files with tests for eight ranks, each of which would take seconds to look at all the others."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return sorted(str(path) for path in files if "pytest.mark.eight" in path.read_text(encoding="utf-8"))
+
+
+def environment() -> dict[str, str]:
+    """That of the tests: modules that were compiled once are not compiled anew by every rank."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,7 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
         tally = Path(folder) / "tally"
         try:
             code = subprocess.run(
-                part.command(arguments), cwd=ROOT, env=os.environ | {VARIABLE: str(tally)}, check=False
+                part.command(arguments), cwd=ROOT, env=environment() | {VARIABLE: str(tally)}, check=False
             ).returncode
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part.title}: {error}", file=sys.stderr)

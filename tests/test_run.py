@@ -112,3 +112,12 @@ def test_nothing_to_run_is_a_failure_unless_others_had_something() -> None:
     assert verdict([outcome(0), outcome(NO_TESTS)], chosen=True) == 0
     assert verdict([outcome(NO_TESTS), outcome(NO_TESTS)], chosen=True) == NO_TESTS
     assert verdict([outcome(0), outcome(1), outcome(70), outcome(0)], chosen=False) == 1
+
+
+def test_eight_ranks_look_at_no_more_files_than_they_need() -> None:
+    files = Part(8).command([])[-3:]
+    assert all(
+        Path(path).name.startswith("test_") and "mark.eight" in Path(path).read_text() for path in files
+    )
+    assert Part(8).command(["tests/comm"])[-1] == "tests/comm"
+    assert Part(8).command(["-k", "zero"])[-3:] == files

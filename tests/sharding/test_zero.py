@@ -39,6 +39,8 @@ def run(world: World, deck: Deck) -> tuple[Trainer, list[float]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_all_stages_give_the_same_bits(world: World, model: str, compute: str) -> None:
+    if world.size > 2 and (model, compute) not in {("gpt2", "bf16"), ("llama", "fp32")}:
+        pytest.skip("proven on two ranks; on more, each model and each format with every layout")
     for layout in layouts(world.size):
         deck = (*MODELS[model], *layout, f"precision.compute={compute}", "optimizer.clip=0.5")
         plain, losses = run(world, small_deck(*deck))
