@@ -19,6 +19,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_ALLOW_RUN_AS_ROOT := 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# What every process would compile anew, its own modules and tests, is kept beside them (make clean removes it).
+unexport PYTHONDONTWRITEBYTECODE
 
 # Before `$$launch N program`: the launcher of this environment's MPI, with the flags of its kind.
 define LAUNCHER

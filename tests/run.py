@@ -88,11 +88,6 @@ def with_eight() -> list[str]:
     return sorted(str(path) for path in files if "pytest.mark.eight" in path.read_text(encoding="utf-8"))
 
 
-def environment() -> dict[str, str]:
-    """That of the tests: modules that were compiled once are not compiled anew by every rank."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Exit code of one part, how many of its tests ended how, and how long it took."""
@@ -120,7 +115,7 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
         tally = Path(folder) / "tally"
         try:
             code = subprocess.run(
-                part.command(arguments), cwd=ROOT, env=environment() | {VARIABLE: str(tally)}, check=False
+                part.command(arguments), cwd=ROOT, env=os.environ | {VARIABLE: str(tally)}, check=False
             ).returncode
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part.title}: {error}", file=sys.stderr)
