@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
 from time import perf_counter
 from typing import Literal
 
@@ -17,14 +18,13 @@ from torch import Tensor
 
 Operation = Literal["sum", "max", "min"]
 
-RECENT = 32
-"""Calls that are remembered."""
-
+RECENT = 32  # calls that are remembered
 
 PAYLOAD = {"all_reduce": 2, "recv": 0}
 """How often the closed forms count a tensor, where not once: a message is counted where it is sent."""
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """What a rank does in one operation of a group, named like the Group's methods.
 
@@ -40,62 +40,37 @@ class Call:
     or the messages to or from one peer.
     """
 
-    __slots__ = (
-        "began",
-        "blocking",
-        "bytes",
-        "counts",
-        "dtype",
-        "group",
-        "number",
-        "on_host",
-        "operation",
-        "output",
-        "payload",
-        "peer",
-        "received",
-        "reduced",
-        "root",
-        "tag",
-        "tensor",
-    )
-    group: GroupCalls
-    number: int
+    operation: str
+    tensor: Tensor | None = None
+    output: Tensor | None = None
+    blocking: bool = True
+    reduced: Operation | None = None
+    _: KW_ONLY
+    began: float = field(default_factory=perf_counter)
+    bytes: int = -1
+    root: int = -1
+    peer: int = -1
+    tag: int = 0
+    counts: Sequence[int] | None = None
+    received: Sequence[int] | None = None
+    dtype: torch.dtype | None = field(init=False)
+    payload: int = field(init=False)
+    on_host: bool = field(init=False)
+    group: GroupCalls = field(init=False)
+    number: int = field(init=False)
 
-    def __init__(
-        self,
-        operation: str,
-        tensor: Tensor | None = None,
-        output: Tensor | None = None,
-        blocking: bool = True,
-        reduced: Operation | None = None,
-        *,
-        began: float | None = None,
-        bytes: int | None = None,  # noqa: A002
-        root: int = -1,
-        peer: int = -1,
-        tag: int = 0,
-        counts: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-    ) -> None:
-        self.operation = operation
-        self.tensor = tensor
-        self.output = output
-        self.blocking = blocking
-        self.began = perf_counter() if began is None else began
-        memory = output if tensor is None else tensor
-        self.dtype: torch.dtype | None = None if memory is None else memory.dtype
-        if bytes is None:
-            bytes = 0 if memory is None else memory.nbytes  # noqa: A001
-        self.bytes = bytes
-        self.payload = PAYLOAD.get(operation, 1) * bytes
+    def __post_init__(self) -> None:
+        memory = self.memory
+        self.dtype = None if memory is None else memory.dtype
+        if self.bytes < 0:
+            self.bytes = 0 if memory is None else memory.nbytes
+        self.payload = PAYLOAD.get(self.operation, 1) * self.bytes
         self.on_host = memory is None or memory.is_cpu
-        self.reduced = reduced
-        self.root = root
-        self.peer = peer
-        self.tag = tag
-        self.counts = counts
-        self.received = received
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What this rank gives, or, where it only receives, where it does."""
+        return self.output if self.tensor is None else self.tensor
 
     def over(self, tensor: Tensor | None, output: Tensor | None) -> Call:
         """The same operation on other memory."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.library import MPI, communicator_of
+from hpctrain.comm.mpi import Requests
 from hpctrain.comm.outcome import name_ranks
-from hpctrain.comm.transport import Pending, Transport
+from hpctrain.comm.transport import Chain, Pending, Steps, Transport, drive
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 WIDTH = 256  # bytes of one rank's words about its call
@@ -44,115 +45,56 @@ class MpiComparer:
 
     def __init__(self, communicator: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
         self.communicator, self.ranks = communicator, ranks
-        self._told: list[tuple[MPI.Request, bytearray]] = []
+        self._announced: list[tuple[MPI.Request, bytearray]] = []
 
     def run(self, call: Call, transport: Transport) -> Pending | None:
         """Run the call once the ranks agree in it; one that is started is compared on its way."""
         if call.operation == "send":
-            self._tell(call)
+            self._announce(call)
             return transport.run(call)
-        comparison = (
-            Announcement(self, call) if call.operation == "recv" else Comparison(self, _words_of(call))
+        comparison = drive(
+            self._hear(call) if call.operation == "recv" else self._compare(call), call.blocking
         )
-        if call.blocking:
-            comparison.wait()
         pending = transport.run(call)
-        return None if pending is None else Checked(comparison, pending)
+        return None if pending is None else Chain(iter((comparison, pending)))
 
     def agree(self, call: Call) -> None:
         """Return when the ranks agree in a call that no transport runs."""
-        Comparison(self, _words_of(call)).wait()
+        drive(self._compare(call), True)
 
-    def _tell(self, call: Call) -> None:
-        """Tell the receiver of what is sent to it."""
-        self._told = [(request, held) for request, held in self._told if not request.Test()]
+    def _announce(self, call: Call) -> None:
+        """Say to the receiver what is sent to it."""
+        self._announced = [each for each in self._announced if not each[0].Test()]
         mine = _padded(_payload(call))
-        self._told.append((self.communicator.Isend([mine, MPI.BYTE], call.peer, call.tag), mine))
+        self._announced.append((self.communicator.Isend([mine, MPI.BYTE], call.peer, call.tag), mine))
 
-
-class Comparison:
-    """A comparison of a collective call under way."""
-
-    def __init__(self, comparer: MpiComparer, words: str) -> None:
-        self._ranks = comparer.ranks
-        self._mine = _padded(words)
-        self._all = bytearray(WIDTH * len(comparer.ranks))
-        self._request = comparer.communicator.Iallgather([self._mine, MPI.BYTE], [self._all, WIDTH, MPI.BYTE])
-        self._done = False
-
-    def wait(self) -> None:
-        """Return when all ranks have told the same; MismatchError where they have not."""
-        if not self._done:
-            self._request.Wait()
-            self._compare()
-
-    def test(self) -> bool:
-        """Whether all have told."""
-        if not self._done and self._request.Test():
-            self._compare()
-        return self._done
-
-    def _compare(self) -> None:
-        self._done = True
-        if self._all == self._mine * len(self._ranks):
-            return
-        told: dict[str, list[int]] = {}
-        for place, rank in enumerate(self._ranks):
-            told.setdefault(_words(self._all[WIDTH * place : WIDTH * (place + 1)]), []).append(rank)
-        calls = [
-            f"{name_ranks(ranks)} call{'s' if len(ranks) == 1 else ''} {words}"
-            for words, ranks in told.items()
-        ]
-        raise MismatchError(f"the ranks disagree in what they call: {'; '.join(calls)}")
-
-
-class Announcement:
-    """What the sender of a message tells of it, on its way to the receiver."""
-
-    def __init__(self, comparer: MpiComparer, call: Call) -> None:
-        self._call, self._sender = call, comparer.ranks[call.peer]
-        self._receiver = comparer.ranks[comparer.communicator.rank]
-        self._theirs = bytearray(WIDTH)
-        self._request = comparer.communicator.Irecv([self._theirs, MPI.BYTE], call.peer, call.tag)
-        self._done = False
-
-    def wait(self) -> None:
-        """Return when the sender has told; MismatchError where it sends something else."""
-        if not self._done:
-            self._request.Wait()
-            self._compare()
-
-    def test(self) -> bool:
-        """Whether the sender has told."""
-        if not self._done and self._request.Test():
-            self._compare()
-        return self._done
-
-    def _compare(self) -> None:
-        self._done = True
-        call, sent = self._call, _words(self._theirs)
+    def _hear(self, call: Call) -> Steps:
+        """What the sender announces; MismatchError where that is something else than is received."""
+        theirs = bytearray(WIDTH)
+        yield Requests([self.communicator.Irecv([theirs, MPI.BYTE], call.peer, call.tag)])
+        sent = _words(theirs)
         if sent != _payload(call):
             raise MismatchError(
-                f"the ranks disagree in what they send: rank {self._sender} sends {sent}, but rank "
-                f"{self._receiver} receives {_payload(call)} (receive {call.number} from it in "
-                f"{call.group.name})"
+                f"the ranks disagree in what they send: rank {self.ranks[call.peer]} sends {sent}, but rank "
+                f"{self.ranks[self.communicator.rank]} receives {_payload(call)} (receive {call.number} from "
+                f"it in {call.group.name})"
             )
 
-
-class Checked:
-    """An operation under way that is compared first."""
-
-    def __init__(self, comparison: Comparison | Announcement, pending: Pending) -> None:
-        self._comparison, self._pending = comparison, pending
-
-    def wait(self) -> None:
-        """Return when the operation is complete."""
-        self._comparison.wait()
-        self._pending.wait()
-
-    def test(self) -> bool:
-        """Whether the operation is complete."""
-        return self._comparison.test() and self._pending.test()
+    def _compare(self, call: Call) -> Steps:
+        """What all ranks say of a collective call; MismatchError where they do not say the same."""
+        mine = _padded(_words_of(call))
+        everyone = bytearray(WIDTH * len(self.ranks))
+        yield Requests([self.communicator.Iallgather([mine, MPI.BYTE], [everyone, WIDTH, MPI.BYTE])])
+        if everyone == mine * len(self.ranks):
+            return
+        callers: dict[str, list[int]] = {}
+        for index, rank in enumerate(self.ranks):
+            callers.setdefault(_words(everyone[WIDTH * index : WIDTH * (index + 1)]), []).append(rank)
+        calls = [
+            f"{name_ranks(ranks)} call{'s' if len(ranks) == 1 else ''} {words}"
+            for words, ranks in callers.items()
+        ]
+        raise MismatchError(f"the ranks disagree in what they call: {'; '.join(calls)}")
 
 
 def _words_of(call: Call) -> str:

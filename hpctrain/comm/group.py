@@ -5,104 +5,42 @@ where not given), the same list on all ranks of the group. A tensor that is chan
 `output`, must be contiguous; other inputs are copied if they are not. A group of one rank does nothing:
 what it returns without an `output` is its input itself.
 
-All ranks call a group's operations in the same order. Started ones go on while this rank tests or waits
-for any of them, in whatever order, but not while it computes or sits in a blocking call: what one rank
-waits for before a blocking call, the others must wait for before it too. What starts an operation completes
-it before it returns where `blocking` is set.
+All ranks call a group's operations in the same order. `start_x` starts the operation x, whose result is that
+of the Work; `x` completes it before it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import on_host
-from hpctrain.comm.ledger import Ledger, LedgerEntry
-from hpctrain.comm.timeline import TimelineSpan
+from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.transport import Pending, Transport
+from hpctrain.comm.work import Result, StartedWork, Work
 
-Result = TypeVar("Result", bound="Tensor | None")
+Arguments = ParamSpec("Arguments")
+Sizes = Sequence[int] | None
 
 
-class Work(Generic[Result]):
-    """An operation under way (or done), which keeps its tensors alive until it is waited for."""
+def completed(
+    start: Callable[Concatenate[Group, Arguments], Work[Result]],
+) -> Callable[Concatenate[Group, Arguments], Result]:
+    """The method that does at once what another one starts."""
 
-    __slots__ = ("_call", "_entry", "_held", "_pending", "_result", "_span")
+    @wraps(start)
+    def run(group: Group, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        work: Work[Result] = getattr(group, start.__name__)(*arguments, blocking=True, **options)
+        return work.wait()
 
-    def __init__(
-        self,
-        result: Result,
-        pending: Pending | None = None,
-        entry: LedgerEntry | None = None,
-        held: set[Work[Any]] | None = None,
-        span: TimelineSpan | None = None,
-        call: Call | None = None,
-    ) -> None:
-        self._result = result
-        self._call = call
-        self._pending = pending
-        self._entry = entry
-        self._span = span
-        self._held = held
-        if pending is not None and held is not None:
-            held.add(self)
-
-    def wait(self) -> Result:
-        """Complete the operation; its result, what the blocking call returns."""
-        if self._pending is not None:
-            began = perf_counter()
-            if self._call is not None:
-                calls = self._call.group.calls
-                calls.waits, calls.current = began, self._call
-            if self._held is None or len(self._held) == 1:
-                self._pending.wait()
-                self._done()
-            else:  # others may wait for what this rank does next in its other operations
-                while not self._go_on():
-                    for work in list(self._held):
-                        work._go_on()
-            if self._call is not None:
-                self._call.group.leave()
-            self._count(began)
-        return self._result
-
-    def test(self) -> bool:
-        """Let the operation make progress, without blocking; whether it is complete."""
-        if self._pending is None:
-            return True
-        began = perf_counter()
-        complete = self._go_on()
-        self._count(began)
-        return complete
-
-    def _go_on(self) -> bool:
-        if self._pending is not None and self._pending.test():
-            self._done()
-        return self._pending is None
-
-    def _done(self) -> None:
-        self._pending = None
-        if self._call is not None:
-            self._call.release()
-        if self._held is not None:
-            self._held.discard(self)
-        if self._span is not None:
-            self._span.end = perf_counter()
-
-    def _count(self, began: float) -> None:
-        now = perf_counter()
-        if self._entry is not None:
-            self._entry.seconds += now - began
-        if self._span is not None:
-            self._span.inside += now - began
-            if self._pending is None:
-                self._span.end = now
+    return run
 
 
 class Objects(Protocol):
@@ -138,7 +76,7 @@ class Group:
 
     `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
     travel over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where
-    `empty` makes tensors. `held` are the operations of all groups that are under way on this rank. A
+    `empty` makes tensors. `under_way` are the operations that this rank has started in all groups. A
     `comparer`, where there is one, compares what the ranks call.
     """
 
@@ -151,7 +89,7 @@ class Group:
         accelerator: Transport,
         device: torch.device,
         ledger: Ledger,
-        held: set[Work[Any]],
+        under_way: set[StartedWork[Any]],
     ) -> None:
         self.axes = axes
         self.name = " x ".join(axes)
@@ -165,7 +103,7 @@ class Group:
         self.ledger = ledger
         self.calls = ledger.calls.group(self.name, ranks)
         self.comparer: Comparer | None = None
-        self._held = held
+        self._under_way = under_way
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of {self.size})"
@@ -177,63 +115,37 @@ class Group:
 
     # Reductions
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        """Reduce over the ranks, in place on all of them; `tensor` itself."""
-        return self.start_all_reduce(tensor, operation, True).wait()
-
     def start_all_reduce(
         self, tensor: Tensor, operation: Operation = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Start `all_reduce`."""
+        """Reduce over the ranks, in place on all of them; `tensor` itself."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        call = Call("all_reduce", tensor, tensor, blocking, operation)
-        return self._run(call, tensor)
-
-    def reduce(self, tensor: Tensor, root: int = 0, operation: Operation = "sum") -> Tensor:
-        """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
-        return self.start_reduce(tensor, root, operation, True).wait()
+        return self._run(Call("all_reduce", tensor, tensor, blocking, operation), tensor)
 
     def start_reduce(
         self, tensor: Tensor, root: int = 0, operation: Operation = "sum", blocking: bool = False
     ) -> Work[Tensor]:
-        """Start `reduce`."""
+        """Reduce over the ranks, in place at `root`; the others' tensors stay as they are."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
-        call = Call(
-            "reduce",
-            tensor,
-            tensor if self.rank == root else None,
-            blocking,
-            operation,
-            root=root,
-        )
-        return self._run(call, tensor)
-
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        output: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
-        operation: Operation = "sum",
-    ) -> Tensor:
-        """Reduce over the ranks; this rank's rows of the result, in `output`.
-
-        `output` may be this rank's own rows of `tensor`. The other rows of `tensor` stay as they are.
-        """
-        return self.start_reduce_scatter(tensor, output, sizes, operation, True).wait()
+        output = tensor if self.rank == root else None
+        return self._run(Call("reduce", tensor, output, blocking, operation, root=root), tensor)
 
     def start_reduce_scatter(
         self,
         tensor: Tensor,
         output: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
+        sizes: Sizes = None,
         operation: Operation = "sum",
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Start `reduce_scatter`."""
+        """Reduce over the ranks; this rank's rows of the result, in `output`.
+
+        `output` may be this rank's own rows of `tensor`. The other rows of `tensor` stay as they are.
+        """
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
@@ -247,33 +159,18 @@ class Group:
 
     # Movement
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy root's tensor into all others, in place; `tensor` itself."""
-        return self.start_broadcast(tensor, root, True).wait()
-
     def start_broadcast(self, tensor: Tensor, root: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Start `broadcast`."""
+        """Copy root's tensor into all others, in place; `tensor` itself."""
         assert tensor.is_contiguous()
         if self.size == 1:
             return Work(tensor)
         given, received = (tensor, None) if self.rank == root else (None, tensor)
-        call = Call("broadcast", given, received, blocking, root=root)
-        return self._run(call, tensor)
-
-    def all_gather(
-        self, tensor: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """All ranks' tensors, concatenated along dim 0. `tensor` may be its own rows of `output`."""
-        return self.start_all_gather(tensor, output, sizes, True).wait()
+        return self._run(Call("broadcast", given, received, blocking, root=root), tensor)
 
     def start_all_gather(
-        self,
-        tensor: Tensor,
-        output: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
-        blocking: bool = False,
+        self, tensor: Tensor, output: Tensor | None = None, sizes: Sizes = None, blocking: bool = False
     ) -> Work[Tensor]:
-        """Start `all_gather`."""
+        """All ranks' tensors, concatenated along dim 0. `tensor` may be its own rows of `output`."""
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
@@ -282,57 +179,33 @@ class Group:
         call = Call("all_gather", tensor, output, blocking, began=began, bytes=output.nbytes, counts=counts)
         return self._run(call, output)
 
-    def gather(
-        self,
-        tensor: Tensor,
-        root: int = 0,
-        output: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
-    ) -> Tensor | None:
-        """All ranks' tensors, concatenated along dim 0, at `root`; None elsewhere."""
-        return self.start_gather(tensor, root, output, sizes, True).wait()
-
     def start_gather(
         self,
         tensor: Tensor,
         root: int = 0,
         output: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
+        sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor | None]:
-        """Start `gather`."""
+        """All ranks' tensors, concatenated along dim 0, at `root`; None elsewhere."""
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor, rows, counts = self._part(tensor, sizes)
         output = _output(output, tensor, rows) if self.rank == root else None
-        call = Call(
-            "gather",
-            tensor,
-            output,
-            blocking,
-            began=began,
-            bytes=self._total(tensor, counts),
-            root=root,
-            counts=counts,
-        )
+        total = self._total(tensor, counts)
+        call = Call("gather", tensor, output, blocking, began=began, bytes=total, root=root, counts=counts)
         return self._run(call, output)
-
-    def scatter(
-        self, tensor: Tensor | None, output: Tensor, root: int = 0, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Each rank's rows of root's tensor (None elsewhere), in `output`."""
-        return self.start_scatter(tensor, output, root, sizes, True).wait()
 
     def start_scatter(
         self,
         tensor: Tensor | None,
         output: Tensor,
         root: int = 0,
-        sizes: Sequence[int] | None = None,
+        sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Start `scatter`."""
+        """Each rank's rows of root's tensor (None elsewhere), in `output`."""
         assert output.is_contiguous()
         assert self.rank != root or tensor is not None
         if self.size == 1:
@@ -347,80 +220,60 @@ class Group:
         call = Call("scatter", tensor, output, blocking, began=began, bytes=total, root=root, counts=counts)
         return self._run(call, output)
 
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        output: Tensor | None = None,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Hand the r-th piece of `tensor` to rank r; the pieces from all ranks, in rank order.
-
-        Uneven pieces need both lists, which differ from rank to rank.
-        """
-        return self.start_all_to_all(tensor, output, send_sizes, receive_sizes, True).wait()
-
     def start_all_to_all(
         self,
         tensor: Tensor,
         output: Tensor | None = None,
-        send_sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
+        send_sizes: Sizes = None,
+        receive_sizes: Sizes = None,
         blocking: bool = False,
     ) -> Work[Tensor]:
-        """Start `all_to_all`."""
+        """Hand the r-th piece of `tensor` to rank r; the pieces from all ranks, in rank order.
+
+        Uneven pieces need both lists, which differ from rank to rank.
+        """
         assert (send_sizes is None) == (receive_sizes is None), "uneven pieces need both lists"
         if self.size == 1:
             return Work(_copy(tensor, output))
         began = perf_counter()
         tensor = tensor.contiguous()
-        send_counts, receive_counts = _elements(tensor, send_sizes), _elements(tensor, receive_sizes)
-        assert send_counts is None or sum(send_counts) == tensor.numel(), (self, tensor.shape, send_sizes)
+        sent, received = _elements(tensor, send_sizes), _elements(tensor, receive_sizes)
+        assert sent is None or sum(sent) == tensor.numel(), (self, tensor.shape, send_sizes)
         rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
-        call = Call(
-            "all_to_all",
-            tensor,
-            output,
-            blocking,
-            began=began,
-            counts=send_counts,
-            received=receive_counts,
-        )
+        call = Call("all_to_all", tensor, output, blocking, began=began, counts=sent, received=received)
         return self._run(call, output)
-
-    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> None:
-        """Send to one rank of the group. Tags are below 16384."""
-        self.start_send(tensor, destination, tag, True).wait()
 
     def start_send(
         self, tensor: Tensor, destination: int, tag: int = 0, blocking: bool = False
     ) -> Work[None]:
-        """Start `send`."""
+        """Send to one rank of the group. Tags are below 16384."""
         began = perf_counter()
         tensor = tensor.contiguous()
-        call = Call("send", tensor, None, blocking, began=began, peer=destination, tag=tag)
-        return self._run(call, None)
-
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
-        """Receive into all of `tensor`, in place; `tensor` itself."""
-        return self.start_recv(tensor, source, tag, True).wait()
+        return self._run(Call("send", tensor, None, blocking, began=began, peer=destination, tag=tag), None)
 
     def start_recv(self, tensor: Tensor, source: int, tag: int = 0, blocking: bool = False) -> Work[Tensor]:
-        """Start `recv`."""
+        """Receive into all of `tensor`, in place; `tensor` itself."""
         assert tensor.is_contiguous()
-        call = Call("recv", None, tensor, blocking, peer=source, tag=tag)
-        return self._run(call, tensor)
-
-    def barrier(self) -> None:
-        """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
-        self.start_barrier(True).wait()
+        return self._run(Call("recv", None, tensor, blocking, peer=source, tag=tag), tensor)
 
     def start_barrier(self, blocking: bool = False) -> Work[None]:
-        """Start `barrier`."""
+        """Return when every rank of the group has come here (the host; a GPU's streams run on)."""
         if self.size == 1:
             return Work(None)
         return self._run(Call("barrier", blocking=blocking), None)
+
+    all_reduce = completed(start_all_reduce)
+    reduce = completed(start_reduce)
+    reduce_scatter = completed(start_reduce_scatter)
+    broadcast = completed(start_broadcast)
+    all_gather = completed(start_all_gather)
+    gather = completed(start_gather)
+    scatter = completed(start_scatter)
+    all_to_all = completed(start_all_to_all)
+    send = completed(start_send)
+    recv = completed(start_recv)
+    barrier = completed(start_barrier)
 
     # Small values
 
@@ -451,14 +304,13 @@ class Group:
         ended, began = perf_counter(), call.began
         self.calls.leave()
         entry = self.ledger.enter(self.name, call.operation, call.payload, ended - began)
-        timeline = self.ledger.timeline
-        span = None
+        timeline, span = self.ledger.timeline, None
         if timeline is not None:
             span = timeline.record(self.name, call.operation, began, ended, call.payload)
         if pending is None:
             call.release()
             return Work(result)
-        return Work(result, pending, entry, self._held, span, call)
+        return StartedWork(result, pending, call, entry, span, self._under_way)
 
     def _transport(self, call: Call) -> Transport:
         """What moves this memory; a barrier is the host's."""

@@ -64,10 +64,10 @@ class Mesh:
 
     def part(self, axis: str, size: int) -> Group:
         """This rank's group of `size` neighbours along an axis. Collective over the axis."""
-        whole = self.group(axis)
-        assert whole.size % size == 0, (axis, whole.size, size)
-        first = whole.rank // size * size
-        return self.world.split((axis,), whole.ranks[first : first + size], self.transport, whole)
+        along = self.group(axis)
+        assert along.size % size == 0, (axis, along.size, size)
+        first = along.rank // size * size
+        return self.world.split((axis,), along.ranks[first : first + size], self.transport, along)
 
     def cut(self, group: Group, size: int) -> tuple[Group, Group]:
         """Of a group's parts of `size` neighbours this rank's, and its peers in all parts. Collective."""

@@ -8,8 +8,7 @@ which Open MPI lets saturate. Blocking calls are MPI's blocking calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.library import MPI
 from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.transport import Pending, Span, Transport, drive, spans_of, starts
+from hpctrain.comm.transport import Pending, Span, Transport, drive, starts, swapped
 
 TYPES: Mapping[torch.dtype, MPI.Datatype] = {
     torch.float32: MPI.FLOAT,
@@ -51,7 +50,7 @@ REDUCED_SUM_BYTES = 32 * 1024 * 1024
 MESSAGE_LIMIT = 2**31 - 1
 USER_TAGS = 2**14  # tags below are the callers', those from here to 2**15 - 1 the transport's own
 
-Buffer = tuple[MPI.buffer, int, MPI.Datatype]
+Buffer = tuple[MPI.buffer, int | tuple[Sequence[int], list[int]], MPI.Datatype]
 address = MPI.buffer.fromaddress
 
 
@@ -83,16 +82,10 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def even(tensor: Tensor, size: int) -> Buffer:
-    """All of a contiguous tensor, as equal pieces: mpi4py wants the elements of one."""
-    return address(tensor.data_ptr(), tensor.nbytes), tensor.numel() // size, TYPES[tensor.dtype]
-
-
-def pieces(
-    tensor: Tensor, counts: Sequence[int]
-) -> tuple[MPI.buffer, tuple[Sequence[int], list[int]], MPI.Datatype]:
-    """All of a contiguous tensor, as pieces of `counts` elements."""
-    return address(tensor.data_ptr(), tensor.nbytes), (counts, starts(counts)), TYPES[tensor.dtype]
+def cut(tensor: Tensor, counts: Sequence[int] | None, size: int) -> Buffer:
+    """All of a contiguous tensor, as pieces of `counts` elements; of equal ones mpi4py wants those of one."""
+    elements = tensor.numel() // size if counts is None else (counts, starts(counts))
+    return address(tensor.data_ptr(), tensor.nbytes), elements, TYPES[tensor.dtype]
 
 
 class MpiTransport(Transport):
@@ -116,7 +109,8 @@ class MpiTransport(Transport):
     def _parts(self, tensor: Tensor, offset: int, count: int) -> list[Buffer]:
         """A span of a tensor as messages within the limit."""
         itemsize, kind, limit = tensor.itemsize, TYPES[tensor.dtype], self.limit
-        begin, parts = tensor.data_ptr() + offset * itemsize, []
+        begin = tensor.data_ptr() + offset * itemsize
+        parts: list[Buffer] = []
         while count > 0:
             length = min(count, limit)
             parts.append((address(begin, length * itemsize), length, kind))
@@ -125,12 +119,23 @@ class MpiTransport(Transport):
         return parts
 
     def run(self, call: Call) -> Pending | None:
-        """See Transport."""
-        return RUN[call.operation](self, call)
+        """See Transport. A method below is named like each operation."""
+        pending: Pending | None = getattr(self, f"_{call.operation}")(call)
+        return pending
 
     def scratch_bytes(self, elements: int, itemsize: int) -> int:
         """See Transport."""
         return scratch_bytes(elements, itemsize, self.size)
+
+    def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> Pending | None:
+        """MPI's blocking function of that name for the arguments of each message, or what starts the same."""
+        if call.blocking:
+            function = getattr(self.communicator, name)
+            for arguments in messages:
+                function(*arguments)
+            return None
+        start = getattr(self.communicator, f"I{name.lower()}")
+        return Requests([start(*arguments) for arguments in messages], call.tensor, call.output)
 
     # Reductions
 
@@ -151,28 +156,18 @@ class MpiTransport(Transport):
         plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
-        parts = self._all(tensor)
-        if blocking:
-            for part in parts:
-                self.communicator.Allreduce(MPI.IN_PLACE, part, plain)
-            return None
-        return Requests([self.communicator.Iallreduce(MPI.IN_PLACE, part, plain) for part in parts], tensor)
+        return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in self._all(tensor)))
 
     def _reduce(self, call: Call) -> Pending | None:
         tensor, operation, blocking, root = call.tensor, call.reduced, call.blocking, call.root
         assert tensor is not None and operation is not None
         plain = self._plain(tensor, operation, REDUCED_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
-            steps = reduction.reduce(self, flat(tensor), root, operation, blocking)
-            return drive(steps, blocking)
-        requests = []
-        for part in self._all(tensor):
-            source, target = (MPI.IN_PLACE, part) if self.rank == root else (part, None)
-            if blocking:
-                self.communicator.Reduce(source, target, plain, root)
-            else:
-                requests.append(self.communicator.Ireduce(source, target, plain, root))
-        return None if blocking else Requests(requests, tensor)
+            return drive(reduction.reduce(self, flat(tensor), root, operation, blocking), blocking)
+        parts = self._all(tensor)
+        if self.rank == root:
+            return self._issue(call, "Reduce", *((MPI.IN_PLACE, part, plain, root) for part in parts))
+        return self._issue(call, "Reduce", *((part, None, plain, root) for part in parts))
 
     def _reduce_scatter(self, call: Call) -> Pending | None:
         tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
@@ -183,115 +178,54 @@ class MpiTransport(Transport):
                 self, flat(tensor), flat(output), counts, operation, call.blocking
             )
             return drive(steps, call.blocking)
-        comm, target = self.communicator, whole(output)
-        if counts is None:
-            now, later = comm.Reduce_scatter_block, comm.Ireduce_scatter_block
-            return _issue(call, now, later, even(tensor, self.size), target, plain)
-        return _issue(call, comm.Reduce_scatter, comm.Ireduce_scatter, whole(tensor), target, counts, plain)
+        if counts is not None:
+            return self._issue(call, "Reduce_scatter", (whole(tensor), whole(output), counts, plain))
+        source = cut(tensor, None, self.size)
+        return self._issue(call, "Reduce_scatter_block", (source, whole(output), plain))
 
     # Movement
 
     def _broadcast(self, call: Call) -> Pending | None:
-        tensor = call.output if call.tensor is None else call.tensor
-        assert tensor is not None
-        parts = self._all(tensor)
-        if call.blocking:
-            for part in parts:
-                self.communicator.Bcast(part, call.root)
-            return None
-        return Requests([self.communicator.Ibcast(part, call.root) for part in parts], tensor)
+        assert call.memory is not None
+        return self._issue(call, "Bcast", *((part, call.root) for part in self._all(call.memory)))
 
-    def _all_gather(self, call: Call) -> Pending | None:
-        comm, tensor, output, counts = self.communicator, call.tensor, call.output, call.counts
-        assert tensor is not None and output is not None
-        if output.numel() > self.limit:
-            return self._swap(call, [(0, tensor.numel())] * self.size, spans_of(counts, output, self.size))
-        source = MPI.IN_PLACE if _overlap(tensor, output) else whole(tensor)
-        if counts is None:
-            return _issue(call, comm.Allgather, comm.Iallgather, source, even(output, self.size))
-        return _issue(call, comm.Allgatherv, comm.Iallgatherv, source, pieces(output, counts))
+    def _move_pieces(self, call: Call) -> Pending | None:
+        """Between this rank's own piece and those of all, which a gather or a scatter has at the root."""
+        scattered = call.operation == "scatter"
+        own, pieces = (call.output, call.tensor) if scattered else (call.tensor, call.output)
+        assert own is not None
+        if (own.numel() * self.size if call.counts is None else sum(call.counts)) > self.limit:
+            return self._swap(call)
+        mine = MPI.IN_PLACE if pieces is not None and _overlap(own, pieces) else whole(own)
+        of_all = None if pieces is None else cut(pieces, call.counts, self.size)
+        name = call.operation.replace("_", "").capitalize() + "v" * (call.counts is not None)
+        root = () if call.operation == "all_gather" else (call.root,)
+        return self._issue(call, name, (of_all, mine, *root) if scattered else (mine, of_all, *root))
 
-    def _gather(self, call: Call) -> Pending | None:
-        comm, tensor, output, counts, root = (
-            self.communicator,
-            call.tensor,
-            call.output,
-            call.counts,
-            call.root,
-        )
-        assert tensor is not None
-        if self._beyond(tensor, counts):
-            sends = _only(root, (0, tensor.numel()), self.size)
-            receives = _none(self.size) if output is None else spans_of(counts, output, self.size)
-            return self._swap(call, sends, receives)
-        source = MPI.IN_PLACE if output is not None and _overlap(tensor, output) else whole(tensor)
-        if counts is None:
-            target = None if output is None else even(output, self.size)
-            return _issue(call, comm.Gather, comm.Igather, source, target, root)
-        varied = None if output is None else pieces(output, counts)
-        return _issue(call, comm.Gatherv, comm.Igatherv, source, varied, root)
-
-    def _scatter(self, call: Call) -> Pending | None:
-        comm, tensor, output, counts, root = (
-            self.communicator,
-            call.tensor,
-            call.output,
-            call.counts,
-            call.root,
-        )
-        assert output is not None
-        if self._beyond(output, counts):
-            receives = _only(root, (0, output.numel()), self.size)
-            sends = _none(self.size) if tensor is None else spans_of(counts, tensor, self.size)
-            return self._swap(call, sends, receives)
-        target = MPI.IN_PLACE if tensor is not None and _overlap(output, tensor) else whole(output)
-        if counts is None:
-            source = None if tensor is None else even(tensor, self.size)
-            return _issue(call, comm.Scatter, comm.Iscatter, source, target, root)
-        varied = None if tensor is None else pieces(tensor, counts)
-        return _issue(call, comm.Scatterv, comm.Iscatterv, varied, target, root)
+    _all_gather = _gather = _scatter = _move_pieces
 
     def _all_to_all(self, call: Call) -> Pending | None:
-        comm, tensor, output = self.communicator, call.tensor, call.output
+        tensor, output = call.tensor, call.output
         assert tensor is not None and output is not None
         # The totals of uneven pieces differ from rank to rank, and with them whether a rank could use
         # MPI's own: they always go in pairs.
-        if call.counts is None and tensor.numel() <= self.limit:
-            return _issue(
-                call, comm.Alltoall, comm.Ialltoall, even(tensor, self.size), even(output, self.size)
-            )
-        sends = spans_of(call.counts, tensor, self.size)
-        return self._swap(call, sends, spans_of(call.received, output, self.size))
+        if call.counts is not None or tensor.numel() > self.limit:
+            return self._swap(call)
+        return self._issue(call, "Alltoall", (cut(tensor, None, self.size), cut(output, None, self.size)))
 
     def _send(self, call: Call) -> Pending | None:
-        tensor, tag = call.tensor, call.tag
-        assert tensor is not None and 0 <= tag < USER_TAGS, tag
-        parts = self._all(tensor)
-        if call.blocking:
-            for part in parts:
-                self.communicator.Send(part, call.peer, tag)
-            return None
-        return Requests([self.communicator.Isend(part, call.peer, tag) for part in parts], tensor)
+        assert call.tensor is not None and 0 <= call.tag < USER_TAGS, call.tag
+        return self._issue(call, "Send", *((part, call.peer, call.tag) for part in self._all(call.tensor)))
 
     def _recv(self, call: Call) -> Pending | None:
-        output, tag = call.output, call.tag
-        assert output is not None and 0 <= tag < USER_TAGS, tag
-        parts = self._all(output)
-        if call.blocking:
-            for part in parts:
-                self.communicator.Recv(part, call.peer, tag)
-            return None
-        return Requests([self.communicator.Irecv(part, call.peer, tag) for part in parts], output)
+        assert call.output is not None and 0 <= call.tag < USER_TAGS, call.tag
+        return self._issue(call, "Recv", *((part, call.peer, call.tag) for part in self._all(call.output)))
 
     def _barrier(self, call: Call) -> Pending | None:
-        return _issue(call, self.communicator.Barrier, self.communicator.Ibarrier)
+        return self._issue(call, "Barrier", ())
 
-    def _swap(self, call: Call, sends: Sequence[Span], receives: Sequence[Span]) -> Pending | None:
-        """Exchange spans of the call's memory; a rank that gives or receives nothing needs only one."""
-        source = call.output if call.tensor is None else call.tensor
-        target = call.tensor if call.output is None else call.output
-        assert source is not None and target is not None
-        requests = self.exchange(source, sends, target, receives, self.next_tag())
+    def _swap(self, call: Call) -> Pending | None:
+        requests = self.exchange(*swapped(call, self.size), self.next_tag())
         if not call.blocking:
             return requests
         requests.wait()
@@ -306,7 +240,7 @@ class MpiTransport(Transport):
 
     def collect(self, tensor: Tensor, output: Tensor, blocking: bool) -> Pending | None:
         """See Mover."""
-        return self._all_gather(Call("all_gather", tensor, output, blocking=blocking, began=0.0))
+        return self._move_pieces(Call("all_gather", tensor, output, blocking=blocking, began=0.0))
 
     def exchange(
         self, source: Tensor, sends: Sequence[Span], target: Tensor, receives: Sequence[Span], tag: int
@@ -323,40 +257,21 @@ class MpiTransport(Transport):
             requests += [
                 self.communicator.Isend(part, peer, tag) for part in self._parts(source, *sends[peer])
             ]
-        (begin, count), (place, _) = sends[self.rank], receives[self.rank]
+        (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if (
             count
-            and target.data_ptr() + place * target.itemsize != source.data_ptr() + begin * source.itemsize
+            and target.data_ptr() + position * target.itemsize != source.data_ptr() + begin * source.itemsize
         ):
-            flat(target)[place : place + count].copy_(flat(source)[begin : begin + count])
+            flat(target)[position : position + count].copy_(flat(source)[begin : begin + count])
         return Requests(requests, source, target)
-
-    def _beyond(self, part: Tensor, counts: Sequence[int] | None) -> bool:
-        """Whether all ranks' parts together are beyond the limit of one message."""
-        return (part.numel() * self.size if counts is None else sum(counts)) > self.limit
 
     def share(self, tensor: Tensor, spans: Sequence[Span], tag: int, blocking: bool) -> Pending | None:
         """See Mover."""
         if blocking and tensor.numel() <= self.limit:
             counts = [count for _, count in spans]
-            self.communicator.Allgatherv(MPI.IN_PLACE, pieces(tensor, counts))
+            self.communicator.Allgatherv(MPI.IN_PLACE, cut(tensor, counts, self.size))
             return None
         return self.exchange(tensor, [spans[self.rank]] * self.size, tensor, spans, tag)
-
-
-RUN: Mapping[str, Callable[[MpiTransport, Call], Pending | None]] = {
-    "all_reduce": MpiTransport._all_reduce,
-    "reduce": MpiTransport._reduce,
-    "reduce_scatter": MpiTransport._reduce_scatter,
-    "broadcast": MpiTransport._broadcast,
-    "all_gather": MpiTransport._all_gather,
-    "gather": MpiTransport._gather,
-    "scatter": MpiTransport._scatter,
-    "all_to_all": MpiTransport._all_to_all,
-    "send": MpiTransport._send,
-    "recv": MpiTransport._recv,
-    "barrier": MpiTransport._barrier,
-}
 
 
 def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
@@ -369,27 +284,7 @@ def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
     return reduction.scratch_bytes(share, itemsize, size)
 
 
-def _issue(
-    call: Call, now: Callable[..., object], later: Callable[..., MPI.Request], *arguments: Any
-) -> Pending | None:
-    """MPI's blocking function, or the one that starts the same."""
-    if call.blocking:
-        now(*arguments)
-        return None
-    return Requests([later(*arguments)], call.tensor, call.output)
-
-
-def _none(size: int) -> list[Span]:
-    return [(0, 0)] * size
-
-
-def _only(rank: int, span: Span, size: int) -> list[Span]:
-    spans = _none(size)
-    spans[rank] = span
-    return spans
-
-
 def _overlap(piece: Tensor, tensor: Tensor) -> bool:
-    """Whether `piece` begins inside the memory of `tensor`, as a rank's own place does."""
+    """Whether `piece` begins inside the memory of `tensor`, as a rank's own piece of it does."""
     begin = tensor.data_ptr()
     return begin <= piece.data_ptr() < begin + tensor.nbytes

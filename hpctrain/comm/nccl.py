@@ -15,7 +15,7 @@ with whatever comes next: ranks that send to each other start their receives fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from hpctrain.comm import reduction
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.device import SideStream, present_stream
 from hpctrain.comm.reduction import ReductionScratch
-from hpctrain.comm.transport import Pending, Span, Transport, spans_of
+from hpctrain.comm.transport import Pending, Span, Transport, drive, swapped
 
 if TYPE_CHECKING:
     from hpctrain.comm.library import MPI
@@ -94,14 +94,14 @@ class NcclTransport(Transport):
             return receive
         if operation == "send" and not blocking:
             return self.launch_receives(call.tensor, call.peer)
-        action = ACTIONS[operation]
+        action = getattr(self, f"_{operation}")
         self.launch_receives()
         self._nccl()
         if blocking:
             self._side.precede()  # one communicator's operations follow each other
-            action(self, call)
+            action(call)
             return None
-        return self._side.start(lambda: action(self, call), [call.tensor, call.output])
+        return self._side.start(lambda: action(call), [call.tensor, call.output])
 
     def launch_receives(self, sent: Tensor | None = None, destination: int = -1) -> Pending | None:
         """Start the receives that are held back, in one NCCL group, with one send if it is given."""
@@ -125,30 +125,28 @@ class NcclTransport(Transport):
 
     # Reductions
 
-    def _plain(self, dtype: torch.dtype, operation: Operation) -> str | None:
-        """The name of NCCL's operation, where it is used."""
+    def _operator(self, dtype: torch.dtype, operation: Operation) -> Any:
+        """NCCL's operation, where it is used; else None."""
         if dtype in INTEGERS:
-            return (TRUTHS if dtype == torch.bool else NUMBERS)[operation]
-        return "SUM" if operation == "sum" and dtype in SUMMED else None
+            return getattr(self._core.NcclRedOp, (TRUTHS if dtype == torch.bool else NUMBERS)[operation])
+        return self._core.NcclRedOp.SUM if operation == "sum" and dtype in SUMMED else None
 
     def _all_reduce(self, call: Call) -> None:
         tensor, operation = call.tensor, call.reduced
         assert tensor is not None and operation is not None
-        flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
-        if plain is None:
-            _finish(reduction.all_reduce(self, flat, operation, True))
+        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
+        if operator is None:
+            drive(reduction.all_reduce(self, flat, operation, True), True)
         elif flat.numel():
-            operator = getattr(self._core.NcclRedOp, plain)
             self._nccl().allreduce(flat, flat, operator, stream=present_stream())
 
     def _reduce(self, call: Call) -> None:
         tensor, operation, root = call.tensor, call.reduced, call.root
         assert tensor is not None and operation is not None
-        flat, plain = tensor.detach().view(-1), self._plain(tensor.dtype, operation)
-        if plain is None:
-            _finish(reduction.reduce(self, flat, root, operation, True))
+        flat, operator = tensor.detach().view(-1), self._operator(tensor.dtype, operation)
+        if operator is None:
+            drive(reduction.reduce(self, flat, root, operation, True), True)
         elif flat.numel():
-            operator = getattr(self._core.NcclRedOp, plain)
             target = flat if self.rank == root else None
             self._nccl().reduce(flat, target, operator, root, stream=present_stream())
 
@@ -156,50 +154,31 @@ class NcclTransport(Transport):
         tensor, output, operation, counts = call.tensor, call.output, call.reduced, call.counts
         assert tensor is not None and output is not None and operation is not None
         flat, mine = tensor.detach().view(-1), output.detach().view(-1)
-        plain = self._plain(tensor.dtype, operation) if counts is None else None
-        if plain is None:
-            _finish(reduction.reduce_scatter(self, flat, mine, counts, operation, True))
+        operator = self._operator(tensor.dtype, operation) if counts is None else None
+        if operator is None:
+            drive(reduction.reduce_scatter(self, flat, mine, counts, operation, True), True)
         elif flat.numel():
-            operator = getattr(self._core.NcclRedOp, plain)
             self._nccl().reduce_scatter(flat, mine, operator, stream=present_stream())
 
     # Movement
 
     def _broadcast(self, call: Call) -> None:
-        tensor = call.output if call.tensor is None else call.tensor
-        assert tensor is not None
-        if tensor.numel():
-            flat = _bytes(tensor)
+        assert call.memory is not None
+        if call.memory.numel():
+            flat = _bytes(call.memory)
             self._nccl().broadcast(flat, flat, call.root, stream=present_stream())
 
     def _all_gather(self, call: Call) -> None:
-        tensor, output, counts = call.tensor, call.output, call.counts
-        assert tensor is not None and output is not None
-        if counts is not None:
-            spans = [(0, tensor.numel())] * self.size
-            self.exchange(tensor, spans, output, spans_of(counts, output, self.size), 0)
+        if call.counts is None:
+            assert call.tensor is not None and call.output is not None
+            self.collect(call.tensor, call.output, True)
         else:
-            self.collect(tensor, output, True)
+            self._swap(call)
 
-    def _gather(self, call: Call) -> None:
-        tensor, output = call.tensor, call.output
-        assert tensor is not None
-        sends = [(0, tensor.numel() if peer == call.root else 0) for peer in range(self.size)]
-        receives = [(0, 0)] * self.size if output is None else spans_of(call.counts, output, self.size)
-        self.exchange(tensor, sends, tensor if output is None else output, receives, 0)
+    def _swap(self, call: Call) -> None:
+        self.exchange(*swapped(call, self.size), 0)
 
-    def _scatter(self, call: Call) -> None:
-        tensor, output = call.tensor, call.output
-        assert output is not None
-        receives = [(0, output.numel() if peer == call.root else 0) for peer in range(self.size)]
-        sends = [(0, 0)] * self.size if tensor is None else spans_of(call.counts, tensor, self.size)
-        self.exchange(output if tensor is None else tensor, sends, output, receives, 0)
-
-    def _all_to_all(self, call: Call) -> None:
-        tensor, output = call.tensor, call.output
-        assert tensor is not None and output is not None
-        sends = spans_of(call.counts, tensor, self.size)
-        self.exchange(tensor, sends, output, spans_of(call.received, output, self.size), 0)
+    _gather = _scatter = _all_to_all = _swap
 
     def _send(self, call: Call) -> None:
         assert call.tensor is not None
@@ -233,8 +212,8 @@ class NcclTransport(Transport):
     ) -> Pending | None:
         """See Mover."""
         sent, received = source.detach().view(-1), target.detach().view(-1)
-        (begin, count), (place, _) = sends[self.rank], receives[self.rank]
-        own, there = sent[begin : begin + count], received[place : place + count]
+        (begin, count), (position, _) = sends[self.rank], receives[self.rank]
+        own, there = sent[begin : begin + count], received[position : position + count]
         if count and own.data_ptr() != there.data_ptr():
             there.copy_(own)
         communicator, stream = self._nccl(), present_stream()
@@ -258,25 +237,6 @@ class NcclTransport(Transport):
         return self.exchange(tensor, [(begin, count)] * self.size, tensor, spans, tag)
 
 
-ACTIONS: Mapping[str, Callable[[NcclTransport, Call], None]] = {
-    "all_reduce": NcclTransport._all_reduce,
-    "reduce": NcclTransport._reduce,
-    "reduce_scatter": NcclTransport._reduce_scatter,
-    "broadcast": NcclTransport._broadcast,
-    "all_gather": NcclTransport._all_gather,
-    "gather": NcclTransport._gather,
-    "scatter": NcclTransport._scatter,
-    "all_to_all": NcclTransport._all_to_all,
-    "send": NcclTransport._send,
-    "recv": NcclTransport._recv,
-}
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as bytes: movement needs no type, and NCCL lacks some of torch's."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _finish(steps: reduction.Steps) -> None:
-    for pending in steps:
-        assert pending is None

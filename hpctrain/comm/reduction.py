@@ -5,20 +5,20 @@ ranks and version. Here each element has one owner, who receives it from all ran
 reduce-scatter) and adds in rank order, half types in fp32 with one rounding at the end. An all-reduce
 then shares the sums. A small one lets every rank receive everything instead, in one message.
 
-Every function takes flat tensors and is a generator of the operations under way (see `Stages`).
+Every function takes flat tensors and is a generator of the operations under way (see `Chain`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.transport import Pending, Span, spans_of
+from hpctrain.comm.transport import Pending, Span, Steps, spans_of
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
 ROUND_BYTES = 8 * 1024 * 1024  # received in one round; two rounds are in flight
@@ -32,8 +32,6 @@ FUNCTIONS: Mapping[Operation, Callable[..., Tensor]] = {
 }
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-Steps = Generator[Pending | None, None, None]
 
 
 class ReductionScratch:
@@ -241,8 +239,8 @@ def _scatter_sums(
         length = min(max(count - first, 0), piece)
         if length:
             base = index % 2 * (size - 1) * piece
-            places = [base + slot * piece for slot in slots]
-            parts = [buffers[place : place + length] for place in places]
+            starts = [base + slot * piece for slot in slots]
+            parts = [buffers[start : start + length] for start in starts]
             parts[rank] = tensor[begin + first : begin + first + length]
             fold(parts, output[first : first + length], operation, rank)
     mover.scratch.give(buffers)

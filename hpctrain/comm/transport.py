@@ -8,7 +8,8 @@ of the current stream); another one is started and returns a Pending, which keep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 
 Span = tuple[int, int]  # where elements begin, and how many
+Steps = Iterator["Pending | None"]
 
 
 class Pending(Protocol):
@@ -29,20 +31,20 @@ class Pending(Protocol):
         """Let the operation make progress; whether it is complete."""
 
 
-class Stages:
-    """An operation made of several: a generator that yields each one and goes on when it is complete.
+class Chain:
+    """An operation made of several: an iterator that yields each one and goes on when it is complete.
 
     The first is under way on return of the constructor; `test` and `wait` go on to the next ones.
     """
 
-    def __init__(self, stages: Generator[Pending | None, None, None]) -> None:
-        self._stages = stages
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._current: Pending | None = None
         self._complete = False
         self._advance()
 
     def _advance(self) -> None:
-        for pending in self._stages:
+        for pending in self._steps:
             if pending is not None:
                 self._current = pending
                 return
@@ -50,23 +52,23 @@ class Stages:
         self._complete = True
 
     def wait(self) -> None:
-        """Run all the stages that are left."""
+        """Run all the steps that are left."""
         while self._current is not None:
             self._current.wait()
             self._advance()
 
     def test(self) -> bool:
-        """Go on by the stages that are complete; whether the last one is."""
+        """Go on by the steps that are complete; whether the last one is."""
         while self._current is not None and self._current.test():
             self._advance()
         return self._complete
 
 
-def drive(stages: Generator[Pending | None, None, None], blocking: bool) -> Pending | None:
-    """Run the stages to their end, or start them."""
+def drive(steps: Steps, blocking: bool) -> Pending | None:
+    """Run the steps to their end, or start them."""
     if not blocking:
-        return Stages(stages)
-    for pending in stages:
+        return Chain(steps)
+    for pending in steps:
         if pending is not None:
             pending.wait()
     return None
@@ -74,11 +76,7 @@ def drive(stages: Generator[Pending | None, None, None], blocking: bool) -> Pend
 
 def starts(counts: Sequence[int]) -> list[int]:
     """Where each rank's elements begin when `counts` of them lie one behind the other."""
-    offsets, total = [], 0
-    for count in counts:
-        offsets.append(total)
-        total += count
-    return offsets
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def spans_of(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[Span]:
@@ -87,6 +85,25 @@ def spans_of(counts: Sequence[int] | None, tensor: Tensor, size: int) -> list[Sp
         share = tensor.numel() // size
         return [(rank * share, share) for rank in range(size)]
     return list(zip(starts(counts), counts, strict=True))
+
+
+def swapped(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span]]:
+    """What moves pieces, as messages of each pair of ranks: what this rank gives and each rank's span of it,
+    what it receives into and each rank's span of that.
+    """
+    source, target = call.memory, call.tensor if call.output is None else call.output
+    assert source is not None and target is not None
+
+    def own(tensor: Tensor) -> list[Span]:
+        return [(0, tensor.numel() if call.root in (peer, -1) else 0) for peer in range(size)]
+
+    def pieces(tensor: Tensor | None, counts: Sequence[int] | None) -> list[Span]:
+        return [(0, 0)] * size if tensor is None else spans_of(counts, tensor, size)
+
+    sends = own(source) if call.operation in {"all_gather", "gather"} else pieces(call.tensor, call.counts)
+    scattered = call.operation == "scatter"
+    receives = own(target) if scattered else pieces(call.output, call.received or call.counts)
+    return source, sends, target, receives
 
 
 class Transport(ABC):

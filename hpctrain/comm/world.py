@@ -19,7 +19,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, use
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
@@ -29,6 +29,7 @@ from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
 from hpctrain.comm.transports import TRANSPORTS, Name
+from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import format_bytes
 
@@ -60,7 +61,7 @@ class World:
         self.ledger = Ledger()
         self.device = torch.device("cpu")
         self._scratch = ReductionScratch()
-        self._held: set[Work[Any]] = set()
+        self._under_way: set[StartedWork[Any]] = set()
         self._checks: Checks | None = None
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
@@ -137,13 +138,13 @@ class World:
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
         transport: Name,
-        whole: Group | None = None,
+        among: Group | None = None,
     ) -> Group:
         """The Group of these ranks of this world, in rising order.
 
-        Collective over `whole` (default: everyone), whose other ranks make the groups that they are in.
+        Collective over `among` (default: everyone), whose other ranks make the groups that they are in.
         """
-        communicator = communicator_of((whole or self.everyone).objects).Split(ranks[0], self.rank)
+        communicator = communicator_of((among or self.everyone).objects).Split(ranks[0], self.rank)
         assert isinstance(communicator, MPI.Intracomm)
         return self._group(axes, ranks, communicator, transport)
 
@@ -155,7 +156,7 @@ class World:
         transport: Name,
     ) -> Group:
         host, accelerator = TRANSPORTS[transport](communicator, self._scratch)
-        group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._held)
+        group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._under_way)
         if self._checks is not None:
             self._checks.check_group(group)
         return group

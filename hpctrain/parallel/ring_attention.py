@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.parallel.attention_block import attend, attend_backward, merge
 
 _KEYS, _GRADIENTS = 1, 2

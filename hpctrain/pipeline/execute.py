@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.part import Inputs, Part
 from hpctrain.objective.objective import LossOf, Objective

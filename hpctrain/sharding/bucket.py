@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import host_empty, on_host
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.replication import Replication, Replications, Sharding
@@ -86,22 +87,22 @@ class BucketLayout:
     ) -> BucketLayout:
         """Lay out some layers' parameters, all of one Sharding.
 
-        Decayed before the others, layers with whole gradients before those with partial ones; each
-        layer's parameters of a kind stay behind each other.
+        Decayed before the others, weights before biases, layers with whole gradients before those with
+        partial ones; each layer's parameters of a kind, which may be fused, stay behind each other.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
+        parameters = sorted(
+            (parameter for leaf in by_kind for parameter in leaf),
+            key=lambda parameter: (not parameter.decayed, parameter.dim() < 2),
+        )
+        decayed = _round_up(sum(p.shard.elements for p in parameters if p.decayed), ALIGNMENT)
         segments: list[BucketSegment] = []
-        start = decayed = 0
-        for kind in (True, False):
-            for matrices in (True, False):  # a fused layer's weights, or its biases, stay together
-                for parameter in (
-                    p for leaf in by_kind for p in leaf if p.decayed is kind and (p.dim() > 1) is matrices
-                ):
-                    replication = replications.of(parameter.shard)
-                    segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
-                    start += parameter.shard.elements
-            if kind:
-                start = decayed = _round_up(start, ALIGNMENT)
+        start = 0
+        for parameter in parameters:
+            start = start if parameter.decayed else max(start, decayed)
+            replication = replications.of(parameter.shard)
+            segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
+            start += parameter.shard.elements
         used = sum(segment.length for segment in segments)
         length = _round_up(start, ALIGNMENT * sharding.group.size)
         return BucketLayout(sharding, tuple(segments), decayed, length, used)
@@ -170,15 +171,12 @@ class Bucket:
         if isinstance(own, ScratchTensor):
             self.start_fetch()
             assert self._fetched is not None
-            fetched, transfer = self._fetched
+            own, transfer = self._fetched
             transfer.wait()
-            whole = self.sharding.pool.take(self.length, self.dtype)
-            own = whole[self.slice].copy_(fetched)
-            self.drop_fetched()
-        else:
-            whole = self.sharding.pool.take(self.length, self.dtype)
-            if own.device != whole.device:
-                own = whole[self.slice].copy_(own, non_blocking=True)
+        whole = self.sharding.pool.take(self.length, self.dtype)
+        if self._fetched is not None or own.device != whole.device:
+            own = whole[self.slice].copy_(own, non_blocking=True)
+        self.drop_fetched()
         return group.start_all_gather(own, whole)
 
     def start_fetch(self) -> None:

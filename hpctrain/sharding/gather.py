@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Work
+from hpctrain.comm.work import Work
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -66,12 +66,12 @@ class Gatherer(Residency):
         if recording:
             if not x.requires_grad and any(s.parameter.requires_grad for s in bucket.segments):
                 x = x.detach().requires_grad_()  # so that the end of its backward is seen
-            x = _AfterBackward.apply(x, self, bucket)
+            x = _InBackward.apply(x, self.leave, bucket)
         self.enter(bucket)
         y = compute(x)
         self.leave(bucket)
         if recording:
-            y = _BeforeBackward.apply(y, self, bucket)
+            y = _InBackward.apply(y, self.enter, bucket)
         return y
 
     def enter(self, bucket: Bucket) -> None:
@@ -111,29 +111,15 @@ def make_residency(buckets: Sequence[Bucket], blocks: Sequence[Parameter], lasti
     return Gatherer(buckets, blocks[max(0, len(blocks) - lasting) :])
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Passes x on; its gradient comes when a unit's backward is over."""
+class _InBackward(torch.autograd.Function):
+    """Passes x on; when its gradient comes, the action is done with the bucket."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gatherer: Gatherer, bucket: Bucket) -> Tensor:
-        ctx.gatherer, ctx.bucket = gatherer, bucket
+    def forward(ctx: Any, x: Tensor, action: Callable[[Bucket], None], bucket: Bucket) -> Tensor:
+        ctx.action, ctx.bucket = action, bucket
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gatherer.leave(ctx.bucket)
-        return gradient, None, None
-
-
-class _BeforeBackward(torch.autograd.Function):
-    """Passes y on; its gradient comes when a unit's backward is about to begin."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gatherer: Gatherer, bucket: Bucket) -> Tensor:
-        ctx.gatherer, ctx.bucket = gatherer, bucket
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gatherer.enter(ctx.bucket)
+        ctx.action(ctx.bucket)
         return gradient, None, None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hpctrain.comm.group import Work
+from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 
 

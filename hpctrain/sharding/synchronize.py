@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
@@ -44,9 +46,9 @@ class GradientSynchronizer:
         for parameter, bucket in self._bucket.items():
             parameter.on_added = self._added
             if parameter.open_gradient is not None:
-                parameter.open_gradient = _opener(self, bucket)
+                parameter.open_gradient = partial(self.open, bucket)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_mover(parameter))
+                parameter.register_post_accumulate_grad_hook(_move_gradient)
 
     def start(self, micro_batches: int) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients."""
@@ -97,10 +99,6 @@ class GradientSynchronizer:
             reducer.complete()
 
 
-def _opener(synchronizer: GradientSynchronizer, bucket: Bucket) -> Callable[[], None]:
-    return lambda: synchronizer.open(bucket)
-
-
 def _sum_over_ends(pipeline: Group, gradient: Tensor) -> None:
     """Sum the gradient of tied embeddings over the first and the last stage, the same bits on both."""
     other = pipeline.size - 1 if pipeline.rank == 0 else 0
@@ -127,18 +125,15 @@ def _partial_runs(bucket: Bucket) -> list[tuple[slice, Group]]:
     return runs
 
 
-def _mover(parameter: Parameter) -> Callable[[Tensor], None]:
-    """A hook for parameters of torch's own layers: move `.grad` into the fp32 buffer."""
-
-    def move(_: Tensor) -> None:
-        if parameter.grad is None:  # of a layer that adds to the buffer by itself
-            return
-        assert parameter.gradient is not None
-        parameter.gradient.add_(parameter.grad)
-        parameter.grad = None
-        parameter.added()
-
-    return move
+def _move_gradient(parameter: Tensor) -> None:
+    """A hook for parameters of torch's own layers: `.grad` goes into the fp32 buffer."""
+    assert isinstance(parameter, Parameter)
+    if parameter.grad is None:  # of a layer that adds to the buffer by itself
+        return
+    assert parameter.gradient is not None
+    parameter.gradient.add_(parameter.grad)
+    parameter.grad = None
+    parameter.added()
 
 
 def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:

@@ -1,4 +1,8 @@
-"""Every primitive, dtype and form against a reference that each rank computes by itself."""
+"""Every primitive, dtype and form against a reference that each rank computes by itself.
+
+Tests of comm/group.py, comm/work.py, comm/calls.py, comm/transport.py, comm/mpi.py, comm/staged.py and
+comm/reduction.py.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +277,7 @@ def test_work_that_is_dropped_keeps_its_tensor(world: World) -> None:
         group.recv(received, 0)
         assert received.eq(1).all()
     group.barrier()
-    group._held.clear()
+    group._under_way.clear()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -5,11 +5,12 @@ from time import perf_counter
 import pytest
 import torch
 
+from hpctrain.comm.calls import Call
 from hpctrain.comm.clock import clock_offset
-from hpctrain.comm.group import Work
-from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
+from hpctrain.comm.work import StartedWork
 from hpctrain.comm.world import World
 
 
@@ -77,7 +78,8 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
             raise AssertionError
 
     span = TimelineSpan("data", "all_reduce", 1.0, 2.0)
-    work = Work(torch.zeros(1), Later(), None, set(), span)
+    entry = LedgerEntry("data", "all_reduce", "other")
+    work = StartedWork(torch.zeros(1), Later(), Call("barrier"), entry, span, set())
     assert not work.test()
     assert span.end == 2.0
     before = perf_counter()

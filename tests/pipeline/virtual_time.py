@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.model.part import Inputs, Part
 from hpctrain.objective.objective import Losses

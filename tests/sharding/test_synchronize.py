@@ -49,11 +49,11 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
     start = Group.start_all_reduce
     gradient = Transformer.forward
 
-    def started(self: Group, tensor: torch.Tensor, *rest: object) -> object:
+    def started(self: Group, tensor: torch.Tensor, *rest: object, **options: object) -> object:
         if self.axes == ("data", "context"):
             names = {bucket.gradients.data_ptr(): index for index, bucket in enumerate(run.engine.buckets)}
             order.append(f"bucket {names[tensor.data_ptr()]}")
-        return start(self, tensor, *rest)  # type: ignore[arg-type]
+        return start(self, tensor, *rest, **options)  # type: ignore[arg-type]
 
     def forward(self: Transformer, *inputs: object) -> torch.Tensor:
         output = gradient(self, *inputs)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""ZeRO stages: the same training bit for bit, and the traffic and memory of the paper's closed forms."""
+"""ZeRO stages: the same training bit for bit, and the traffic and memory of the paper's closed forms.
+
+Tests of sharding/bucket.py, sharding/gather.py and sharding/reducer.py.
+"""
 
 from __future__ import annotations
 

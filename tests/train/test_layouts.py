@@ -1,6 +1,6 @@
 """Every layout trains the same model: compared with one rank, and with single reductions taken away.
 
-Tests of train/verify.py, engine/build.py and engine/stage.py.
+Tests of train/verify.py, engine/build.py and engine/stage.py, and of parallel/ring_attention.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import hpctrain.train.verify as verify
-from hpctrain.comm.group import Group, Work
+from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
@@ -129,10 +130,12 @@ def skipped(monkeypatch: pytest.MonkeyPatch, operation: str, axes: tuple[str, ..
             def reduce_scatter(self: Group, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
                 return own(self, tensor) if self.axes == axes else blocking_scatter(self, tensor, *rest)
 
-            def start_reduce_scatter(self: Group, tensor: torch.Tensor, *rest: Any) -> Work[torch.Tensor]:
+            def start_reduce_scatter(
+                self: Group, tensor: torch.Tensor, *rest: Any, **options: Any
+            ) -> Work[torch.Tensor]:
                 if self.axes == axes:
                     return Work(own(self, tensor))
-                return starting_scatter(self, tensor, *rest)
+                return starting_scatter(self, tensor, *rest, **options)
 
             patch.setattr(Group, "reduce_scatter", reduce_scatter)
             patch.setattr(Group, "start_reduce_scatter", start_reduce_scatter)

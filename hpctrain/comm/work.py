@@ -1,0 +1,106 @@
+"""Work: a started operation of a Group.
+
+Started ones go on while this rank tests or waits for any of them, in whatever order, but not while it
+computes or sits in a blocking call: what one rank waits for before a blocking call, the others must wait for
+before it too.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.ledger import LedgerEntry
+from hpctrain.comm.timeline import TimelineSpan
+from hpctrain.comm.transport import Pending
+
+Result = TypeVar("Result", bound="Tensor | None")
+
+
+class Work(Generic[Result]):
+    """An operation of a Group: this one is complete."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def wait(self) -> Result:
+        """Complete the operation; its result."""
+        return self._result
+
+    def test(self) -> bool:
+        """Let the operation make progress, without blocking; whether it is complete."""
+        return True
+
+
+class StartedWork(Work[Result]):
+    """An operation that was started, which keeps its tensors alive until it is complete.
+
+    `under_way` are all such operations of this rank.
+    """
+
+    __slots__ = ("_call", "_entry", "_pending", "_span", "_under_way")
+
+    def __init__(
+        self,
+        result: Result,
+        pending: Pending,
+        call: Call,
+        entry: LedgerEntry,
+        span: TimelineSpan | None,
+        under_way: set[StartedWork[Any]],
+    ) -> None:
+        super().__init__(result)
+        self._pending: Pending | None = pending
+        self._call, self._entry, self._span, self._under_way = call, entry, span, under_way
+        under_way.add(self)
+
+    def wait(self) -> Result:
+        """See Work."""
+        if self._pending is not None:
+            began = perf_counter()
+            calls = self._call.group.calls
+            calls.waits, calls.current = began, self._call
+            if len(self._under_way) == 1:
+                self._pending.wait()
+                self._done()
+            else:  # others may wait for what this rank does next in its other operations
+                while not self._go_on():
+                    for work in list(self._under_way):
+                        work._go_on()
+            self._call.group.leave()
+            self._count(began)
+        return self._result
+
+    def test(self) -> bool:
+        """See Work."""
+        if self._pending is None:
+            return True
+        began = perf_counter()
+        complete = self._go_on()
+        self._count(began)
+        return complete
+
+    def _go_on(self) -> bool:
+        if self._pending is not None and self._pending.test():
+            self._done()
+        return self._pending is None
+
+    def _done(self) -> None:
+        self._pending = None
+        self._call.release()
+        self._under_way.discard(self)
+        if self._span is not None:
+            self._span.end = perf_counter()
+
+    def _count(self, began: float) -> None:
+        now = perf_counter()
+        self._entry.seconds += now - began
+        if self._span is not None:
+            self._span.inside += now - began
+            if self._pending is None:
+                self._span.end = now
