@@ -12,9 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,7 +78,8 @@ class Report:
 @contextmanager
 def examination() -> Iterator[Report]:
     """The Report, with MPI started on entering (if it can be) and ended on leaving. Collective."""
-    findings = [_python(), *_packages()]
+    python = Finding("Python", f"{sys.version.split()[0]} ({sys.executable})")
+    findings = [python, *_packages()]
     torch, finding = _torch()
     findings.append(finding)
     findings += _gpus(torch)
@@ -92,10 +94,11 @@ def examination() -> Iterator[Report]:
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
     ranks = world.allgather(_rank_report(world.rank, node.rank, torch))
     node.Free()
-    findings += [_thread_level(mpi), _launcher(world.size), _layout(ranks), *_binding(ranks)]
-    findings += _contradictions(world.rank, ranks)
-    findings += _hdf5(world, len({each.hostname for each in ranks}))
-    findings.append(_slurm())
+    nodes = len({each.hostname for each in ranks})
+    layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
+    findings += [_thread_level(mpi), _launcher(world.size), Finding("ranks and nodes", layout)]
+    findings += _binding(ranks)
+    findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
     faulthandler.cancel_dump_traceback_later()
     # Under a foreign launcher every process is rank 0 of its own world: then the launcher's number counts.
     rank = world.rank if started_size(os.environ) == world.size else started_rank(os.environ)
@@ -113,14 +116,8 @@ def _merge(ranks: list[list[Finding]]) -> list[Finding]:
         for finding in findings:
             if finding.remedy and (finding.topic, finding.remedy) not in known:
                 known.add((finding.topic, finding.remedy))
-                merged.append(
-                    Finding(finding.topic, f"rank {rank}: {finding.statement}", finding.remedy, finding.fatal)
-                )
+                merged.append(replace(finding, statement=f"rank {rank}: {finding.statement}"))
     return merged
-
-
-def _python() -> Finding:
-    return Finding("Python", f"{sys.version.split()[0]} ({sys.executable})")
 
 
 def _packages() -> list[Finding]:
@@ -153,18 +150,14 @@ def _torch() -> tuple[ModuleType | None, Finding]:
 
 
 def _gpus(torch: ModuleType | None) -> list[Finding]:
-    count = _gpu_count(torch)
-    seen_by_driver = _driver_gpus()
-    if torch is None or count == 0:
-        if seen_by_driver and torch is not None and not torch.version.cuda:
-            remedy = f"torch's CPU build cannot use them: {REINSTALL}, on a node where nvidia-smi works"
-            return [Finding("GPUs", f"{seen_by_driver}, unused", remedy)]
-        if seen_by_driver:
-            remedy = (
-                "torch does not see them: check CUDA_VISIBLE_DEVICES and that the driver fits torch's CUDA"
-            )
-            return [Finding("GPUs", f"{seen_by_driver}, unused", remedy)]
+    count, by_driver = _gpu_count(torch), _driver_gpus()
+    if not count and not by_driver:
         return [Finding("GPUs", "none: ranks compute on the CPU"), Finding("NCCL", "not needed without GPUs")]
+    if torch is None or not count:
+        remedy = "torch does not see them: check CUDA_VISIBLE_DEVICES and that the driver fits torch's CUDA"
+        if torch is not None and not torch.version.cuda:
+            remedy = f"torch's CPU build cannot use them: {REINSTALL}, on a node where nvidia-smi works"
+        return [Finding("GPUs", f"{by_driver}, unused", remedy)]
     names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
     findings = [Finding("GPUs", f"{count} on this node: {', '.join(names)}")]
     library = ".".join(map(str, torch.cuda.nccl.version()))
@@ -235,10 +228,9 @@ def _launcher(size: int | None) -> Finding:
     return Finding("launcher", statement, remedy, fatal=True)
 
 
-def _contradictions(rank: int, ranks: list[RankReport]) -> list[Finding]:
+def _contradictions(here: RankReport, nodes: int) -> list[Finding]:
     """What the launcher's variables say of this rank otherwise than MPI."""
-    nodes = len({each.hostname for each in ranks})
-    sentences = contradictions(os.environ, rank, ranks[rank].local_rank, nodes)
+    sentences = contradictions(os.environ, here.rank, here.local_rank, nodes)
     remedy = "start all ranks with one launcher, and neither set nor pass on its variables by hand"
     return [Finding("launcher", sentences[0], remedy, fatal=True)] if sentences else []
 
@@ -248,23 +240,15 @@ def _rank_report(rank: int, local_rank: int, torch: ModuleType | None) -> RankRe
     return RankReport(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
 
 
-def _layout(ranks: list[RankReport]) -> Finding:
-    nodes = len({each.hostname for each in ranks})
-    count = len(ranks)
-    return Finding("ranks and nodes", f"{count} rank{'s' * (count != 1)} on {nodes} node{'s' * (nodes != 1)}")
-
-
 def _binding(ranks: list[RankReport]) -> list[Finding]:
     """Nodes with more ranks than cores, or than GPUs."""
     findings = []
-    sizes = {each.hostname: 0 for each in ranks}
-    for each in ranks:
-        sizes[each.hostname] += 1
+    sizes = Counter(each.hostname for each in ranks)
     if len(set(sizes.values())) > 1:
         statement = ", ".join(f"{count} on {hostname}" for hostname, count in sorted(sizes.items()))
         remedy = "runs need as many on every node: srun --ntasks-per-node, or mpirun --map-by ppr:N:node"
         findings.append(Finding("ranks a node", statement, remedy, fatal=True))
-    for hostname in sorted({each.hostname for each in ranks}):
+    for hostname in sorted(sizes):
         here = [each for each in ranks if each.hostname == hostname]
         cores = len({core for each in here for core in each.cores})
         if 0 < cores < len(here):

@@ -16,16 +16,11 @@ import torch
 from hpctrain.comm.library import MPI
 from hpctrain.units import format_bytes
 
-ROOT = Path("/")
-"""Where /proc and the file systems of cgroups are looked for."""
+ROOT = Path("/")  # where /proc and the file systems of cgroups are looked for
+UNLIMITED = 2**60  # from so many bytes on a limit is none: version 1 of cgroups writes the largest number
 
-UNLIMITED = 2**60
-"""From so many bytes on a limit is none: version 1 of cgroups writes the largest number there is."""
-
-_REFUSALS = re.compile(
-    r"not enough memory|can't allocate memory|cannot allocate memory|bad_alloc", re.IGNORECASE
-)
-"""In what torch and libraries below it say where they get no memory."""
+# In what torch and libraries below it say where they get no memory.
+_REFUSALS = re.compile(r"not enough memory|(can't|cannot) allocate memory|bad_alloc", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,36 +51,32 @@ def peak_rss_bytes() -> int:
     Where there is /proc, from there: what `getrusage` tells began with the peak of the process that
     started this one.
     """
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    for peak in _sizes("self/status", "VmHWM"):
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def shared_bytes() -> int:
     """What this process has resident of files and shared memory, such as libraries: other processes of the
     node that use the same have no more of it; 0 where the system does not tell.
     """
-    found = re.findall(r"^Rss(?:File|Shmem):\s+(\d+) kB$", _read(ROOT / "proc/self/status"), re.MULTILINE)
-    return sum(1024 * int(size) for size in found)
+    return sum(_sizes("self/status", "RssFile", "RssShmem"))
 
 
 def node_limits(environment: Mapping[str, str]) -> list[Limit]:
     """What limits the memory of this process and others of its node together, as far as the system tells:
     the node's memory, each cgroup that it is in, and what Slurm has given the job.
     """
-    total = _meminfo("MemTotal")
-    found = [] if total is None else [Limit("node", total, "of memory")]
-    found += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size in _cgroups()]
-    found += [Limit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
-    return found
+    limits = [Limit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
+    limits += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size in _cgroups()]
+    limits += [Limit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
+    return limits
 
 
 def available_bytes() -> int | None:
     """What the node could give without pushing out what others hold; None where the system does not tell."""
-    return _meminfo("MemAvailable")
+    return next(iter(_sizes("meminfo", "MemAvailable")), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -99,10 +90,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None
 
 
-def _meminfo(name: str) -> int | None:
-    """A line of /proc/meminfo, in bytes."""
-    match = re.search(rf"^{name}:\s+(\d+) kB$", _read(ROOT / "proc/meminfo"), re.MULTILINE)
-    return None if match is None else 1024 * int(match[1])
+def _sizes(file: str, *names: str) -> list[int]:
+    """Lines of these names of a file of /proc, in bytes."""
+    lines = re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+) kB$", _read(ROOT / "proc" / file), re.MULTILINE)
+    return [1024 * int(size) for size in lines]
 
 
 def _cgroups() -> Iterator[tuple[str, int]]:
@@ -131,15 +122,15 @@ def _cgroups() -> Iterator[tuple[str, int]]:
 
 def _mounts() -> dict[str, list[tuple[str, Path]]]:
     """Mounts of cgroups that limit memory, by kind of file system: the cgroup at the top, and where."""
-    found: dict[str, list[tuple[str, Path]]] = {}
+    mounts: dict[str, list[tuple[str, Path]]] = {}
     for line in _read(ROOT / "proc/self/mountinfo").splitlines():
-        place, _, kind = line.partition(" - ")
-        left, right = place.split(), kind.split()
+        where, _, kind = line.partition(" - ")
+        left, right = where.split(), kind.split()
         if len(left) < 5 or len(right) < 3:
             continue
         if right[0] == "cgroup2" or (right[0] == "cgroup" and "memory" in right[2].split(",")):
-            found.setdefault(right[0], []).append((left[3], ROOT / left[4].lstrip("/")))
-    return found
+            mounts.setdefault(right[0], []).append((left[3], ROOT / left[4].lstrip("/")))
+    return mounts
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# An outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# Each launcher's own view of a process: number of processes, rank, rank on the node, number of nodes. An
+# outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", ""),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", ""),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
+)
 
 
-# Each launcher's own view of a process: its rank, its rank on the node, the number of nodes.
-LAUNCHER_PLACES = {
-    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", ""),
-    "PMI_SIZE": ("PMI_RANK", "MPI_LOCALRANKID", ""),
-    "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
-}
+def variables(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the inner launcher's variables, as in LAUNCHERS; none without a launcher."""
+    return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())
 
 
 def contradictions(environment: Mapping[str, str], rank: int, local_rank: int, nodes: int) -> list[str]:
@@ -22,25 +23,23 @@ def contradictions(environment: Mapping[str, str], rank: int, local_rank: int, n
 
     Only the inner launcher's variables are about this process.
     """
-    mark = next((name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None)
-    if mark is None:
-        return []
     seen = (("rank", rank), ("rank on the node", local_rank), ("number of nodes", nodes))
     return [
         f"{name} = {environment[name]}, but MPI's {what} is {value}"
-        for name, (what, value) in zip(LAUNCHER_PLACES[mark], seen, strict=True)
+        for name, (what, value) in zip(variables(environment)[1:], seen, strict=False)
         if environment.get(name, "").isdigit() and int(environment[name]) != value
     ]
 
 
 def started_size(environment: Mapping[str, str]) -> int:
     """How many processes the launcher says it started; 1 without a launcher."""
-    return _first_number(LAUNCHER_SIZES, environment, 1)
+    return next((int(environment[name]) for name in variables(environment)[:1]), 1)
 
 
 def started_rank(environment: Mapping[str, str]) -> int:
     """Which of them this is, from 0."""
-    return _first_number(LAUNCHER_RANKS, environment, 0)
+    values = (environment.get(name, "") for _, name, *_ in LAUNCHERS)
+    return next((int(value) for value in values if value.isdigit()), 0)
 
 
 def launcher_name(environment: Mapping[str, str]) -> str:
@@ -58,10 +57,3 @@ def launcher_name(environment: Mapping[str, str]) -> str:
     if "PMIX_RANK" in environment:
         return "a PMIx launcher"
     return "none (one process)"
-
-
-def _first_number(names: tuple[str, ...], environment: Mapping[str, str], default: int) -> int:
-    for name in names:
-        if environment.get(name, "").isdigit():
-            return int(environment[name])
-    return default

@@ -36,6 +36,7 @@ OPERATIONS = (
 def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once:
     """The operation by a Group. `whole` is the full tensor, `part` one rank's equal share of it."""
     root = group.rank == 0
+    other = torch.zeros_like(whole) if operation == "all_to_all" else whole
     calls: dict[str, Once] = {
         "all_reduce": lambda: group.all_reduce(whole),
         "reduce_scatter": lambda: group.reduce_scatter(whole, part),
@@ -44,13 +45,11 @@ def group_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Onc
         "reduce": lambda: group.reduce(whole),
         "gather": lambda: group.gather(part, 0, whole if root else None),
         "scatter": lambda: group.scatter(whole if root else None, part),
+        "all_to_all": lambda: group.all_to_all(whole, other),
         "send_recv": lambda: _there_and_back(
             group.rank, lambda peer: group.send(whole, peer), lambda peer: group.recv(whole, peer)
         ),
     }
-    if operation == "all_to_all":
-        other = torch.zeros_like(whole)
-        return lambda: group.all_to_all(whole, other)
     return calls[operation]
 
 
@@ -58,6 +57,7 @@ def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Onc
     """The operation by plain mpi4py on the arrays of the same memory."""
     communicator, root = communicator_of(group.objects), group.rank == 0
     array, piece = whole.numpy(), part.numpy()
+    other = torch.zeros_like(whole).numpy() if operation == "all_to_all" else array
     calls: dict[str, Once] = {
         "all_reduce": lambda: communicator.Allreduce(MPI.IN_PLACE, array),
         "reduce_scatter": lambda: communicator.Reduce_scatter_block(array, piece),
@@ -66,15 +66,13 @@ def plain_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Onc
         "reduce": lambda: communicator.Reduce(MPI.IN_PLACE if root else array, array if root else None),
         "gather": lambda: communicator.Gather(piece, array if root else None),
         "scatter": lambda: communicator.Scatter(array if root else None, piece),
+        "all_to_all": lambda: communicator.Alltoall(array, other),
         "send_recv": lambda: _there_and_back(
             group.rank,
             lambda peer: communicator.Send(array, peer),
             lambda peer: communicator.Recv(array, peer),
         ),
     }
-    if operation == "all_to_all":
-        other = torch.zeros_like(whole).numpy()
-        return lambda: communicator.Alltoall(array, other)
     return calls[operation]
 
 
@@ -100,6 +98,7 @@ def gloo_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once
     """The operation by gloo, once `start_gloo` was called."""
     gloo, root = torch.distributed, group.rank == 0
     pieces = list(whole.chunk(group.size))
+    other = torch.zeros_like(whole) if operation == "all_to_all" else whole
     calls: dict[str, Once] = {
         "all_reduce": lambda: gloo.all_reduce(whole),
         "all_gather": lambda: gloo.all_gather_into_tensor(whole, part),
@@ -107,13 +106,11 @@ def gloo_call(group: Group, operation: str, whole: Tensor, part: Tensor) -> Once
         "reduce": lambda: gloo.reduce(whole, 0),
         "gather": lambda: gloo.gather(part, pieces if root else None),
         "scatter": lambda: gloo.scatter(part, pieces if root else None),
+        "all_to_all": lambda: gloo.all_to_all_single(other, whole),
         "send_recv": lambda: _there_and_back(
             group.rank, lambda peer: gloo.send(whole, peer), lambda peer: gloo.recv(whole, peer)
         ),
     }
-    if operation == "all_to_all":
-        other = torch.zeros_like(whole)
-        return lambda: gloo.all_to_all_single(other, whole)
     return calls.get(operation)
 
 

@@ -78,9 +78,9 @@ class PlannedMesh:
         """The node of every rank of a group."""
         here = {"pipeline": self._stage}
         others = [axis for axis in self._sizes if axis not in group.axes]
-        places = ((rank, coordinates(self._sizes, rank)) for rank in range(prod(self._sizes.values())))
+        located = ((rank, coordinates(self._sizes, rank)) for rank in range(prod(self._sizes.values())))
         return [
             rank // self._per_node
-            for rank, place in places
-            if all(place[axis] == here.get(axis, 0) for axis in others)
+            for rank, along in located
+            if all(along[axis] == here.get(axis, 0) for axis in others)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.comm.launcher import LAUNCHER_SIZES
+from hpctrain.comm.launcher import variables
 from hpctrain.comm.library import MPI
 from hpctrain.comm.srun import loaded_mpis, lost_under_srun
 from hpctrain.errors import HpctrainError
@@ -19,16 +19,13 @@ def check_srun(environment: Mapping[str, str]) -> None:
 
 def check_launcher(environment: Mapping[str, str], size: int) -> None:
     """HpctrainError if the launcher started more processes than this MPI found: silent singletons."""
-    for name in LAUNCHER_SIZES:
-        value = environment.get(name, "")
-        if value.isdigit():
-            if int(value) != size:
-                raise HpctrainError(
-                    f"the launcher started {value} processes ({name}), but MPI sees a world of {size}: "
-                    f"mpi4py is built against another MPI ({MPI.get_vendor()[0]}) than the launcher's; use "
-                    "that MPI's own mpirun, or srun with the matching --mpi"
-                )
-            return
+    for name in variables(environment)[:1]:
+        if int(environment[name]) != size:
+            raise HpctrainError(
+                f"the launcher started {environment[name]} processes ({name}), but MPI sees a world of "
+                f"{size}: mpi4py is built against another MPI ({MPI.get_vendor()[0]}) than the launcher's; "
+                "use that MPI's own mpirun, or srun with the matching --mpi"
+            )
 
 
 def refuse_contradictions(sentences: Sequence[str]) -> None:

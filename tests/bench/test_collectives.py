@@ -1,4 +1,7 @@
-"""The benchmark of collectives: what it measures, not how fast that is."""
+"""The benchmark of collectives: what it measures, not how fast that is.
+
+Tests of bench/collectives.py and comm/peers.py.
+"""
 
 from __future__ import annotations
 

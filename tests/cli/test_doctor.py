@@ -1,4 +1,7 @@
-"""hpctrain doctor: sees what is there, survives what is not."""
+"""hpctrain doctor: sees what is there, survives what is not.
+
+Tests of cli/doctor.py and comm/doctor.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The World's place, its device, and agreement on errors."""
+"""The World's place, its device, and agreement on errors.
+
+Tests of comm/world.py, comm/device.py, comm/launcher.py and comm/start_checks.py.
+"""
 
 from __future__ import annotations
 
