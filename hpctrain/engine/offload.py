@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,12 +18,10 @@ from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor, check_roo
 from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import OffloadedOptimizer, state_elements
-from hpctrain.optim.optimizer import STATE_BYTES, Optimizer, ResidentOptimizer, UpdateRule
+from hpctrain.optim.optimizer import STATE_BYTES, Agreement, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
-
-Agreement = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)

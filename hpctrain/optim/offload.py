@@ -6,8 +6,8 @@ read and the last one is written, so that a step takes as long as the slowest of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,18 @@ from torch import Tensor
 
 from hpctrain.comm.device import on_host
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer, to_read
-from hpctrain.optim.optimizer import MASTER, STATE_BYTES, Elements, State, UpdateRule, decay_ranges, refresh
+from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
+from hpctrain.optim.optimizer import (
+    MASTER,
+    STATE_BYTES,
+    Agreement,
+    Elements,
+    Optimizer,
+    State,
+    UpdateRule,
+    decay_ranges,
+    refresh,
+)
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
 
 SLOTS = 3
@@ -32,17 +42,11 @@ class OffloadSlice:
     part: slice
     decayed: bool
 
-    @property
-    def elements(self) -> int:
-        """Elements of the piece."""
-        return int(self.part.stop - self.part.start)
 
-
-class OffloadedOptimizer:
+class OffloadedOptimizer(Optimizer):
     """As ResidentOptimizer, whose results are the same bits where gradients and parameters are on the CPU.
 
-    `store` makes the memory of the state. Where it is files, at most `buffer_bytes` of it are in memory, and
-    `agreement` surrounds what may fail on one rank alone (`World.agreement`).
+    `store` makes the memory of the state. Where it is files, at most `buffer_bytes` of it are in memory.
     """
 
     def __init__(
@@ -51,35 +55,24 @@ class OffloadedOptimizer:
         buckets: Sequence[Bucket],
         store: Store,
         buffer_bytes: int,
-        agreement: Callable[[], AbstractContextManager[None]] = nullcontext,
+        agreement: Agreement = nullcontext,
     ) -> None:
-        assert rule.by_element, "pieces are cut anywhere"
-        self.rule, self.buckets, self.updates = rule, buckets, 0
-        self._agreement = agreement
-        self._states = [_state(rule, bucket, store) for bucket in buckets]
+        super().__init__(rule, buckets, [_state(rule, bucket, store) for bucket in buckets], agreement)
+        self.updates = 0
         self._pieces = [
             OffloadSlice(bucket, state, part, decayed)
-            for bucket, state in zip(buckets, self._states, strict=True)
+            for bucket, state in zip(buckets, self.states, strict=True)
             for part, decayed in _parts(rule, bucket, buckets, buffer_bytes)
         ]
         self._slots = [_Slot(longest) for longest in _slot_elements(rule, buckets, buffer_bytes)]
 
     @property
-    def states(self) -> Sequence[State]:
-        """The state, by bucket."""
-        return self._states
-
-    @property
     def working_bytes(self) -> int:
-        """Memory of the pieces on their way."""
+        """See Optimizer."""
         return sum(slot.bytes for slot in self._slots)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
-
-        The gradient buffers hold the divided gradients afterwards, where they are fp32 and on the CPU.
-        InputOutputError on all ranks where a file of one of them fails; the state is then lost.
-        """
+        """See Optimizer. InputOutputError on all ranks where a file of one fails; the state is then lost."""
         with self._agreement():
             try:
                 self._update_all(learning_rate, gradient_divisor)
@@ -89,15 +82,6 @@ class OffloadedOptimizer:
                         slot.settle()  # nothing goes on behind the error
                 raise
         self.updates += 1
-        refresh(self.buckets)
-
-    def publish(self) -> None:
-        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
-        with self._agreement():
-            for bucket, state in zip(self.buckets, self._states, strict=True):
-                if state[MASTER] is not bucket.own_values:
-                    for first, master in to_read(state[MASTER]):
-                        _put(bucket.own_values[first : first + master.numel()], master)
         refresh(self.buckets)
 
     def _update_all(self, learning_rate: float, divisor: float) -> None:
@@ -233,10 +217,3 @@ def _parts(
     for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True):
         for first in range(part.start, part.stop, most):
             yield slice(first, min(first + most, part.stop)), decayed
-
-
-def _put(target: Flat, values: Tensor) -> None:
-    if isinstance(target, Tensor):
-        target.copy_(values)
-    else:
-        target.store(values.to(target.dtype))

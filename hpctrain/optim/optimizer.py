@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.memory.scratch import Flat
+from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.sharding.bucket import Bucket
 
 State = Mapping[str, Flat]
@@ -19,6 +21,8 @@ for each, which lies where the element lies in its Shard."""
 MASTER = "master"
 """In every State: the weights that are updated, the bucket's `own_values` themselves where those are fp32 and
 lie where the update is computed."""
+
+Agreement = Callable[[], AbstractContextManager[None]]
 
 STATE_BYTES = 4
 """Of a value: fp32."""
@@ -52,32 +56,45 @@ class UpdateRule(Protocol):
         """Update in place; the gradients are divided by `gradient_divisor`, and stay so."""
 
 
-class Optimizer(Protocol):
-    """What updates the parameters of buckets by a rule, wherever it keeps its state."""
+class Optimizer(ABC):
+    """Updates the parameters of buckets by a rule, wherever it has its `states`, one for each bucket.
 
-    rule: UpdateRule
-    buckets: Sequence[Bucket]
+    `updates` counts those done so far, as the bias correction does. `agreement` surrounds what may fail on
+    one rank alone (`World.agreement`).
+    """
 
-    @property
-    def states(self) -> Sequence[State]:
-        """The state, by bucket."""
+    updates: int
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        buckets: Sequence[Bucket],
+        states: Sequence[State],
+        agreement: Agreement = nullcontext,
+    ) -> None:
+        assert rule.by_element, "buckets are cut anywhere"
+        self.rule, self.buckets, self.states, self._agreement = rule, buckets, states, agreement
+
+    @abstractmethod
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
+
+        Gradient buffers in fp32 that lie where the update is computed hold the divided gradients afterwards.
+        """
 
     @property
     def working_bytes(self) -> int:
         """Host memory that state which lies elsewhere passes through."""
-
-    @property
-    def updates(self) -> int:
-        """Updates done so far; what the bias correction counts."""
-
-    @updates.setter
-    def updates(self, count: int) -> None: ...
-
-    def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient)."""
+        return 0
 
     def publish(self) -> None:
         """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
+        with self._agreement():
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                if state[MASTER] is not bucket.own_values:
+                    for first, master in to_read(state[MASTER]):
+                        _put(bucket.own_values[first : first + master.numel()], master)
+        refresh(self.buckets)
 
 
 @dataclass(frozen=True)
@@ -91,34 +108,23 @@ class _Part:
     updates: Tensor
 
 
-class ResidentOptimizer:
+class ResidentOptimizer(Optimizer):
     """Keeps the state where it is updated, and updates all buckets in one call."""
 
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
-        assert rule.by_element, "buckets are cut anywhere"
-        self.rule, self.buckets = rule, buckets
-        self._states = [_state(rule, bucket) for bucket in buckets]
+        states = [_state(rule, bucket) for bucket in buckets]
+        super().__init__(rule, buckets, states)
         self._parts = [
             _Part(bucket, span, decayed, {name: flat[span] for name, flat in state.items()}, updates)
-            for bucket, state in zip(buckets, self._states, strict=True)
+            for bucket, state in zip(buckets, states, strict=True)
             for span, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
             for updates in [torch.zeros((), device=state[MASTER].device)]
             if span.stop > span.start
         ]
 
     @property
-    def states(self) -> Sequence[Mapping[str, Tensor]]:
-        """The state, by bucket."""
-        return self._states
-
-    @property
-    def working_bytes(self) -> int:
-        """None: the state is where it is updated."""
-        return 0
-
-    @property
     def updates(self) -> int:
-        """Updates done so far; what the bias correction counts."""
+        """See Optimizer."""
         return int(self._parts[0].updates.item())
 
     @updates.setter
@@ -127,10 +133,7 @@ class ResidentOptimizer:
             part.updates.fill_(count)
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
-        """Update with gradients divided by `gradient_divisor` (loss scale over clip coefficient).
-
-        Gradient buffers in fp32 hold the divided gradients afterwards.
-        """
+        """See Optimizer."""
         if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets):
             self._update(self._parts, learning_rate, gradient_divisor)
         else:
@@ -139,14 +142,6 @@ class ResidentOptimizer:
                 parts = [part for part in self._parts if part.bucket is bucket]
                 self._update(parts, learning_rate, gradient_divisor)
         self.publish()
-
-    def publish(self) -> None:
-        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
-        for bucket, state in zip(self.buckets, self._states, strict=True):
-            if state[MASTER] is not bucket.own_values:
-                assert isinstance(bucket.own_values, Tensor)
-                bucket.own_values.copy_(state[MASTER])
-        refresh(self.buckets)
 
     def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
         elements = [
@@ -175,3 +170,10 @@ def _state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
     assert isinstance(values, Tensor)
     master = values if values.dtype == torch.float32 else values.float()
     return {MASTER: master, **{name: torch.zeros_like(master) for name in rule.names}}
+
+
+def _put(target: Flat, values: Tensor) -> None:
+    if isinstance(target, Tensor):
+        target.copy_(values)
+    else:
+        target.store(values.to(target.dtype))

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.comm.host_memory import resident_bytes
-from hpctrain.optim.adamw import fused_update
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.optimizer import MASTER, Elements
 
 
 def library_bytes() -> int:
@@ -29,7 +30,6 @@ def library_bytes() -> int:
     chosen = functional.linear(rows, weight).log_softmax(-1)[torch.arange(256), torch.arange(256) % 64]
     (-chosen.mean()).backward()
     assert weight.grad is not None
-    moments = torch.zeros_like(weight), torch.zeros_like(weight)
-    updates = [torch.zeros(())]
-    fused_update([weight], [weight.grad], [moments[0]], [moments[1]], updates, 0.0, 0.0, (0.9, 0.95), 1e-8)
+    state = {MASTER: weight} | {name: torch.zeros_like(weight) for name in AdamW.names}
+    AdamW((0.9, 0.95), 1e-8, 0.0).update([Elements(state, weight.grad, torch.zeros(()), True)], 0.0, 1.0)
     return resident_bytes()
