@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
@@ -27,6 +30,19 @@ class LayerGroups:
     context_form: ContextForm = "ring"
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""
+        return self.tensor.all_gather(x) if self.sequence_parallel else x
+
+    def start_sum(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
+        """Sum x [s, ...] over the tensor axis: a piece of it under sequence parallelism, else in place."""
+        start = self.tensor.start_reduce_scatter if self.sequence_parallel else self.tensor.start_all_reduce
+        return start(x, blocking=blocking)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """As `start_sum`, at once."""
+        return self.start_sum(x, True).wait()
 
     @property
     def sequence_partial(self) -> frozenset[str]:

@@ -123,9 +123,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, *_: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
-        groups = layer.groups
-        whole = groups.tensor.all_gather(x) if groups.sequence_parallel else x
-        return layer.product.forward(whole, layer.bias())
+        return layer.product.forward(layer.groups.gathered(x), layer.bias())
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,26 +133,17 @@ class _Column(torch.autograd.Function):
         output_gradient = output_gradient.contiguous()
         deferred = groups.weight_gradients.deferring
         gathering = tensor.start_all_gather(x) if groups.sequence_parallel and not deferred else None
-        input_gradient: Tensor | None = None
-        reducing = None
+        summing = None
         if ctx.needs_input_grad[0]:
-            input_gradient = layer.product.input_gradient(output_gradient)
-            if groups.sequence_parallel:
-                reducing = tensor.start_reduce_scatter(input_gradient)
-            elif tensor.size > 1:
-                reducing = tensor.start_all_reduce(input_gradient)
+            summing = groups.start_sum(layer.product.input_gradient(output_gradient))
 
         def compute() -> None:
-            if gathering is not None:
-                whole = gathering.wait()
-            else:
-                whole = tensor.all_gather(x) if groups.sequence_parallel else x
+            whole = groups.gathered(x) if gathering is None else gathering.wait()
             layer._add_gradients(output_gradient, whole)
             layer._add_bias_gradients(output_gradient)
 
         groups.weight_gradients.submit(compute, x, output_gradient)
-        if reducing is not None:
-            input_gradient = reducing.wait()
+        input_gradient = None if summing is None else summing.wait()
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
 
 
@@ -163,15 +152,10 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: RowLinear, *_: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(x)
-        groups, tensor = layer.groups, layer.groups.tensor
-        bias = layer.bias()
-        if tensor.size == 1:
+        groups, bias = layer.groups, layer.bias()
+        if groups.tensor.size == 1:
             return layer.product.forward(x, bias)
-        output = layer.product.forward(x)
-        if groups.sequence_parallel:
-            output = tensor.reduce_scatter(output)
-        else:
-            output = tensor.all_reduce(output)
+        output = groups.sum(layer.product.forward(x))
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -181,7 +165,7 @@ class _Row(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
-        whole = groups.tensor.all_gather(output_gradient) if groups.sequence_parallel else output_gradient
+        whole = groups.gathered(output_gradient)
         input_gradient = layer.product.input_gradient(whole) if ctx.needs_input_grad[0] else None
         groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x), whole, x)
         return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))

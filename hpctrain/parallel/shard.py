@@ -93,13 +93,13 @@ class Parameter(nn.Parameter):
     shard: Shard
     decayed: bool
     initial: Initial
-    uses: int
-    _gradient: Tensor | None
-    _stale: bool
-    apart: bool
-    lookups: Tensor | None
-    open_gradient: Callable[[], None] | None
-    on_added: Callable[[Parameter], None] | None
+    uses: int = 1
+    apart: bool = False
+    lookups: Tensor | None = None
+    open_gradient: Callable[[], None] | None = None
+    on_added: Callable[[Parameter], None] | None = None
+    _gradient: Tensor | None = None
+    _stale: bool = False
 
     def __new__(  # noqa: D102
         cls, shard: Shard, decayed: bool = True, initial: Initial = "normal"
@@ -107,20 +107,8 @@ class Parameter(nn.Parameter):
         # One element seen as many: of the right shape, yet without memory.
         data = torch.empty(1).expand(shard.local)
         self: Parameter = super().__new__(cls, data, requires_grad=True)
-        self.shard = shard
-        self.decayed = decayed
-        self.initial = initial
-        self.uses = 1
-        self.apart = False
-        self.lookups = None
-        self._gradient = None
-        self._stale = False
-        self.open_gradient = None
-        self.on_added = None
+        self.shard, self.decayed, self.initial = shard, decayed, initial
         return self
-
-    def __init__(self, shard: Shard, decayed: bool = True, initial: Initial = "normal") -> None:
-        """See the class; the work is done in __new__, as torch requires."""
 
     @property
     def gradient(self) -> Tensor | None:

@@ -50,9 +50,8 @@ def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroup
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, layer: VocabularyEmbedding, weight: Tensor) -> Tensor:
-        tensor = layer.groups.tensor
         ctx.layer = layer
-        if tensor.size == 1:
+        if layer.groups.tensor.size == 1:
             ctx.save_for_backward(indices)
             return functional.embedding(indices, weight)
         local = indices - layer.shard.start[0]
@@ -60,17 +59,14 @@ class _Lookup(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         output = functional.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
-        if layer.groups.sequence_parallel:
-            return tensor.reduce_scatter(output)
-        return tensor.all_reduce(output)
+        return layer.groups.sum(output)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, None, None]:
         layer: VocabularyEmbedding = ctx.layer
         if not layer.table.requires_grad:
             return None, None, None
-        if layer.groups.sequence_parallel:
-            output_gradient = layer.groups.tensor.all_gather(output_gradient.contiguous())
+        output_gradient = layer.groups.gathered(output_gradient)
         table = layer.table
         gradient = table.lookups if table.lookups is not None else table.gradient
         assert gradient is not None
@@ -137,9 +133,7 @@ class VocabularyHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling."""
         tensor = self.groups.tensor
-        if self.groups.sequence_parallel:
-            hidden = tensor.all_gather(hidden)
-        local = self.product.forward(hidden)
+        local = self.product.forward(self.groups.gathered(hidden))
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
@@ -160,8 +154,8 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: VocabularyHead, of_chunk: ChunkLoss, learning: bool, _: Tensor
     ) -> Tensor:
-        groups, table = head.groups, head.table
-        whole = groups.tensor.all_gather(hidden) if groups.sequence_parallel else hidden
+        table = head.table
+        whole = head.groups.gathered(hidden)
         rows = whole.reshape(-1, whole.shape[-1])
         gradient = torch.empty_like(rows) if learning else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
@@ -182,12 +176,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         head: VocabularyHead = ctx.head
-        groups, table = head.groups, head.table
         (gradient,) = ctx.saved_tensors
-        if groups.sequence_parallel:
-            gradient = groups.tensor.reduce_scatter(gradient)
-        elif groups.tensor.size > 1:
-            gradient = groups.tensor.all_reduce(gradient)
-        if table.requires_grad:
-            table.added()
+        gradient = head.groups.sum(gradient)
+        if head.table.requires_grad:
+            head.table.added()
         return gradient, None, None, None, None

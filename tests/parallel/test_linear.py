@@ -1,4 +1,7 @@
-"""Column and row layers: fused weights, and weight gradients computed later."""
+"""Column and row layers: fused weights, and weight gradients computed later.
+
+Tests of parallel/linear.py, parallel/shard.py and parallel/weight_grad.py.
+"""
 
 from __future__ import annotations
 
