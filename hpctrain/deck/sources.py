@@ -33,7 +33,7 @@ class Place:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Sources:
     """The places of a deck's keys ("batch.micro_size"), and the name of the deck itself.
 
@@ -41,15 +41,9 @@ class Sources:
     Sources are equal: decks with the same values are the same deck, wherever they were written.
     """
 
-    name: str = "deck"
-    places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}))
-    defaulted: frozenset[str] = frozenset()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sources)
-
-    def __hash__(self) -> int:
-        return hash(Sources)
+    name: str = field(default="deck", compare=False)
+    places: Mapping[str, Place] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    defaulted: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __reduce__(self) -> tuple[type[Sources], tuple[str, dict[str, Place], frozenset[str]]]:
         """Copies and pickles keep no places: they matter where the deck was read."""

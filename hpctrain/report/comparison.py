@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpctrain.pipeline.simulate import Simulation, simulate
+from hpctrain.pipeline.simulate import simulate
 from hpctrain.report.cells import Cell, arrange, title
 from hpctrain.report.fonts import drawable
 from hpctrain.report.picture import add_legend, draw_rows
@@ -41,17 +41,14 @@ def draw_comparison(name: str, step: RecordedStep) -> Figure:
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (heading, result) in zip(axes, panels, strict=True):
         draw_rows(panel, schedule, rows[heading], (width - _MARGIN) / total)
-        panel.set_title(f"{heading}: {_figures(result)}", fontsize=11, loc="left", pad=6)
+        cost, ideal = (f"{_MILLISECONDS * seconds:.4g} ms" for seconds in (result.cost, result.ideal))
+        figures = f"bubble {100 * result.bubble_rate:.1f}%, cost {cost}, ideal {ideal}"
+        panel.set_title(f"{heading}: {figures}", fontsize=11, loc="left", pad=6)
         panel.set_xlabel("")
     axes[0].set_xlim(0, total)
     axes[-1].set_xlabel("time (ms)", fontsize=11)
     add_legend(figure, schedule)
     return figure
-
-
-def _figures(result: Simulation) -> str:
-    cost, ideal = _MILLISECONDS * result.cost, _MILLISECONDS * result.ideal
-    return f"bubble {100 * result.bubble_rate:.1f}%, cost {cost:.4g} ms, ideal {ideal:.4g} ms"
 
 
 def _in_milliseconds(rows: list[list[Cell]]) -> list[list[Cell]]:

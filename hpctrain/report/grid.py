@@ -87,7 +87,7 @@ class _Ruler:
         cramped = numbers_only and 1 <= wide < least
         wide = min(wide, most) if cramped else min(max(wide, least), most)
         edges = (edge / short for row in rows for cell in row for edge in (cell.start, cell.end))
-        if all(map(_is_integer, edges)):
+        if all(abs(edge - round(edge)) < 1e-6 for edge in edges):
             wide = math.floor(wide + 1e-9)
         scale = wide / short
         columns = max(round(total * scale), 1)
@@ -176,10 +176,6 @@ def _paint(letters: str, colour: tuple[float, float, float]) -> str:
     red, green, blue = map(round, colour)
     background, ink = 16 + 36 * red + 6 * green + blue, 16 if is_light(colour) else 231
     return f"\x1b[48;5;{background};38;5;{ink}m{letters}\x1b[0m"
-
-
-def _is_integer(number: float) -> bool:
-    return abs(number - round(number)) < 1e-6
 
 
 def _round_step(least: float) -> float:

@@ -52,7 +52,10 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
         return _inspect_folder(group, target, wish, show)
     structure = _read(group, target, wish.verify)
     if wish.other is not None:
-        return _inspect_two(group, structure, _read(group, wish.other, wish.verify), wish, show)
+        differing = differences(structure, _read(group, wish.other, wish.verify), group)
+        if group.rank == 0:
+            show(_json(differing) if wish.as_json else "\n".join(differences_text(differing, wish.tensors)))
+        return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
     with together(group):
         if group.rank == 0:
             if wish.deck:
@@ -69,15 +72,6 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
 
 def _read(group: Group, path: Path, thorough: bool) -> Structure:
     return verify(path, group) if thorough else examine(path, group)
-
-
-def _inspect_two(
-    group: Group, one: Structure, other: Structure, wish: InspectionWish, show: Callable[[str], None]
-) -> int:
-    differing = differences(one, other, group)
-    if group.rank == 0:
-        show(_json(differing) if wish.as_json else "\n".join(differences_text(differing, wish.tensors)))
-    return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
 
 
 def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:

@@ -142,14 +142,18 @@ def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Ter
     files = proc / str(process or os.getpid()) / "fd"
     if process is None and not files.is_dir():
         return _own_terminal()
-    if _is_file(files / "1"):  # redirected by a shell between the launcher and this process
+    if stat.S_ISREG(_status(files / "1")[0]):  # redirected by a shell between the launcher and this process
         return None
     launcher = _find_launcher(proc, process or os.getpid())
     if launcher is not None:
         files = proc / str(launcher) / "fd"
-    if not _is_terminal(files / "1"):
-        return None
-    return Terminal(str(files / "1"), takes_errors=_same_device(files / "1", files / "2"))
+    kind, device = _status(files / "1")
+    # Opening a pipe here would make this process one of its readers.
+    if stat.S_ISCHR(kind):
+        with suppress(OSError), _opened(files / "1") as descriptor:
+            if os.isatty(descriptor):
+                return Terminal(str(files / "1"), takes_errors=device == _status(files / "2")[1] != 0)
+    return None
 
 
 def _find_launcher(proc: Path, process: int) -> int | None:
@@ -181,19 +185,11 @@ def _own_terminal() -> Terminal | None:
     return None
 
 
-def _is_file(path: Path) -> bool:
+def _status(path: Path) -> tuple[int, int]:
+    """Mode and device of a file; zeros where there is none."""
     with suppress(OSError):
-        return stat.S_ISREG(path.stat().st_mode)
-    return False
-
-
-def _is_terminal(path: Path) -> bool:
-    with suppress(OSError):
-        # Opening a pipe here would make this process one of its readers.
-        if stat.S_ISCHR(path.stat().st_mode):
-            with _opened(path) as descriptor:
-                return os.isatty(descriptor)
-    return False
+        return path.stat().st_mode, path.stat().st_rdev
+    return 0, 0
 
 
 @contextmanager
@@ -203,9 +199,3 @@ def _opened(path: Path | str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _same_device(one: Path, other: Path) -> bool:
-    with suppress(OSError):
-        return one.stat().st_rdev == other.stat().st_rdev != 0
-    return False
