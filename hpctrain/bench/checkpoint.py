@@ -137,9 +137,10 @@ class _Bench:
     """An engine whose state is saved and loaded, and what was measured."""
 
     def __init__(self, world: World, deck: Deck, wish: CheckpointWish) -> None:
-        self.world, self.deck, self.wish = world, deck, wish
         vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-        engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
+        deck = deck.with_keys(model={"vocabulary": vocabulary})
+        self.world, self.deck, self.wish = world, deck, wish
+        engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
         self.engine = engine
         batches = Batches(SyntheticSource(deck.batch.sequence, vocabulary, deck.run.seed), deck.run.seed)
         self.trainer = Trainer(deck, engine, batches)

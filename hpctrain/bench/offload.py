@@ -91,10 +91,9 @@ def bench_offload(
 
 def _engine(deck: Deck, world: World, place: str) -> Engine:
     """An engine whose gradients are random and whose optimizer state lives in `place`."""
-    wanted = {"optimizer": place, "parameters": "device"}
-    deck = deck.model_copy(update={"memory": deck.memory.model_copy(update=wanted)})
-    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-    engine, _ = build_within_memory(deck, world, make_mesh(deck, world), vocabulary)
+    vocabulary = {"vocabulary": deck.model.vocabulary or DEFAULT_VOCABULARY}
+    deck = deck.with_keys(memory={"optimizer": place, "parameters": "device"}, model=vocabulary)
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
     for bucket in engine.buckets:
         bucket.own_gradients.normal_(std=1e-3)
     return engine

@@ -37,6 +37,7 @@ from hpctrain.model.attention import Rotary
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.report.terminal import stdout_console
 from hpctrain.train.room import build_within_memory
@@ -163,7 +164,7 @@ def bench_train(
 
 def _with_vocabulary(deck: Deck) -> Deck:
     vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-    return deck.model_copy(update={"model": deck.model.model_copy(update={"vocabulary": vocabulary})})
+    return deck.with_keys(model={"vocabulary": vocabulary})
 
 
 def _chosen(wish: TrainingWish) -> list[str]:
@@ -283,6 +284,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     rotary = None
     if shape.family == "llama":
         rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
+    assert isinstance(engine.model, Transformer)
     first = engine.model.blocks[0]
     with engine.residency.held(first.unit):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]

@@ -17,6 +17,11 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def device_named(name: str) -> torch.device:
+    """The kind of device that run.device names; a choice that a run makes is the host until then."""
+    return torch.device("cuda" if name == "cuda" else "cpu")
+
+
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

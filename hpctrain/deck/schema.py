@@ -6,6 +6,7 @@ writes their values before validation, and `derived` says in words what they wil
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -445,6 +446,11 @@ class Deck(Section):
         table = getattr(self, section)
         attributes = {_name(each, field): each for each, field in type(table).model_fields.items()}
         return getattr(table, attributes[own])
+
+    def with_keys(self, **sections: Mapping[str, object]) -> Deck:
+        """The deck with other values of these keys, by section and attribute; nothing is checked."""
+        changed = {name: getattr(self, name).model_copy(update=dict(keys)) for name, keys in sections.items()}
+        return self.model_copy(update=changed)
 
     def problem(self, name: str, sentence: str) -> str:
         """A problem with a key as the user should read it:

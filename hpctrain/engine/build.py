@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,19 +13,19 @@ from hpctrain.data.batches import Batches, SequenceSource
 from hpctrain.data.fit import token_problems
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.freeze import freeze
-from hpctrain.engine.keeping import make_keeping, open_shelf
 from hpctrain.engine.offload import Offload, make_optimizer, open_offload
 from hpctrain.engine.place import Placement, place_layers
-from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.recompute import make_recompute, open_shelf
+from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
+from hpctrain.model.frozen import freeze_parameters, frozen_problems
 from hpctrain.model.initialize import initialize
+from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
 from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
@@ -40,11 +40,11 @@ from hpctrain.sharding.synchronize import check_replicas
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who computes what, before anything large is there: what backward keeps, the layers' groups, the model's
-    shape, where its layers go, and the pipeline schedule of the deck's batch.
+    """Who computes what, before anything large is there: what is saved for backward, the layers' groups, the
+    model's shape, where its layers go, and the pipeline schedule of the deck's batch.
     """
 
-    keeping: Recompute
+    recompute: Recompute
     groups: LayerGroups
     shape: ModelShape
     placement: Placement
@@ -72,12 +72,7 @@ class Engine(Stage):
     plan: Schedule
 
     @property
-    def schedule(self) -> Callable[[int], Schedule]:
-        """The pipeline schedule of a number of micro-batches."""
-        return self.placement.schedule
-
-    @property
-    def model(self) -> Transformer:
+    def model(self) -> Part:
         """The stage's first part: all of the model where there is one stage."""
         return self.models[0]
 
@@ -119,31 +114,27 @@ def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
     """The deck with its vocabulary: the one given, or the token file's."""
     if deck.model.vocabulary is not None:
         return deck
-    model = deck.model.model_copy(update={"vocabulary": file.vocabulary})
-    return deck.model_copy(update={"model": model})
+    return deck.with_keys(model={"vocabulary": file.vocabulary})
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None) -> Arrangement:
-    """The arrangement of a deck whose vocabulary is settled, or given. Collective; may measure layers."""
-    settled = vocabulary if vocabulary is not None else deck.model.vocabulary
-    assert settled is not None
+def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
+    assert deck.model.vocabulary is not None
     with world.agreement():
-        keeping = make_keeping(deck, world)
-    groups = make_groups(deck, mesh, keeping)
-    shape = ModelShape.of(deck, settled)
+        recompute = make_recompute(deck, world)
+    groups = make_groups(deck, mesh, recompute)
+    shape = ModelShape.of(deck, deck.model.vocabulary)
     placement = place_layers(deck, shape, groups, mesh)
-    plan = placement.schedule(-(-deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))))
-    return Arrangement(keeping, groups, shape, placement, plan)
+    plan = placement.schedule(micro_batches(deck, mesh.size("data")))
+    return Arrangement(recompute, groups, shape, placement, plan)
 
 
-def build_engine(
-    deck: Deck, world: World, mesh: Mesh, vocabulary: int | None = None, roughness: float = 0.0
-) -> Engine:
+def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
     """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed.
 
     `roughness` is what `initialize` adds to biases and norm weights.
     """
-    return assemble(deck, world, mesh, arrange(deck, world, mesh, vocabulary), roughness)
+    return assemble(deck, world, mesh, arrange(deck, world, mesh), roughness)
 
 
 def assemble(
@@ -152,17 +143,17 @@ def assemble(
     """As `build_engine`, of what was arranged for this deck."""
     groups, shape, plan = arrangement.groups, arrangement.shape, arrangement.plan
     precision = Precision.of(deck)
-    models = build_parts(shape, groups, plan, arrangement.placement.split, mesh.coordinate("pipeline"))
+    number = mesh.coordinate("pipeline")
+    models = build_parts(shape, groups, plan, arrangement.placement.split, number)
     freeze(deck, world, models)
     replications = make_replications(deck, mesh)
     offload = open_offload(deck, world, models, replications, precision.storage)
     with world.agreement():
         stage = build_stage(deck, groups, models, replications, offload.parameters)
         optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, world.agreement)
-    _initialize(world, models, optimizer, deck.run.seed, roughness)
+    _initialize(world, shape, optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
-    rate = deck.learning_rate
     scaled = precision.scales_loss
     return Engine(
         **vars(stage),
@@ -174,28 +165,31 @@ def assemble(
         plan=plan,
         optimizer=optimizer,
         offload=offload,
-        activation_files=open_shelf(
-            deck, world, arrangement.keeping, shape, models, plan, mesh.coordinate("pipeline")
-        ),
+        activation_files=open_shelf(deck, world, arrangement.recompute, shape, models, plan, number),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,
         ),
-        learning_rate=LearningRate(
-            peak=rate.peak,
-            warmup=rate.warmup,
-            decay=rate.decay,
-            decay_steps=rate.decay_steps,
-            floor=rate.floor,
-            reference_batch=rate.reference_batch,
-        ),
+        learning_rate=LearningRate(**deck.learning_rate.model_dump()),
         positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
     )
 
 
-def _initialize(
-    world: World, models: Sequence[Transformer], optimizer: Optimizer, seed: int, roughness: float
-) -> None:
+def freeze(deck: Deck, world: World, models: Sequence[Part]) -> None:
+    """Freeze what `model.frozen` names: no gradient, no weight decay, and so no update.
+
+    HpctrainError on all ranks for a name that no parameter of the whole model has, and where one of several
+    weights (or biases) that are one matrix in memory would be frozen without the others. Collective.
+    """
+    patterns = deck.model.frozen
+    if patterns:
+        frozen = world.everyone.all_gather_object(freeze_parameters(models, patterns))
+        problems = frozen_problems(patterns, frozen)
+        if problems:
+            raise HpctrainError([deck.problem("model.frozen", problem) for problem in problems])
+
+
+def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int, roughness: float) -> None:
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
     targets = (
         (segment.parameter, piece, offset + first)
@@ -205,5 +199,5 @@ def _initialize(
         for first, piece in to_fill(values)
     )
     with world.agreement():
-        initialize(targets, models[0].shape, seed, roughness)
+        initialize(targets, shape, seed, roughness)
     optimizer.publish()

@@ -15,10 +15,12 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.stage import fill_parts
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.objective.objective import Objective
+from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
@@ -27,12 +29,9 @@ from hpctrain.parallel.weight_grad import Computation, compute_all
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import PreparedBatch
 from hpctrain.pipeline.simulate import Times
-from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.replication import Replications
 
-_SECONDS = 1.0
-"""What the repetitions of one measurement may take, about."""
-
+_SECONDS = 1.0  # what the repetitions of one measurement may take, about
 _MOST_REPETITIONS = 7
 _PINGS = 5
 
@@ -72,30 +71,17 @@ class LayerTimes:
         last = len(counts) - 1
 
         def seconds(name: str) -> list[float]:
-            block, first, final = (
-                getattr(passes, name) for passes in (self.block, self.embedding, self.head)
-            )
+            block, first, final = (getattr(each, name) for each in (self.block, self.embedding, self.head))
             return [
                 count * block + (part == 0) * first + (part == last) * final
                 for part, count in enumerate(counts)
             ]
 
-        return Times(
-            seconds("forward"),
-            seconds("input_gradient"),
-            seconds("weight_gradient"),
-            communication=self.communication,
-        )
+        own = seconds("forward"), seconds("input_gradient"), seconds("weight_gradient")
+        return Times(*own, self.communication)
 
 
-def measure_layers(
-    shape: ModelShape,
-    objective: Objective,
-    groups: LayerGroups,
-    mesh: Mesh,
-    micro_size: int,
-    dtype: torch.dtype,
-) -> LayerTimes:
+def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> LayerTimes:
     """Time one embedding, one block and one head with loss at their full size on this rank.
 
     Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
@@ -107,18 +93,16 @@ def measure_layers(
         Transformer(shape, groups, Span(0, 1, False, False)),
         Transformer(shape, groups, Span(layers, layers, False, True)),
     ]
-    generator, alone = torch.Generator(world.device).manual_seed(0), Replications.alone(mesh.part("data", 1))
-    for model in models:
-        for bucket in make_buckets(model.units(), alone, dtype, 1 << 62):
-            assert bucket.values is not None
-            bucket.values.normal_(std=shape.initial_std, generator=generator)
-    batch = _random_batch(shape, objective, groups, micro_size, world.device)
+    generator = torch.Generator(world.device).manual_seed(0)
+    for bucket in fill_parts(deck, models, Replications.alone(mesh.part("data", 1))):
+        assert bucket.values is not None
+        bucket.values.normal_(std=shape.initial_std, generator=generator)
 
     def repeated(times: int) -> list[Action]:
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         return [Action(kind, 0, chunk) for chunk in range(3) for _ in range(times) for kind in kinds]
 
-    replay = Replay(models, groups, batch)
+    replay = Replay(models, groups, _random_batch(deck, shape, groups, world.device))
     replay.run(repeated(1))
     started = perf_counter()
     world.everyone.barrier()
@@ -126,13 +110,10 @@ def measure_layers(
     (longest,) = _slowest(world, [perf_counter() - started])
     count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
     measured = medians(replay.run(repeated(count)))
-    memory = replay.hidden
-    del replay, models
     figures = [measured[kind, chunk] for chunk in range(3) for kind in ("F", "I", "W")]
-    figures.append(_ping(mesh.group("pipeline"), memory))
-    slowest = _slowest(world, figures)
+    *slowest, communication = _slowest(world, [*figures, _ping(mesh.group("pipeline"), replay.hidden)])
     embedding, block, head = (PassTimes(*slowest[first : first + 3]) for first in (0, 3, 6))
-    return LayerTimes(block, embedding, head, slowest[9])
+    return LayerTimes(block, embedding, head, communication)
 
 
 class Replay:
@@ -200,18 +181,17 @@ def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tens
     stage = mesh.coordinate("pipeline")
     figures = [0.0] * (3 * schedule.parts)
     for chunk in range(schedule.chunks):
-        forward, whole, first, second = (measured.get((kind, chunk), 0.0) for kind in ("F", "B", "I", "W"))
+        forward, both, first, second = (measured.get((kind, chunk), 0.0) for kind in ("F", "B", "I", "W"))
         # Where a schedule has both, the pieces tell more.
-        backward = (first, second) if first else (whole, 0.0)
+        backward = (first, second) if first else (both, 0.0)
         part = schedule.part(stage, chunk)
         figures[3 * part : 3 * part + 3] = (forward, *backward)
     *slowest, communication = _slowest(mesh.world, [*figures, _ping(mesh.group("pipeline"), hidden)])
     return Times(slowest[0::3], slowest[1::3], slowest[2::3], communication)
 
 
-def _random_batch(
-    shape: ModelShape, objective: Objective, groups: LayerGroups, micro_size: int, device: torch.device
-) -> PreparedBatch:
+def _random_batch(deck: Deck, shape: ModelShape, groups: LayerGroups, device: torch.device) -> PreparedBatch:
+    micro_size = deck.batch.micro_size
     positions = context_positions(groups.context, groups.context_form, shape.sequence).to(device)
     generator = torch.Generator().manual_seed(0)
     size = (micro_size, shape.sequence)
@@ -219,7 +199,7 @@ def _random_batch(
     samples = torch.arange(micro_size, device=device)
     dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)
-    return PreparedBatch.of(micro, objective, scale, positions, dropout)
+    return PreparedBatch.of(micro, make_objective(deck), scale, positions, dropout)
 
 
 def _ping(pipeline: Group, hidden: Tensor) -> float:
@@ -231,7 +211,7 @@ def _ping(pipeline: Group, hidden: Tensor) -> float:
         if not 0 <= other < pipeline.size:
             continue
         memory = hidden.clone()
-        found = []
+        times = []
         for _ in range(_PINGS):
             began = _now(hidden.device)
             if there:
@@ -240,11 +220,11 @@ def _ping(pipeline: Group, hidden: Tensor) -> float:
             else:
                 pipeline.recv(memory, other)
                 pipeline.send(memory, other)
-            found.append((_now(hidden.device) - began) / 2)
-        seconds.append(min(found))  # a busy machine only adds to it
+            times.append((_now(hidden.device) - began) / 2)
+        seconds.append(min(times))  # a busy machine only adds to it
     return max(seconds)
 
 
 def _slowest(world: World, figures: Sequence[float]) -> list[float]:
-    found: list[float] = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
-    return found
+    slowest = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max")
+    return [float(seconds) for seconds in slowest]

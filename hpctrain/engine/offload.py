@@ -41,33 +41,24 @@ def open_offload(
     deck: Deck, world: World, models: Sequence[Part], replications: Replications, dtype: torch.dtype
 ) -> Offload:
     """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
+    where = {"optimizer": deck.memory.optimizer, "parameters": deck.memory.parameters}
     with world.agreement():
-        if on_host(world.device):
-            problems = [
-                deck.problem(f"memory.{key}", NO_HOST)
-                for key in ("optimizer", "parameters")
-                if getattr(deck.memory, key) == "host"
-            ]
-            if problems:
-                raise HpctrainError(problems)
-    optimizer_bytes, parameter_bytes = offloaded_bytes(deck, world.device, models, replications, dtype)
-    sizes = {"optimizer": optimizer_bytes, "parameters": parameter_bytes}
-    scratch = None
-    if "disk" in (deck.memory.optimizer, deck.memory.parameters):
-        on_disk = sum(size for key, size in sizes.items() if getattr(deck.memory, key) == "disk")
-        scratch = open_scratch(deck, world, on_disk)
-    stores: dict[str, Store | None] = {"optimizer": None, "parameters": None}
-    said = []
-    for key, words in (("optimizer", "optimizer state"), ("parameters", "parameters")):
-        where = getattr(deck.memory, key)
-        if where == "disk":
-            assert scratch is not None
-            stores[key] = file_store(scratch, key)
-            said.append(f"{words} ({format_bytes(sizes[key])} a rank) in {offload_folder(deck)}")
-        elif where == "host":
-            stores[key] = host_store
-            said.append(f"{words} ({format_bytes(sizes[key])} a rank) in host memory")
-    return Offload(stores["optimizer"], stores["parameters"], scratch, ", ".join(said))
+        refused = [key for key in where if where[key] == "host" and on_host(world.device)]
+        if refused:
+            raise HpctrainError([deck.problem(f"memory.{key}", NO_HOST) for key in refused])
+    sizes = dict(zip(where, offloaded_bytes(deck, world.device, models, replications, dtype), strict=True))
+    on_disk = [key for key in where if where[key] == "disk"]
+    scratch = open_scratch(deck, world, sum(sizes[key] for key in on_disk)) if on_disk else None
+    stores: dict[str, Store] = {key: host_store for key in where if where[key] == "host"}
+    if scratch is not None:
+        stores |= {key: file_store(scratch, key) for key in on_disk}
+    words = {"optimizer": "optimizer state", "disk": str(offload_folder(deck)), "host": "host memory"}
+    said = [
+        f"{words.get(key, key)} ({format_bytes(sizes[key])} a rank) in {words[where[key]]}"
+        for key in where
+        if key in stores
+    ]
+    return Offload(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(said))
 
 
 def offloaded_bytes(
@@ -81,17 +72,15 @@ def offloaded_bytes(
 
     From the layout alone; `models` need no memory.
     """
-    memory = deck.memory
-    optimizer = parameters = 0
+    memory, size = deck.memory, deck.communication.bucket_bytes
     values_on = device if memory.parameters == "device" else torch.device("cpu")
-    for model in models:
-        for layout in bucket_layouts(model.units(), replications, deck.communication.bucket_bytes):
-            own = layout.own.stop - layout.own.start
-            if memory.optimizer != "device":
-                optimizer += STATE_BYTES * state_elements(make_rule(deck), dtype, values_on, own)
-            if memory.parameters != "device":
-                parameters += dtype.itemsize * own
-    return optimizer, parameters
+    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
+    slices = [layout.own.stop - layout.own.start for layout in layouts]
+    state = sum(state_elements(make_rule(deck), dtype, values_on, own) for own in slices)
+    return (
+        STATE_BYTES * state if memory.optimizer != "device" else 0,
+        dtype.itemsize * sum(slices) if memory.parameters != "device" else 0,
+    )
 
 
 def offload_folder(deck: Deck) -> Path:

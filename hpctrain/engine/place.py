@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import LayerTimes, measure_layers
-from hpctrain.model.precision import Precision
+from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.shape import ModelShape
-from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
@@ -32,13 +31,9 @@ class Placement:
     def __str__(self) -> str:
         text = f"layers of each part: {', '.join(map(str, self.split))}"
         if self.times is not None:
-            kinds = (
-                ("block", self.times.block),
-                ("embedding", self.times.embedding),
-                ("head", self.times.head),
-            )
             text += "; measured, a micro-batch: " + ", ".join(
-                f"{name} {1e3 * passes.total:.3g} ms" for name, passes in kinds
+                f"{name} {1e3 * getattr(self.times, name).total:.3g} ms"
+                for name in ("block", "embedding", "head")
             )
         return text
 
@@ -47,7 +42,15 @@ def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
     """The deck with a split that was found before, where it wants a balanced one."""
     if split is None or deck.layout.split != "balanced":
         return deck
-    return deck.model_copy(update={"layout": deck.layout.model_copy(update={"split": tuple(split)})})
+    return deck.with_keys(layout={"split": tuple(split)})
+
+
+def unmeasured_split(deck: Deck, schedule: Schedule) -> tuple[int, ...]:
+    """Blocks of every part as the deck gives them; even where it does not, or wants them measured."""
+    split = deck.layout.split
+    if split is None or split == "balanced":
+        return tuple(even_split(deck.model.layers, schedule.parts))
+    return split
 
 
 def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> Placement:
@@ -58,22 +61,17 @@ def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh)
     """
     layout, data = deck.layout, mesh.size("data")
     searched = layout.pipeline > 1 and layout.schedule in SEARCHED
-    micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * data))
     schedule = None if searched else make_schedule(deck, data)
-    form = outline(deck) if schedule is None else schedule(micro_batches)
+    form = outline(deck) if schedule is None else schedule(micro_batches(deck, data))
     wanted = layout.split
     times = None
     if searched or (wanted == "balanced" and form.parts > 1):
-        times = measure_layers(
-            shape, make_objective(deck), groups, mesh, deck.batch.micro_size, Precision.of(deck).storage
-        )
+        times = measure_layers(deck, shape, groups, mesh)
     if wanted == "balanced" and times is not None:
         ends = times.embedding.total, times.head.total
         split = tuple(balanced_split(shape.layers, times.block.total, *ends, form))
-    elif wanted is None or wanted == "balanced":
-        split = tuple(even_split(shape.layers, form.parts))
     else:
-        split = wanted
+        split = unmeasured_split(deck, form)
     if schedule is None:
         assert times is not None
         schedule = make_schedule(deck, data, times.of_parts(split))

@@ -1,4 +1,4 @@
-"""How many ranks each axis of the mesh has."""
+"""How many ranks each axis of the mesh has, and micro-batches each of the data axis."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from hpctrain.deck.schema import Deck
 
 def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
     """Ranks along each axis; HpctrainError where the deck does not fit so many."""
-    layout = deck.layout
-    data = data_ranks(deck, ranks)
-    sizes = dict.fromkeys(AXES, 1)
-    return sizes | {
-        "pipeline": layout.pipeline,
-        "data": data,
-        "context": layout.context,
-        "tensor": layout.tensor,
-    }
+    sizes = {axis: getattr(deck.layout, axis, 1) for axis in AXES}
+    return sizes | {"data": data_ranks(deck, ranks)}
+
+
+def micro_batches(deck: Deck, data: int) -> int:
+    """Micro-batches that each of `data` data ranks takes in a step of the whole batch."""
+    return -(-deck.batch.global_size // (deck.batch.micro_size * data))

@@ -10,12 +10,11 @@ from hpctrain.comm.group import Group
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
-from hpctrain.model.part import blocks_of
+from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.precision import Precision
-from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
-from hpctrain.sharding.bucket import Bucket, Store, make_buckets
+from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import make_reducer
@@ -40,21 +39,21 @@ class Stage:
     """
 
     groups: LayerGroups
-    models: list[Transformer]
+    models: list[Part]
     replications: Replications
     buckets: list[Bucket]
     synchronizer: GradientSynchronizer
     residency: Residency
 
 
-def make_groups(deck: Deck, mesh: Axes, keeping: Recompute) -> LayerGroups:
+def make_groups(deck: Deck, mesh: Axes, recompute: Recompute) -> LayerGroups:
     """The groups of the deck's layers."""
     return LayerGroups(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
-        saved_policy=keeping,
+        saved_policy=recompute,
     )
 
 
@@ -83,34 +82,34 @@ def zero_group_size(deck: Deck, mesh: StageMesh, everyone: Group) -> int:
         return wish
     nodes = mesh.nodes(everyone)
     size = nodes.count(nodes[0])
-    if nodes != [nodes[place // size * size] for place in range(len(nodes))] or len(nodes) % size:
-        raise HpctrainError(
-            deck.problem("layout.zero_group", "needs as many data x context ranks on every node")
-        )
+    if nodes != [nodes[rank // size * size] for rank in range(len(nodes))] or len(nodes) % size:
+        sentence = "needs as many data x context ranks on every node"
+        raise HpctrainError(deck.problem("layout.zero_group", sentence))
     return size
+
+
+def fill_parts(
+    deck: Deck,
+    models: Sequence[Part],
+    replications: Replications,
+    trained: bool = True,
+    store: Store | None = None,
+) -> list[Bucket]:
+    """Give parts of a model their memory, in buckets. Arguments as in Bucket."""
+    size, own = deck.communication.bucket_bytes, Precision.of(deck)
+    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
+    return [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
 
 
 def build_stage(
     deck: Deck,
     groups: LayerGroups,
-    models: Sequence[Transformer],
+    models: Sequence[Part],
     replications: Replications,
     store: Store | None = None,
 ) -> Stage:
     """Give the parts of a stage, frozen where they are to be, their memory; `store` makes that of slices."""
-    precision = Precision.of(deck)
-    buckets = [
-        bucket
-        for model in models
-        for bucket in make_buckets(
-            model.units(),
-            replications,
-            precision.storage,
-            deck.communication.bucket_bytes,
-            gradient_dtype=precision.gradient,
-            store=store,
-        )
-    ]
+    buckets = fill_parts(deck, models, replications, store=store)
     blocks = [block.held[0] for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:

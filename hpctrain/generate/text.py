@@ -265,9 +265,8 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
 
 def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     """The checkpoint's deck with all ranks along the tensor axis."""
-    deck = stored_deck(state, path)
     layout = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
-    deck = deck.model_copy(update={"layout": deck.layout.model_copy(update=layout)})
+    deck = stored_deck(state, path).with_keys(layout=layout)
     problems = [problem for problem in check_deck(deck) if not problem.for_writers]
     if problems:
         raise HpctrainError(

@@ -56,9 +56,11 @@ class ActivationBytes:
     states between blocks, `shared` of what all blocks of a part share, `embedding` of the part that embeds,
     `head` of the one that predicts: final norm and loss. `waiting` is held of a block by weight gradients
     that are computed later than the rest of its backward pass; `waiting_first` is there besides before
-    anything of it goes, `waiting_core` while the core of its attention is computed again.
+    anything of it goes, `waiting_core` while the core of its attention is computed again. The workspaces are
+    what the backward pass of a block and the loss need in passing. `tokens` are those of the rank's piece.
     """
 
+    tokens: int
     storages: tuple[Storage, ...]
     hidden: Storage
     shared: int
@@ -67,6 +69,8 @@ class ActivationBytes:
     waiting: int
     waiting_first: int
     waiting_core: int
+    block_workspace: int
+    head_workspace: int
     recompute: Recomputed = "none"
 
     @property
@@ -114,20 +118,21 @@ def activation_bytes(
     context: int = 1,
     context_form: ContextForm = "ring",
     recompute: Recomputed = "none",
-    device: str = "cpu",
+    gpu: bool = False,
 ) -> ActivationBytes:
     """What autograd saves of `micro_size` sequences, each storage once.
 
-    `dtype` is that of weights and activations; `device` ("cpu" or "cuda") decides what norms save.
+    `dtype` is that of weights and activations; `gpu` decides what norms save.
     """
     model = bare_model(replace(shape, layers=1), tensor, sequence_parallel, context, context_form)
     tokens = shape.sequence // context * micro_size
     rows = tokens // tensor if sequence_parallel else tokens
-    at = Saving(tokens, rows, micro_size, dtype.itemsize, device, recompute == "selective")
+    at = Saving(tokens, rows, micro_size, dtype.itemsize, gpu, recompute == "selective")
     (block,) = model.blocks
     assert model.embedding is not None
     waiting, waiting_first, waiting_core = block.waiting(at)
     return ActivationBytes(
+        tokens=tokens,
         storages=tuple(block.saved(at)),
         hidden=at.row_features(shape.hidden),
         shared=model.shared_bytes(at),
@@ -136,5 +141,7 @@ def activation_bytes(
         waiting=waiting,
         waiting_first=waiting_first,
         waiting_core=waiting_core,
+        block_workspace=block.workspace(at),
+        head_workspace=model.predictor.workspace(at),
         recompute=recompute,
     )

@@ -35,7 +35,7 @@ class Norm(nn.Module):
 
     def saved(self, at: Saving) -> list[Storage]:
         """Input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
-        (hidden,), gpu = self.size, at.device == "cuda"
+        (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:
             statistic = 4 if gpu else at.itemsize
             return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]

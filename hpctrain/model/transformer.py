@@ -21,12 +21,13 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Inputs, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import apart_bytes
 from hpctrain.parallel.random import DropoutSource, dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
+from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, chunk_rows, vocabulary_shard
 
 
 class PositionEmbedding(nn.Module):
@@ -111,6 +112,13 @@ class Block(Layer):
         attended = [*self.attention_norm.saved(at), hidden, *self.attention.saved(at), *mask]
         return [*attended, *self.feed_forward_norm.saved(at), hidden, *self.feed_forward.saved(at), *mask]
 
+    def workspace(self, at: Saving) -> int:
+        """Bytes in passing: gradients of the hidden states, before and after, and of the widest ones between,
+        and of their weights.
+        """
+        widest = sum(self.feed_forward.up.split_sizes)
+        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at.itemsize)
+
     def waiting(self, at: Saving) -> tuple[int, int, int]:
         """Bytes that weight gradients hold which are computed later; what is there besides before anything
         of the block goes, and while the core of its attention is computed again.
@@ -166,6 +174,13 @@ class Predictor(Layer):
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer: the gradient of the hidden states is computed in the forward pass."""
         return [*self.norm.saved(at), at.features(*self.norm.size)]
+
+    def workspace(self, at: Saving) -> int:
+        """Bytes in passing: logits and their gradients, of a chunk of tokens and of the one before."""
+        rows, hidden = self.head.table.shape
+        logits = 2 * chunk_rows(at.tokens, rows) * rows
+        converted = at.itemsize if at.itemsize < 4 else 0
+        return logits * (4 + converted) + apart_bytes(rows * hidden, at.itemsize)
 
 
 class Transformer(nn.Module):

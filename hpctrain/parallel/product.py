@@ -71,6 +71,11 @@ class Product:
                 into.add_(part @ right)
 
 
+def apart_bytes(elements: int, itemsize: int) -> int:
+    """What the product for a weight's gradient takes beside the fp32 sum to which it is added."""
+    return min(elements, PRODUCT_ELEMENTS) * itemsize if itemsize < 4 else 0
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor over `tensors` that lie behind each other in one Bucket, joined along dim 0."""
     first = tensors[0]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
@@ -58,7 +57,7 @@ def plan_deck(
     """
     deck = read_deck(path, overrides, ranks, settled_keys, named_problems)
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    libraries = library_bytes() if deck.run.device != "cuda" else 0
+    libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
     shared = shared_bytes()
 
     def planned(deck: Deck) -> MemoryPlan:
@@ -82,14 +81,14 @@ def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | 
     """What `together` ranks of a node need, or on GPUs those of one, against what the deck or, where it does
     not say, this machine has.
     """
-    machine = deck.machine
-    if deck.run.device == "cuda":
-        together = -(-together // (machine.gpus_per_node or together))
-        shared = 0
-    limits = limits_of(machine, torch.device("cuda" if deck.run.device == "cuda" else "cpu"), os.environ)
+    machine, device = deck.machine, device_named(deck.run.device)
+    given = machine.memory
+    if not on_host(device):
+        together, shared = -(-together // (machine.gpus_per_node or together)), 0
+        given = machine.gpu_memory
+    limits = limits_of(machine, device, os.environ)
     if not limits:
         return None
     limit = min(limits, key=lambda limit: limit.bytes)
-    told = machine.gpu_memory if deck.run.device == "cuda" else machine.memory
-    host = "this machine" if told is None else "a node"
+    host = "this machine" if given is None else "a node"
     return Room(host, together, memory.node_bytes(together, shared), limit)

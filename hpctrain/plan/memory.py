@@ -6,28 +6,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+
+from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import PlannedMesh, PlannedTransport
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import make_rule
-from hpctrain.engine.sizes import axis_sizes
-from hpctrain.engine.stage import zero_group_size
+from hpctrain.engine.place import unmeasured_split
+from hpctrain.engine.recompute import saved_bytes
+from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import Stage, zero_group_size
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.accounts import Account, storage_bytes
+from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import ActivationBytes
 from hpctrain.model.count import count
+from hpctrain.model.part import Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.offload import working_bytes
-from hpctrain.optim.optimizer import STATE_BYTES, UpdateRule
-from hpctrain.parallel.product import PRODUCT_ELEMENTS
-from hpctrain.parallel.vocabulary import chunk_rows
+from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
-from hpctrain.pipeline.split import even_split, spans_of
+from hpctrain.pipeline.split import spans_of
 from hpctrain.pipeline.wanted import make_schedule
-from hpctrain.plan.activations import PlannedPart, activation_peak, packing_bytes, saved_bytes
-from hpctrain.plan.model import PlannedStage, plan_stage, rehearse
-from hpctrain.sharding.bucket import Bucket, pool_bytes
+from hpctrain.plan.activations import activation_peak, packing_bytes
+from hpctrain.plan.model import plan_stage, rehearse
+from hpctrain.sharding.bucket import Bucket, gradient_bytes, pool_bytes, value_bytes
 
 HOLES = {"gpt2": 2.4, "llama": 3.5}
 """Activations of so many blocks: freed memory between what is in use, which the C library keeps.
@@ -116,17 +120,17 @@ def plan_memory(
     sizes = axis_sizes(deck, ranks)
     shape = ModelShape.of(deck, vocabulary)
     if deck.layout.zero_group == "node" and ranks_per_node is None:
-        told = "the plan needs to know a node's ranks: give --ranks-per-node N"
-        raise HpctrainError(deck.problem("layout.zero_group", told))
-    meshes = [PlannedMesh(sizes, stage, ranks_per_node or ranks) for stage in range(sizes["pipeline"])]
+        needed = "the plan needs to know a node's ranks: give --ranks-per-node N"
+        raise HpctrainError(deck.problem("layout.zero_group", needed))
+    meshes = [PlannedMesh(sizes, number, ranks_per_node or ranks) for number in range(sizes["pipeline"])]
     zero_group = zero_group_size(deck, meshes[0], meshes[0].group("data", "context"))
-    micro_batches = -(-deck.batch.global_size // (deck.batch.micro_size * sizes["data"]))
+    passes = micro_batches(deck, sizes["data"])
     if schedule is None:
-        schedule = make_schedule(deck, sizes["data"])(micro_batches)
-    counts = _split(deck, shape, schedule, split)
-    rehearsal = accumulation(min(micro_batches, REHEARSED_MICRO_BATCHES))
-    found: dict[object, tuple[Account, int, list[PlannedPart]]] = {}
-    kept = saved_bytes(deck, shape, sizes)
+        schedule = make_schedule(deck, sizes["data"])(passes)
+    counts = unmeasured_split(deck, schedule) if split is None else split
+    device = device_named(deck.run.device)
+    saved = saved_bytes(deck, shape, device, deck.memory.recompute)
+    planned: dict[object, tuple[Stage, Account]] = {}
     stages = []
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
@@ -134,56 +138,54 @@ def plan_memory(
         kind: object = tuple((span.blocks, span.embeds, span.predicts) for span in spans)
         if deck.model.frozen:
             kind = number
-        if kind not in found:
-            planned = plan_stage(deck, shape, meshes[number], schedule, counts, number)
+        if kind not in planned:
+            stage = plan_stage(deck, shape, meshes[number], schedule, counts, number)
             if deck.layout.zero > 1:
+                alone = schedule.stage_count == 1
+                step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
-                    rehearse(planned, rehearsal if schedule.stage_count == 1 else schedule, number)
-            used = sum(bucket.layout.used for bucket in planned.buckets)
-            held = _without_offloaded(deck, _states(planned, make_rule(deck), Precision.of(deck)), planned)
-            found[kind] = held, used, planned.parts
-        states, used, planned_parts = found[kind]
-        activation = activation_peak(deck, kept, schedule.stages[number], planned_parts)
-        other = libraries + _workspace(deck, shape, sizes, planned_parts, kept)
-        if deck.run.device != "cuda":
-            other += int(HOLES[shape.family] * kept.block) + _snapshot(
-                deck, used // (sizes["data"] * sizes["context"])
-            )
+                    rehearse(stage, deck.memory.recompute, step, number)
+            planned[kind] = stage, _states(deck, stage.buckets, device)
+        stage, states = planned[kind]
+        used = sum(bucket.layout.used for bucket in stage.buckets)
+        buffer, other = _messages(saved, schedule, number), libraries + _workspace(deck, saved, spans)
+        if on_host(device):
+            tensor = PlannedTransport(0, sizes["tensor"])
+            # What the sum of an input gradient receives, while the weight gradient is computed.
+            buffer += tensor.scratch_bytes(saved.tokens * shape.hidden, Precision.of(deck).storage.itemsize)
+            other += int(HOLES[shape.family] * saved.block)
+            other += _snapshot(deck, used // (sizes["data"] * sizes["context"]))
         memory = replace(
             states,
-            activation=activation,
-            buffer=states.buffer
-            + _messages(deck, shape, sizes, schedule, number)
-            + _input_gradients(deck, shape, sizes),
+            activation=activation_peak(deck, saved, schedule.stages[number], stage.models),
+            buffer=states.buffer + buffer,
             other=other,
         )
-        blocks = sum(span.blocks for span in spans)
-        stages.append(StageMemory(number, blocks, used, memory))
-    return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, micro_batches, tuple(stages))
+        stages.append(StageMemory(number, sum(span.blocks for span in spans), used, memory))
+    return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, passes, tuple(stages))
 
 
-def _split(deck: Deck, shape: ModelShape, schedule: Schedule, split: Sequence[int] | None) -> Sequence[int]:
-    """Blocks of every part; even where a run would measure first."""
-    if split is not None:
-        return split
-    wanted = deck.layout.split
-    return even_split(shape.layers, schedule.parts) if wanted is None or wanted == "balanced" else wanted
+def _states(deck: Deck, buckets: Sequence[Bucket], device: torch.device) -> Account:
+    """Parameters, gradients, optimizer state, and what these take turns in.
 
-
-def _states(planned: PlannedStage, rule: UpdateRule, precision: Precision) -> Account:
-    """Parameters, gradients, optimizer state, and what these take turns in."""
-    buckets = planned.buckets
-    parameters = [p for bucket in buckets for p in (segment.parameter for segment in bucket.segments)]
-    values = storage_bytes(
-        bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets
-    )
-    gradients = storage_bytes(
-        [*(bucket.own_gradients for bucket in buckets), *(parameter.lookups for parameter in parameters)]
-    )
-    owned = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
-    copies = len(rule.names) + precision.has_masters  # and master weights
+    Without what lives elsewhere; what of that is on its way lies in host memory, which beside a GPU's does
+    not count.
+    """
+    memory, rule = deck.memory, make_rule(deck)
+    values, gradients = value_bytes(buckets), gradient_bytes(buckets)
+    slices = [bucket.own.stop - bucket.own.start for bucket in buckets]
+    copies = len(rule.names) + Precision.of(deck).has_masters  # and master weights
     turns = pool_bytes(buckets) + _reductions(buckets)
-    return Account(values, gradients, copies * STATE_BYTES * owned, buffer=turns)
+    if memory.parameters == "disk" and on_host(device):
+        turns += max(slices) * buckets[0].dtype.itemsize
+    if memory.optimizer == "disk" and on_host(device):
+        turns += working_bytes(rule, buckets, memory.offload_buffer, memory.parameters == "disk")
+    return Account(
+        values if memory.parameters == "device" else 0,
+        gradients,
+        copies * STATE_BYTES * sum(slices) if memory.optimizer == "device" else 0,
+        buffer=turns,
+    )
 
 
 def _reductions(buckets: Sequence[Bucket]) -> int:
@@ -192,35 +194,6 @@ def _reductions(buckets: Sequence[Bucket]) -> int:
     """
     each = [b.sharding.group.host.scratch_bytes(b.length, b.gradient_dtype.itemsize) for b in buckets]
     return sum(sorted(each, reverse=True)[:2])
-
-
-def _input_gradients(deck: Deck, shape: ModelShape, sizes: Mapping[str, int]) -> int:
-    """What the sum of a layer's input gradient over the tensor ranks receives, while its weight gradient is
-    computed.
-    """
-    if deck.run.device == "cuda":
-        return 0
-    tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
-    tensor = PlannedTransport(0, sizes["tensor"])
-    return tensor.scratch_bytes(tokens * shape.hidden, Precision.of(deck).storage.itemsize)
-
-
-def _without_offloaded(deck: Deck, states: Account, planned: PlannedStage) -> Account:
-    """What remains where optimizer state and slices of parameters live elsewhere, and what is on its way: in
-    host memory, which beside a GPU's does not count.
-    """
-    memory, buckets, on_host = deck.memory, planned.buckets, deck.run.device != "cuda"
-    if memory.parameters != "device":
-        states = replace(states, parameter=0)
-    if memory.parameters == "disk" and on_host:
-        slices = [(bucket.own.stop - bucket.own.start) * bucket.dtype.itemsize for bucket in buckets]
-        states = replace(states, buffer=states.buffer + max(slices))
-    if memory.optimizer != "device":
-        states = replace(states, optimizer=0)
-    if memory.optimizer == "disk" and on_host:
-        way = working_bytes(make_rule(deck), buckets, memory.offload_buffer, memory.parameters == "disk")
-        states = replace(states, buffer=states.buffer + way)
-    return states
 
 
 def _snapshot(deck: Deck, elements: int) -> int:
@@ -232,43 +205,17 @@ def _snapshot(deck: Deck, elements: int) -> int:
     return min(deck.checkpoint.buffer, (1 + len(make_rule(deck).names)) * STATE_BYTES * elements)
 
 
-def _messages(deck: Deck, shape: ModelShape, sizes: Mapping[str, int], schedule: Schedule, stage: int) -> int:
+def _messages(saved: ActivationBytes, schedule: Schedule, number: int) -> int:
     """Hidden states and their gradients on their way between stages."""
-    if schedule.stage_count == 1:
-        return 0
-    tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
-    if deck.layout.sequence_parallel:
-        tokens //= sizes["tensor"]
-    one = tokens * shape.hidden * Precision.of(deck).storage.itemsize
-    senders = {stage - 1, stage + 1} & set(range(schedule.stage_count))
-    return (AHEAD + 1) * len(senders) * one
+    senders = {number - 1, number + 1} & set(range(schedule.stage_count))
+    return (AHEAD + 1) * len(senders) * saved.hidden.bytes
 
 
-def _workspace(
-    deck: Deck,
-    shape: ModelShape,
-    sizes: Mapping[str, int],
-    parts: Sequence[PlannedPart],
-    kept: ActivationBytes,
-) -> int:
+def _workspace(deck: Deck, saved: ActivationBytes, spans: Sequence[Span]) -> int:
     """What computing needs in passing beside activations at their peak: the loss of a chunk of tokens, the
     last block's backward, by when the head's activations are gone, or the compression of what waits.
     """
-    precision = Precision.of(deck)
-    itemsize, half = precision.storage.itemsize, precision.product.itemsize < STATE_BYTES
-    tensor = sizes["tensor"]
-    tokens = shape.sequence // sizes["context"] * deck.batch.micro_size
-    inner = shape.mlp // tensor * (1 if shape.family == "gpt2" else 2)
-    # Gradients of the residual stream, before and after, and of the widest hidden layer.
-    block = tokens * (inner + 2 * shape.hidden) * itemsize
-    if half:  # a 16-bit product is computed apart before it is added to fp32 sums
-        block += min(inner * shape.hidden, PRODUCT_ELEMENTS) * itemsize
-    loss = 0
-    if any(part.span.predicts for part in parts):
-        block = max(0, block - kept.head)
-        rows = -(-shape.vocabulary // tensor)
-        chunk = chunk_rows(tokens, rows)
-        loss = 2 * chunk * rows * STATE_BYTES  # of this chunk and of the one before
-        if half:
-            loss += (2 * chunk * rows + min(rows * shape.hidden, PRODUCT_ELEMENTS)) * itemsize
-    return max(block, loss, packing_bytes(deck, kept))
+    block, loss = saved.block_workspace, 0
+    if any(span.predicts for span in spans):
+        block, loss = block - saved.head, saved.head_workspace
+    return max(block, loss, packing_bytes(deck, saved))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
@@ -22,24 +21,6 @@ from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import build_parts
-from hpctrain.plan.activations import PlannedPart
-
-
-@dataclass
-class PlannedStage(Stage):
-    """What one rank of a pipeline stage holds, the first along the other axes.
-
-    The others of the stage hold as much: what does not divide is padded alike.
-    """
-
-    recompute: Recomputed
-
-    @property
-    def parts(self) -> list[PlannedPart]:
-        """What activations need to know of the parts."""
-        return [
-            PlannedPart(model.span, silent_blocks(model), embedding_trained(model)) for model in self.models
-        ]
 
 
 def plan_stage(
@@ -48,26 +29,27 @@ def plan_stage(
     mesh: PlannedMesh,
     schedule: Schedule,
     split: Sequence[int],
-    stage: int,
-) -> PlannedStage:
-    """A stage of the pipeline as the run builds it, without its memory."""
-    recompute = deck.memory.recompute
-    groups = make_groups(deck, mesh, Recompute(recompute))
+    number: int,
+) -> Stage:
+    """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
+
+    The others of the stage hold as much: what does not divide is padded alike.
+    """
+    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute))
     with META:
-        models = build_parts(shape, groups, schedule, split, stage)
+        models = build_parts(shape, groups, schedule, split, number)
         freeze_parameters(models, deck.model.frozen)
-        built = build_stage(deck, groups, models, make_replications(deck, mesh))
-    return PlannedStage(**vars(built), recompute=recompute)
+        return build_stage(deck, groups, models, make_replications(deck, mesh))
 
 
-def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
-    """One step of the stage at `place`, as far as buckets are concerned.
+def rehearse(stage: Stage, recompute: Recomputed, schedule: Schedule, number: int) -> None:
+    """One step of a stage by its number, as far as buckets are concerned.
 
     Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.
     """
     stage.synchronizer.start(schedule.micro_batches)
     with META, stage.residency.step("plan"):
-        for action in schedule.stages[place]:
+        for action in schedule.stages[number]:
             model = stage.models[action.chunk]
             if action.kind == "F":
                 _forward(model, stage.residency)
@@ -76,7 +58,7 @@ def rehearse(stage: PlannedStage, schedule: Schedule, place: int) -> None:
                     late = layer.late
                     _add(p for _, added in layer.backward_order() for p in added if p in late)
             else:
-                _backward(model, stage, action.kind == "I")
+                _backward(model, stage.residency, recompute, action.kind == "I")
         stage.synchronizer.finish()
 
 
@@ -88,10 +70,10 @@ def _forward(part: Part, residency: Residency) -> None:
                     assert not parameter.requires_grad or parameter.gradient is not None
 
 
-def _backward(part: Part, stage: PlannedStage, waiting: bool) -> None:
+def _backward(part: Part, residency: Residency, recompute: Recomputed, waiting: bool) -> None:
     """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
-    residency, blocks = stage.residency, blocks_of(part)
-    size = segment_size(stage.recompute, len(blocks))
+    blocks = blocks_of(part)
+    size = segment_size(recompute, len(blocks))
     silent = silent_blocks(part)
     seen = blocks[silent // (size or 1) * (size or 1) :]
     for layer in reversed(part.layers):

@@ -18,6 +18,7 @@ from torch import Tensor
 from hpctrain.comm.device import host_empty, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.replication import Replication, Replications, Sharding
@@ -372,6 +373,17 @@ def _by_sharding(
         for sharding, parameters in alike.items():
             sorted_out.setdefault(sharding, []).append(parameters)
     return sorted_out
+
+
+def value_bytes(buckets: Sequence[Bucket]) -> int:
+    """Bytes of the parameters that these buckets hold throughout."""
+    return storage_bytes(b.own_values if b.sharding.zero == 3 else b.values for b in buckets)
+
+
+def gradient_bytes(buckets: Sequence[Bucket]) -> int:
+    """Bytes of the gradients that these buckets hold throughout."""
+    lookups = (segment.parameter.lookups for bucket in buckets for segment in bucket.segments)
+    return storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
 
 
 def pool_bytes(buckets: Iterable[Bucket]) -> int:

@@ -18,7 +18,7 @@ from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
-from hpctrain.sharding.bucket import pool_bytes
+from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook
 
@@ -61,9 +61,6 @@ class MemoryLedger(Hook):
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
         buckets = self.engine.buckets
-        values = storage_bytes(b.own_values if b.sharding.zero == 3 else b.values for b in buckets)
-        lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
-        gradients = storage_bytes([*(bucket.own_gradients for bucket in buckets), *lookups])
         states = [flat for state in self.engine.optimizer.states for flat in state.values()]
         own = [bucket.own_values for bucket in buckets]
         # Storages that master weights share with parameters are entered there.
@@ -71,12 +68,9 @@ class MemoryLedger(Hook):
         buffers = pool_bytes(buckets) + self.engine.world.buffer_bytes
         if on_host(self.engine.world.device):
             buffers += self.engine.optimizer.working_bytes
-        known = Account(values, gradients, optimizer, self.activations.bytes or 0, buffers)
-        return replace(known, other=max(0, self.peak_bytes() - known.total))
-
-    def peak_bytes(self) -> int:
-        """The peak of the process, or on a GPU of torch's allocator."""
-        return peak_bytes(self.engine.world.device)
+        activations = self.activations.bytes or 0
+        known = Account(value_bytes(buckets), gradient_bytes(buckets), optimizer, activations, buffers)
+        return replace(known, other=max(0, peak_bytes(self.engine.world.device) - known.total))
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""

@@ -172,12 +172,12 @@ def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None
     """The run as it goes on from the checkpoint, but out of its own folder."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     elsewhere = str(Path(tempfile.gettempdir()) / name)
-    changed = {
-        "run": deck.run.model_copy(update={"dir": elsewhere, "trace": False}),
-        "memory": deck.memory.model_copy(update={"offload_dir": deck.memory.offload_dir or elsewhere}),
-        "stability": deck.stability.model_copy(update={"verify_layout": False}),
-    }
-    run = open_run(world, deck.model_copy(update=changed), path, split)
+    changed = deck.with_keys(
+        run={"dir": elsewhere, "trace": False},
+        memory={"offload_dir": deck.memory.offload_dir or elsewhere},
+        stability={"verify_layout": False},
+    )
+    run = open_run(world, changed, path, split)
     try:
         yield run
     finally:
@@ -196,10 +196,7 @@ def _reasons(
     made = made or history(state)[-1:]
     if made:  # they tell the axes that were, whatever the checkpoint's own
         axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
-        original, deck = (
-            each.model_copy(update={"layout": each.layout.model_copy(update=axes)})
-            for each in (original, deck)
-        )
+        original, deck = (each.with_keys(layout=axes) for each in (original, deck))
     changed = [name for name in _COMPUTED if getattr(original, name) != getattr(deck, name)]
     found = []
     if "layout" in changed or any(segment.layout != _layout(run) for segment in made):

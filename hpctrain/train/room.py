@@ -29,11 +29,7 @@ ADVICE_SECONDS = 4.0
 
 
 def build_within_memory(
-    deck: Deck,
-    world: World,
-    mesh: Mesh,
-    vocabulary: int | None = None,
-    ready: Callable[[], None] = lambda: None,
+    deck: Deck, world: World, mesh: Mesh, ready: Callable[[], None] = lambda: None
 ) -> tuple[Engine, MemoryPlan]:
     """The engine of a deck, and the plan of its memory, which comes first. Collective.
 
@@ -42,7 +38,7 @@ def build_within_memory(
     any file.
     """
     libraries = library_bytes() if on_host(world.device) else 0
-    arrangement = arrange(deck, world, mesh, vocabulary)
+    arrangement = arrange(deck, world, mesh)
 
     def planned(deck: Deck, arrangement: Arrangement | None = None) -> MemoryPlan:
         return plan_memory(

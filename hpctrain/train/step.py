@@ -77,7 +77,7 @@ class Step:
         ]
         engine.synchronizer.start(len(prepared))
         with engine.residency.step(("train", len(prepared))):
-            sums = self.executor.run(engine.schedule(len(prepared)), prepared)
+            sums = self.executor.run(engine.placement.schedule(len(prepared)), prepared)
         engine.synchronizer.finish()
         figures, norm = self.agree(sums, tokens)
         engine.world.ledger.phase = "step"

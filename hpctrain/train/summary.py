@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, Engine
-from hpctrain.engine.keeping import introduce_keeping
+from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.train.batch_size import samples_of
@@ -32,7 +32,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
     lines += _many_epochs(deck, corpus)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    lines += introduce_keeping(deck, shape, engine.models, engine.plan, mesh.coordinate("pipeline"))
+    lines += introduce_recompute(deck, shape, engine.models, engine.plan, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 
 

@@ -68,8 +68,8 @@ def miniature(deck: Deck) -> Deck:
     hidden = model.heads * _HEAD_SIZE
     multiple = layout.tensor * 8
     sequence = 2 * layout.context * layout.tensor * 2
-    sections: dict[str, dict[str, object]] = {
-        "model": {
+    small = deck.with_keys(
+        model={
             "preset": None,
             "layers": layers,
             "frozen": (),
@@ -80,19 +80,16 @@ def miniature(deck: Deck) -> Deck:
             # Larger than usual, so that every tensor's gradient stands out from rounding.
             "initial_std": 0.1,
         },
-        "layout": {"split": None},
-        "batch": {"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
-        "precision": {"compute": "fp32"},
-        "optimizer": {"clip": _CLIP, "epsilon": _EPSILON},
-        "learning_rate": {"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
-        "communication": {"bucket_bytes": 4096},
-        "memory": {"activations": "keep", "activation_format": "exact"},
-        "stability": {"check_parameters": True},
-    }
-    changed = {name: getattr(deck, name).model_copy(update=keys) for name, keys in sections.items()}
-    small = deck.model_copy(update=changed)
-    frozen = {"frozen": _frozen(deck, small)}
-    return small.model_copy(update={"model": small.model.model_copy(update=frozen)})
+        layout={"split": None},
+        batch={"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
+        precision={"compute": "fp32"},
+        optimizer={"clip": _CLIP, "epsilon": _EPSILON},
+        learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
+        communication={"bucket_bytes": 4096},
+        memory={"activations": "keep", "activation_format": "exact"},
+        stability={"check_parameters": True},
+    )
+    return small.with_keys(model={"frozen": _frozen(deck, small)})
 
 
 def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
@@ -127,13 +124,7 @@ def on_one_rank(deck: Deck) -> Deck:
         "zero": 0,
         "zero_group": None,
     }
-    memory = {"optimizer": "device", "parameters": "device"}
-    return deck.model_copy(
-        update={
-            "layout": deck.layout.model_copy(update=layout),
-            "memory": deck.memory.model_copy(update=memory),
-        }
-    )
+    return deck.with_keys(layout=layout, memory={"optimizer": "device", "parameters": "device"})
 
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
@@ -151,13 +142,11 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     the loss, gradients from the last layer to the first, their norm, and parameters at the end.
     """
     micro_batches = max(_MICRO_BATCHES, mesh.size("pipeline"))
-    batch = micro_batches * _MICRO_SIZE * mesh.size("data")
-    deck = deck.model_copy(update={"batch": deck.batch.model_copy(update={"global_size": batch})})
+    deck = deck.with_keys(batch={"global_size": micro_batches * _MICRO_SIZE * mesh.size("data")})
     expected: dict[str, _Computed] = {}
     if world.rank == 0:
         alone = world.alone()
-        plain = on_one_rank(deck)
-        plain = plain.model_copy(update={"memory": plain.memory.model_copy(update={"recompute": "none"})})
+        plain = on_one_rank(deck).with_keys(memory={"recompute": "none"})
         expected = _compute(tiny_trainer(plain, alone, Mesh(alone, {})))
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer)

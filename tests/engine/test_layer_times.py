@@ -16,7 +16,6 @@ from hpctrain.engine.layer_times import LayerTimes, PassTimes, measure_layers, s
 from hpctrain.engine.place import with_split
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
-from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
@@ -31,8 +30,7 @@ def measure(world: World, *overrides: str) -> LayerTimes:
     deck = small_deck(*overrides)
     mesh = make_mesh(deck, world)
     groups = LayerGroups(mesh.group("tensor"), mesh.group("context"), deck.layout.sequence_parallel)
-    shape, micro_size = ModelShape.of(deck, 61), deck.batch.micro_size
-    return measure_layers(shape, make_objective(deck), groups, mesh, micro_size, torch.float32)
+    return measure_layers(deck, ModelShape.of(deck, 61), groups, mesh)
 
 
 def test_times_of_parts_are_those_of_their_layers() -> None:
@@ -105,7 +103,7 @@ def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...])
     run = trainer(world, deck)
     placement = run.engine.placement
     chosen = world.everyone.all_gather_object(
-        (placement.split, placement.times, str(run.engine.schedule(4)), str(run.engine.plan))
+        (placement.split, placement.times, str(placement.schedule(4)), str(run.engine.plan))
     )
     assert placement.times is not None
     assert len(set(chosen)) == 1

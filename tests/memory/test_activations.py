@@ -1,6 +1,6 @@
 """Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
 
-Tests of memory/activations.py and engine/keeping.py.
+Tests of memory/activations.py and engine/recompute.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What a run keeps of its forward passes for backward, and where; what that costs and saves."""
+"""What of a run's forward passes is saved for backward, and where; what that costs and saves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+
+import torch
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
@@ -25,7 +27,7 @@ from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.units import format_bytes, format_count
 
 
-def make_keeping(deck: Deck, world: World) -> Recompute:
+def make_recompute(deck: Deck, world: World) -> Recompute:
     """The deck's choice; HpctrainError where the device cannot do it. `open_shelf` gives it its place."""
     memory = deck.memory
     if memory.activations == "host" and on_host(world.device):
@@ -37,7 +39,7 @@ def make_keeping(deck: Deck, world: World) -> Recompute:
 def open_shelf(
     deck: Deck,
     world: World,
-    keeping: Recompute,
+    recompute: Recompute,
     shape: ModelShape,
     models: Sequence[Part],
     plan: Schedule,
@@ -47,13 +49,13 @@ def open_shelf(
 
     HpctrainError on all ranks where the folder cannot be used, or has no room for what waits at once.
     """
-    where, store = deck.memory.activations, keeping.store
+    where, store = deck.memory.activations, recompute.store
     if where == "keep" or store is None:
         return None
     if where == "host":
         store.shelf = HostShelf(world.device)
         return None
-    sizes = bytes_of(deck, shape, world.device.type, deck.memory.recompute)
+    sizes = saved_bytes(deck, shape, world.device, deck.memory.recompute)
     most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
     need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
     scratch = open_scratch(deck, world, need)
@@ -62,8 +64,10 @@ def open_shelf(
     return scratch
 
 
-def bytes_of(deck: Deck, shape: ModelShape, device: str, recompute: Recomputed) -> ActivationBytes:
-    """What autograd saves of a micro-batch on the deck's layout with this recomputation."""
+def saved_bytes(
+    deck: Deck, shape: ModelShape, device: torch.device, recompute: Recomputed
+) -> ActivationBytes:
+    """What autograd saves of a micro-batch on one rank of the deck's layout with this recomputation."""
     layout = deck.layout
     return activation_bytes(
         shape,
@@ -74,21 +78,23 @@ def bytes_of(deck: Deck, shape: ModelShape, device: str, recompute: Recomputed) 
         context=layout.context,
         context_form=layout.context_form,
         recompute=recompute,
-        device=device,
+        gpu=not on_host(device),
     )
 
 
-def introduce_keeping(
+def introduce_recompute(
     deck: Deck, shape: ModelShape, models: Sequence[Part], plan: Schedule, stage: int
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
-    parameter = models[0].layers[0].held[0]
-    sizes = {wish: bytes_of(deck, shape, parameter.device.type, wish) for wish in ("none", memory.recompute)}
-    alive = peak_activations(plan)[stage]
+    device, alive = models[0].layers[0].held[0].device, peak_activations(plan)[stage]
     parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
-    kept = {wish: int(alive * sum(size.of_part(*part) for part in parts)) for wish, size in sizes.items()}
-    now = kept[memory.recompute]
+
+    def saved(recompute: Recomputed) -> int:
+        sizes = saved_bytes(deck, shape, device, recompute)
+        return int(alive * sum(sizes.of_part(*part) for part in parts))
+
+    now = saved(memory.recompute)
     if memory.recompute != "none":
         flops = count(shape)
         extra = flops.recomputed_flops_per_token(memory.recompute)
@@ -96,12 +102,12 @@ def introduce_keeping(
         lines.append(
             f"recomputation ({memory.recompute}): {100 * extra / flops.flops_per_token:.1f}% more FLOPs, "
             f"{format_count(extra * tokens)} a step, which MFU does not count; "
-            f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(kept['none'])}"
+            f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(saved('none'))}"
         )
     if memory.activations != "keep":
-        place = "a file" if memory.activations == "disk" else "host memory"
+        where = "a file" if memory.activations == "disk" else "host memory"
         form = "" if memory.activation_format == "exact" else f" as {memory.activation_format}"
-        lines.append(f"activations, at most {format_bytes(now)} before compression, wait in {place}{form}")
+        lines.append(f"activations, at most {format_bytes(now)} before compression, wait in {where}{form}")
     elif memory.activation_format != "exact":
         lines.append(f"activations wait as {memory.activation_format}: gradients are approximate")
     return lines
