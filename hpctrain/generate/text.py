@@ -26,21 +26,18 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
+from hpctrain.engine.stage import fill_parts
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
-from hpctrain.model.part import Inputs
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.vocabulary import VocabularyHead
-from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.replication import Replications
 from hpctrain.train.checkpoints import find_checkpoint
 from hpctrain.train.room import demand_room
 
-SAMPLES_AT_A_TIME = 8
-"""Samples that share a forward pass, which bounds the memory of activations."""
+SAMPLES_AT_A_TIME = 8  # share a forward pass, which bounds the memory of activations
 
 NextLogits = Callable[[Tensor], Tensor]
 """Tokens [b, s] int64 on the CPU -> fp32 logits [b, V] of the token behind them."""
@@ -91,12 +88,12 @@ class Sampling:
         values, order = logits.double().sort(dim=-1, descending=True, stable=True)
         count = 1 if self.temperature == 0 else self.top_k or values.shape[-1]
         values[:, count:] = -inf
-        kept = ((values - values[:, :1]) / (self.temperature or 1.0)).softmax(-1)
+        chances = ((values - values[:, :1]) / (self.temperature or 1.0)).softmax(-1)
         if self.top_p is not None:
-            before = kept.cumsum(-1) - kept
-            kept[before >= self.top_p] = 0.0
-            kept /= kept.sum(-1, keepdim=True)
-        return torch.zeros_like(kept).scatter_(-1, order, kept)
+            before = chances.cumsum(-1) - chances
+            chances[before >= self.top_p] = 0.0
+            chances /= chances.sum(-1, keepdim=True)
+        return torch.zeros_like(chances).scatter_(-1, order, chances)
 
     def generators(self) -> list[torch.Generator]:
         """One generator a sample; the first ones are the same whatever the number of samples."""
@@ -152,35 +149,28 @@ def generate(
     model, tokenizer = load_model(world, path)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
 
-    def tell(text: str) -> None:
+    def show_agreed(text: str) -> None:
         with world.agreement():
             if world.rank == 0 and text:
                 show(text)
 
     def next_logits(tokens: Tensor) -> Tensor:
-        logits = last_logits(model, tokens.to(world.device))[:, : tokenizer.vocabulary].cpu()
+        logits = model.logits(tokens.to(world.device), 1)[:, 0, : tokenizer.vocabulary].float().cpu()
         if not bool(logits.isfinite().all()):
             raise HpctrainError(f"{path}: the model's logits are not finite, so that nothing can be drawn")
         return logits
 
     def continued(generators: Sequence[torch.Generator]) -> Iterator[list[int]]:
-        return continue_tokens(
-            next_logits,
-            ids,
-            model.shape.sequence,
-            tokenizer.end_of_document,
-            sampling,
-            generators,
-            world.everyone,
-        )
+        window, end = model.shape.sequence, tokenizer.end_of_document
+        return continue_tokens(next_logits, ids, window, end, sampling, generators, world.everyone)
 
     generators = sampling.generators()
     if live and sampling.samples == 1:
         stream = TextStream(tokenizer)
-        tell(stream.add(ids))
+        show_agreed(stream.add(ids))
         for drawn in continued(generators):
-            tell(stream.add(drawn))
-        tell(stream.end() + "\n")
+            show_agreed(stream.add(drawn))
+        show_agreed(stream.end() + "\n")
         return
     for first in range(0, sampling.samples, SAMPLES_AT_A_TIME):
         some = generators[first : first + SAMPLES_AT_A_TIME]
@@ -190,7 +180,7 @@ def generate(
                 text.append(token)
         for number, text in enumerate(texts, first + 1):
             heading = f"--- sample {number} of {sampling.samples} ---\n" if sampling.samples > 1 else ""
-            tell(f"{heading}{tokenizer.decode(text)}\n")
+            show_agreed(f"{heading}{tokenizer.decode(text)}\n")
 
 
 def continue_tokens(
@@ -224,14 +214,6 @@ def continue_tokens(
         context = torch.cat((context, drawn.unsqueeze(1)), dim=1)[:, -window:]
 
 
-@torch.no_grad()
-def last_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """Logits [b, V] fp32 of the token behind tokens [b, s], for a model without sequence parallelism."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = model(Inputs(tokens.t().contiguous(), positions))
-    return model.predict(hidden[-1:], VocabularyHead.logits)[0].float()
-
-
 def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     """The model of a checkpoint, split over all ranks of the world, and its tokenizer. Collective.
 
@@ -252,13 +234,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
     model = Transformer(shape, groups)
-    buckets = make_buckets(
-        model.units(),
-        Replications.whole(mesh),
-        Precision.of(deck).storage,
-        deck.communication.bucket_bytes,
-        trained=False,
-    )
+    buckets = fill_parts(deck, [model], Replications.whole(mesh), trained=False)
     load(path, world.everyone, model_entries(buckets))
     return model, tokenizer
 
@@ -269,13 +245,8 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     deck = stored_deck(state, path).with_keys(layout=layout)
     problems = [problem for problem in check_deck(deck) if not problem.for_writers]
     if problems:
-        raise HpctrainError(
-            [
-                f"{ranks} ranks: the model of {path} is split over all of them, and their number "
-                f"{problem.sentence}"
-                for problem in problems
-            ]
-        )
+        begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"
+        raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])
     return deck
 
 

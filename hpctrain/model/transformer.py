@@ -298,11 +298,11 @@ class Transformer(nn.Module):
         return self.layers[0].held[0].dtype
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, V] of tokens [b, s]."""
+    def logits(self, tokens: Tensor, last: int = 0) -> Tensor:
+        """Logits [b, s, V] of tokens [b, s], or of the `last` ones alone; without sequence parallelism."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self(Inputs(tokens.t().contiguous(), positions))
-        return self.predict(hidden, VocabularyHead.logits).transpose(0, 1)
+        return self.predict(hidden[-last:], VocabularyHead.logits).transpose(0, 1)
 
     def _local(self, positions: Tensor) -> Tensor:
         """The positions of this rank's rows between the split layers."""
