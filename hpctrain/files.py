@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,6 +63,11 @@ def parse_json(text: str | bytes) -> Any:
 def finite(value: Any) -> Any:
     """The value; None for a float that JSON has no number for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def strict_json(row: Mapping[str, Any], indent: int | None = None) -> str:
+    """A JSON object; null stands for a float that JSON has no number for."""
+    return json.dumps({name: finite(value) for name, value in row.items()}, indent=indent, allow_nan=False)
 
 
 def is_unfit(error: OSError) -> bool:

@@ -54,8 +54,8 @@ def find_savings(
 def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
     """Changes, each by itself, that take memory away from a rank."""
     if memory.zero_group > 1 or deck.layout.zero == 0:
-        for stage in range(deck.layout.zero + 1, 4):
-            yield f"layout.zero={stage}"
+        for zero in range(deck.layout.zero + 1, 4):
+            yield f"layout.zero={zero}"
     if deck.precision.compute == "fp32":
         yield "precision.compute=bf16"
     if deck.memory.recompute == "none":

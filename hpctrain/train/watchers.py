@@ -130,7 +130,7 @@ class StepReport(Hook):
         return StepMetrics(
             step=done.state.step,
             tokens=done.state.tokens,
-            loss=result.loss,
+            figures=result.figures,
             grad_norm=result.grad_norm,
             lr=result.learning_rate,
             seconds=done.seconds,

@@ -17,7 +17,7 @@ from typing import TextIO
 from hpctrain.checkpoint.names import checkpoints
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.files import JSON_BYTES, delete_folder, files_named, open_regular, parse_json, read_text
+from hpctrain.files import delete_folder, files_named, open_regular, read_text
 from hpctrain.watch.run_files import (
     LOCK,
     MARKER,
@@ -28,7 +28,7 @@ from hpctrain.watch.run_files import (
     refuse_unfit,
     remove_run,
 )
-from hpctrain.watch.status import STATUS_FILE
+from hpctrain.watch.status import stored_status
 from hpctrain.words import command_line
 
 _SECONDS_PER_LOOK = 0.1
@@ -54,8 +54,8 @@ def replaces(deck: Deck, fresh: bool, again: bool) -> bool:
     ended_early = ended_early and is_run(folder) and bool(names_of_a_run(folder))
     if ended_early and not (fresh or again or is_free(folder)):
         with lock_folder(folder):  # only where the file system has no locks
-            told = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
-            raise HpctrainError(deck.problem("run.dir", f"{told} with `--fresh`"))
+            held = "holds a run without a checkpoint, whose job may still be there; let it end, or replace it"
+            raise HpctrainError(deck.problem("run.dir", f"{held} with `--fresh`"))
     if ended_early or (fresh and folder.is_dir() and any(folder.iterdir())):
         return True
     refuse_other_run(deck)
@@ -73,27 +73,20 @@ def _refuse_file(deck: Deck) -> None:
 def clear_folder(deck: Deck, fresh: bool, again: bool) -> str:
     """Make a run's folder ready for its beginning, on rank 0; in words, what stays there of others.
 
-    Errors as in `replaces`, by which it goes.
+    Errors as in `replaces`, by which it goes, and in `remove_run`.
     """
     if not replaces(deck, fresh, again):
         return ""
     folder = Path(deck.run.dir)
-    stays = replace_run(deck)
+    needed = [deck.data.tokens, deck.layout.schedule, *([deck.model.source] if deck.model.source else [])]
+    # Where no run is, nothing is locked, as that would write; the lock is left, since others may wait for it.
+    with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
+        stays = remove_run(folder, needed)
     refuse_other_run(deck)
     if not fresh:
-        told = "%s: replaces a run that ended before its first checkpoint"
-        logging.getLogger("hpctrain").warning(told, folder)
+        sentence = "%s: replaces a run that ended before its first checkpoint"
+        logging.getLogger("hpctrain").warning(sentence, folder)
     return f"{folder}: no run wrote {listed(stays)}, so that stays" if stays else ""
-
-
-def replace_run(deck: Deck) -> list[str]:
-    """Delete the run in the folder of a deck; the names of what stays. Errors as in `remove_run`."""
-    folder = Path(deck.run.dir)
-    needed = [deck.data.tokens, deck.layout.schedule, *([deck.model.source] if deck.model.source else [])]
-    if not is_run(folder):  # nothing is locked, as that would write
-        return remove_run(folder, needed)
-    with lock_folder(folder):  # is kept, since others may wait for it
-        return remove_run(folder, needed)
 
 
 def delete_run(folder: Path) -> None:
@@ -110,16 +103,11 @@ def refuse_other_run(deck: Deck) -> None:
     there = names_of_a_run(folder)
     if is_run(folder) and {"deck.toml", "metrics.jsonl", "checkpoints"}.intersection(there):
         go_on = way_on(folder, next(iter(checkpoints(folder / "checkpoints")), None))
-        told = f"holds another run already; go on with it by `{go_on}`, replace it with `--fresh`, or choose"
-        raise HpctrainError(deck.problem("run.dir", f"{told} another run.dir or run.title"))
+        held = f"holds another run already; go on with it by `{go_on}`, replace it with `--fresh`, or"
+        raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
     if there and not is_run(folder):
-        raise HpctrainError(
-            deck.problem(
-                "run.dir",
-                f"is no run's folder, yet holds {listed(there)}, which the run would write over; choose "
-                "another run.dir or run.title",
-            )
-        )
+        held = f"is no run's folder, yet holds {listed(there)}, which the run would write over;"
+        raise HpctrainError(deck.problem("run.dir", f"{held} choose another run.dir or run.title"))
 
 
 def way_on(folder: Path, newest: Path | None) -> str:
@@ -127,8 +115,9 @@ def way_on(folder: Path, newest: Path | None) -> str:
 
     `newest` is its newest good checkpoint. Without any, the run begins again.
     """
-    place = _started_in(folder)
-    elsewhere = place is not None and place != Path.cwd()
+    start = stored_status(folder).get("started_in")
+    elsewhere = isinstance(start, str) and Path(start).is_absolute() and Path(start).is_dir()
+    elsewhere = elsewhere and Path(str(start)) != Path.cwd()
     # The deck's relative paths, that of the run too, are meant from there.
     own = folder.resolve() if elsewhere else folder
     if newest is None:
@@ -141,23 +130,16 @@ def way_on(folder: Path, newest: Path | None) -> str:
         line = command_line("resume", own)
     else:
         line = command_line("resume", newest.resolve() if elsewhere else newest, "--set", f"run.dir={own}")
-    return f"cd {shlex.quote(str(place))} && {line}" if elsewhere else line
-
-
-def _started_in(folder: Path) -> Path | None:
-    """The folder where a run was started, if it tells, and it is there."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        place = Path(parse_json(read_text(folder / STATUS_FILE, JSON_BYTES))["started_in"])
-        return place if place.is_absolute() and place.is_dir() else None
-    return None
+    return f"cd {shlex.quote(str(start))} && {line}" if elsewhere else line
 
 
 def no_way_on(folder: Path) -> str:
     """Why nothing can go on from a run's folder that has no good checkpoint, and what to do instead."""
-    told, again = f"{folder / 'checkpoints'}: holds no good checkpoint to go on from", way_on(folder, None)
-    if holder := _holder(folder):
-        return f"{told}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
-    return f"{told}; begin again by `{again}`" if again else told
+    reason, again = f"{folder / 'checkpoints'}: holds no good checkpoint to go on from", way_on(folder, None)
+    if _is_held(folder):
+        holder = _holder(folder)
+        return f"{reason}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
+    return f"{reason}; begin again by `{again}`" if again else reason
 
 
 def refuse_other_folder(deck: Deck, checkpoint: Path) -> None:
@@ -193,9 +175,8 @@ def lock_folder(folder: Path) -> TextIO:
         _lock(stream)
     except BlockingIOError:
         stream.close()
-        holder = _holder(folder)
         raise HpctrainError(
-            f"{folder}: another job writes to this run folder ({holder or _UNKNOWN}); "
+            f"{folder}: another job writes to this run folder ({_holder(folder)}); "
             "let it end, or choose another run.dir or run.title"
         ) from None
     except OSError as error:
@@ -214,28 +195,26 @@ def lock_folder(folder: Path) -> TextIO:
 
 def is_free(folder: Path) -> bool:
     """Whether no process holds the folder. Where the file system has no locks, it counts as held."""
-    try:
-        with open_regular(folder / LOCK) as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+    return _is_held(folder) is False
 
 
-def _holder(folder: Path) -> str:
-    """Which job holds the folder, in words; "" where none does, or where the file system does not tell."""
+def _is_held(folder: Path) -> bool | None:
+    """Whether a process holds the folder; None where the file system does not tell."""
     try:
         with open_regular(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        with contextlib.suppress(OSError, ValueError):
-            return read_text(folder / LOCK, _LOCK_BYTES).strip() or _UNKNOWN
-        return _UNKNOWN
-    except OSError:
-        pass
-    return ""
+        return True
+    except OSError as error:
+        return False if isinstance(error, FileNotFoundError) else None
+    return False
+
+
+def _holder(folder: Path) -> str:
+    """Which job holds the folder, in words."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_text(folder / LOCK, _LOCK_BYTES).strip() or _UNKNOWN
+    return _UNKNOWN
 
 
 def _lock(stream: TextIO) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.world import World
 
-LAST = 10
-"""Calls that the text of a report shows."""
-
-THREAD = "watchdog"
-"""How the names of the watchdog's threads begin."""
-
-_STATES = 20
-"""Different states of ranks that the verdict shows."""
+LAST = 10  # calls that the text of a report shows
+THREAD = "watchdog"  # so the names of the watchdog's threads begin
+_STATES = 20  # different ones of ranks that the verdict shows
 
 GroupKey = tuple[str, tuple[int, ...], int]
 """A group on all of its ranks: name, ranks, and which one of those with both."""
@@ -49,19 +44,9 @@ class CallNote:
         payload = f"; {self.bytes} bytes of {self.dtype}" if self.dtype else ""
         name, ranks, _ = self.group
         if self.peer >= 0:
-            return f"{self.operation} {self.number} {self.way} rank {self.peer} of {name}{payload}"
+            way = "to" if self.operation == "send" else "from"
+            return f"{self.operation} {self.number} {way} rank {self.peer} of {name}{payload}"
         return f"{self.operation} {self.number} of {name} ({name_ranks(ranks)}{payload})"
-
-    @property
-    def way(self) -> str:
-        """Where a message goes."""
-        return "to" if self.operation == "send" else "from"
-
-    @property
-    def what(self) -> tuple[str, int, str]:
-        """What must be equal on all ranks of a collective call."""
-        uneven = self.operation == "all_to_all"
-        return self.operation, 0 if uneven else self.bytes, self.dtype
 
 
 @dataclass(frozen=True)
@@ -105,13 +90,14 @@ class HangReport:
         return next(here, None)
 
 
+_REPORT = TypeAdapter(HangReport)
+
+
 def take_report(world: World, token: str, silent: float) -> HangReport:
     """Where this rank is now, asked by another thread than the main one."""
     calls, now = world.ledger.calls, perf_counter()
     current = calls.current
-    note = None
-    if current is not None:
-        note = _note(current, now - max(current.began, calls.waits))
+    note = None if current is None else _note(current, now - max(current.began, calls.waits))
     groups = [_group_note(group) for group in list(calls.groups)]
     return HangReport(
         token,
@@ -141,7 +127,7 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
         *_stacks(),
         "",
         "for the other ranks:",
-        json.dumps(asdict(report)),
+        _REPORT.dump_json(report).decode(),
     ]
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -151,36 +137,26 @@ def write_report(path: Path, report: HangReport, size: int) -> None:
 def read_report(path: Path, token: str) -> HangReport | None:
     """Another rank's report of this run; None where there is none."""
     try:
-        row = json.loads(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
+        report = _REPORT.validate_json(path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2])
     except (OSError, ValueError):
         return None
-    if not isinstance(row, dict) or row.get("token") != token:
-        return None
-    row["current"] = None if row["current"] is None else _read_note(row["current"])
-    row["recent"] = tuple(map(_read_note, row["recent"]))
-    row["groups"] = tuple(
-        GroupNote(
-            _read_key(group["key"]), group["entered"], *(_by_rank(group[m]) for m in ("sent", "received"))
-        )
-        for group in row["groups"]
-    )
-    return HangReport(**row)
+    return report if report.token == token else None
 
 
 def verdict(reports: Mapping[int, HangReport], size: int) -> list[str]:
     """Why nothing moves, in sentences, from the reports of the ranks that gave one."""
-    found = [*_missing(reports, size), *_disagreements(reports), *_absent(reports), *_messages(reports)]
-    if not found:
-        found = list(_behind(reports))
+    causes = [*_missing(reports, size), *_disagreements(reports), *_absent(reports), *_messages(reports)]
+    sentences = causes or list(_behind(reports))
     states: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         states.setdefault(report.state, []).append(rank)
     # Who waits for nobody comes first: there the cause is.
     order = sorted(states.items(), key=lambda item: (reports[item[1][0]].current is not None, item[1]))
-    found += [f"{_on_nodes(ranks, reports)} {_is(ranks)} {state}" for state, ranks in order[:_STATES]]
+    for state, ranks in order[:_STATES]:
+        sentences.append(f"{_on_nodes(ranks, reports)} {'is' if len(ranks) == 1 else 'are'} {state}")
     if len(order) > _STATES:
-        found.append(f"and {len(order) - _STATES} more states of ranks")
-    return found
+        sentences.append(f"and {len(order) - _STATES} more states of ranks")
+    return sentences
 
 
 def _missing(reports: Mapping[int, HangReport], size: int) -> Iterator[str]:
@@ -204,14 +180,15 @@ def _waiting(reports: Mapping[int, HangReport], pairs: bool) -> dict[tuple[Group
 def _disagreements(reports: Mapping[int, HangReport]) -> Iterator[str]:
     """Calls with one number in a group that differ."""
     for key, number in _waiting(reports, pairs=False):
-        told: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
+        calls: dict[tuple[str, int, str], tuple[CallNote, list[int]]] = {}
         for rank in key[1]:
             note = reports[rank].called(key, number) if rank in reports else None
             if note is not None:
-                told.setdefault(note.what, (note, []))[1].append(rank)
-        if len(told) > 1:
-            calls = [f"{name_ranks(ranks)} called {note}" for note, ranks in told.values()]
-            yield f"the ranks disagree in what they call: {'; '.join(calls)}"
+                size = 0 if note.operation == "all_to_all" else note.bytes  # which is uneven
+                calls.setdefault((note.operation, size, note.dtype), (note, []))[1].append(rank)
+        if len(calls) > 1:
+            texts = [f"{name_ranks(ranks)} called {note}" for note, ranks in calls.values()]
+            yield f"the ranks disagree in what they call: {'; '.join(texts)}"
 
 
 def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
@@ -221,14 +198,12 @@ def _absent(reports: Mapping[int, HangReport]) -> Iterator[str]:
         absent = [rank for rank in key[1] if rank in reports and reports[rank].entered(key) < number]
         if absent:
             calls = [call for rank in waiting if (call := reports[rank].current) is not None]
-            note, seconds = calls[0], max(call.seconds for call in calls)
-            lines.append(
-                (
-                    all(reports[rank].current is not None for rank in absent),
-                    f"{_on_nodes(absent, reports)} never entered {note}, "
-                    f"in which {name_ranks(waiting)} {_wait(waiting)} for {seconds:.1f} s",
-                )
+            have = f"{name_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} waited"
+            seconds = max(call.seconds for call in calls)
+            line = (
+                f"{_on_nodes(absent, reports)} never entered {calls[0]}, in which {have} for {seconds:.1f} s"
             )
+            lines.append((all(reports[rank].current is not None for rank in absent), line))
     yield from (line for _, line in sorted(lines, key=lambda each: each[0]))
 
 
@@ -270,14 +245,6 @@ def _on_nodes(ranks: list[int], reports: Mapping[int, HangReport]) -> str:
     return name_ranks(ranks) + (f" on {nodes.pop()}" if len(nodes) == 1 else "")
 
 
-def _is(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _wait(ranks: list[int]) -> str:
-    return "has waited" if len(ranks) == 1 else "have waited"
-
-
 def _note(call: Call, seconds: float) -> CallNote:
     group = call.group
     dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
@@ -297,19 +264,6 @@ def _key(group: GroupCalls) -> GroupKey:
     return group.name, group.ranks, group.copy
 
 
-def _read_note(row: dict[str, Any]) -> CallNote:
-    return CallNote(**{**row, "group": _read_key(row["group"])})
-
-
-def _read_key(row: list[Any]) -> GroupKey:
-    name, ranks, copy = row
-    return name, tuple(ranks), copy
-
-
-def _by_rank(row: dict[str, int]) -> dict[int, int]:
-    return {int(rank): count for rank, count in row.items()}
-
-
 def _group_lines(report: HangReport) -> Iterator[str]:
     for group in report.groups:
         name, ranks, copy = group.key
@@ -324,10 +278,10 @@ def _where() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "no line"
-    found, outside = _line(frame), frame
+    outside = frame
     while outside.f_back is not None and outside.f_globals.get("__name__", "").startswith("hpctrain.comm."):
         outside = outside.f_back
-    return found if outside is frame else f"{found}, called at {_line(outside)}"
+    return _line(frame) + ("" if outside is frame else f", called at {_line(outside)}")
 
 
 def _line(frame: FrameType) -> str:

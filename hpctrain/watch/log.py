@@ -27,8 +27,7 @@ def open_log(run_dir: Path | str, rank: int) -> logging.Logger:
     with failing_as(f"{path}: cannot be opened"):
         file = _LogFile(path, encoding="utf-8", delay=rank != 0)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     logger.addHandler(file)
     if rank == 0:

@@ -18,13 +18,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
 from hpctrain.model.precision import Precision
 
-PEAK_FILE = "peak.json"
-"""Name of the file in a run's folder that keeps measured rates by kind of machine."""
-
-_SIZES: dict[str, tuple[int, ...]] = {"cpu": (256, 512), "cuda": (4096, 8192)}
-_LARGE = 1024
-"""What several threads of a CPU need to reach their rate; one reaches it at sizes that take little memory."""
-
+PEAK_FILE = "peak.json"  # in a run's folder: measured rates by kind of machine
+_HOST_SIZES, _GPU_SIZES = (256, 512), (4096, 8192)
+_LARGE = 1024  # what several threads of a CPU need to reach their rate; one does with little memory
 _SECONDS = 0.3
 _ROUNDS = 2
 _LONGEST_FILE = 100_000
@@ -89,8 +85,8 @@ class Peak:
         """FLOP/s by kinds, of the file; none where it is missing or is no such file."""
         with contextlib.suppress(OSError, ValueError):
             rows = parse_json(read_text(self._path, _LONGEST_FILE))
-            found = rows.items() if isinstance(rows, dict) else ()
-            return {name: rate for name, rate in found if isinstance(rate, float) and 0 < rate < 1e30}
+            rates = rows.items() if isinstance(rows, dict) else ()
+            return {name: rate for name, rate in rates if isinstance(rate, float) and 0 < rate < 1e30}
         return {}
 
     def _kinds(self) -> str:
@@ -109,7 +105,7 @@ def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
 
     All ranks should measure at the same time, so that those which share cores or memory count that in.
     """
-    sizes = _SIZES[device.type]
+    sizes: tuple[int, ...] = _HOST_SIZES if on_host(device) else _GPU_SIZES
     if on_host(device) and torch.get_num_threads() > 1:
         sizes = (*sizes, _LARGE)
     # The operands of one size after the other lie in the same memory, as do the products.

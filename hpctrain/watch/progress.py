@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from hpctrain.report.terminal import DEFAULT_COLUMNS, Terminal, bar_console, columns, find_terminal, fit
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 Style = Literal["auto", "bar", "lines"]
 
-STYLE_VARIABLE = "HPCTRAIN_PROGRESS"
-"""Environment variable that settles the style "auto": bar or lines."""
+STYLE_VARIABLE = "HPCTRAIN_PROGRESS"  # of the environment: settles the style "auto"
 
 _SECONDS_PER_DRAWING = 0.1
 _STEPS_OF_AVERAGE = 100
@@ -131,33 +129,21 @@ class Progress:
             if self._logger is not None:
                 show_warnings(self._logger, None)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _count(self, step: int) -> str:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
 
     def _line(self, metrics: StepMetrics) -> str:
-        columns = [
+        texts = [
             self._count(metrics.step),
             f"loss {_number(metrics.loss, 4):>7}",
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
             f"{format_count(metrics.tokens_per_s):>5} tokens/s",
+            "" if metrics.mfu is None else f"mfu {metrics.mfu:4.0%}",
+            self._time(metrics, "left {}", "took {}"),
+            "(skipped)" if metrics.skipped else f"({self._skipped} skipped)" if self._skipped else "",
         ]
-        if metrics.mfu is not None:
-            columns.append(f"mfu {metrics.mfu:4.0%}")
-        columns.append(self._time(metrics, "left {}", "took {}"))
-        if metrics.skipped:
-            columns.append("(skipped)")
-        elif self._skipped:
-            columns.append(f"({self._skipped} skipped)")
-        return "  ".join(columns)
+        return "  ".join(filter(None, texts))
 
     def _time(self, metrics: StepMetrics, left: str, took: str) -> str:
         if metrics.step >= self.steps:
@@ -168,22 +154,20 @@ class Progress:
         """What the bar tells from left to right: (importance, style, text); the most important has 0."""
         metrics = self._latest
         if metrics is None:
-            told = self._activity or ("no step was made" if self._closing else "starting")
-            return [(0, "bold", self._count(self.start)), (1, "cyan", told)]
+            activity = self._activity or ("no step was made" if self._closing else "starting")
+            return [(0, "bold", self._count(self.start)), (1, "cyan", activity)]
+        validation = "" if self._validation is None else f"validation {_number(self._validation, 4)}"
         fields = [
             (0, "bold", self._count(metrics.step)),
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
+            (5, "green", validation),
+            (6, "", f"grad norm {_number(metrics.grad_norm, 3)}"),
+            (3, "", f"{format_count(metrics.tokens_per_s):>5} tokens/s"),
+            (7, "", "" if metrics.mfu is None else f"mfu {metrics.mfu:.0%}"),
+            (4, "red", f"{self._skipped} skipped" if self._skipped else ""),
+            (2, "cyan", self._activity or self._time(metrics, "{} left", "in {}")),
         ]
-        if self._validation is not None:
-            fields.append((5, "green", f"validation {_number(self._validation, 4)}"))
-        fields.append((6, "", f"grad norm {_number(metrics.grad_norm, 3)}"))
-        fields.append((3, "", f"{format_count(metrics.tokens_per_s):>5} tokens/s"))
-        if metrics.mfu is not None:
-            fields.append((7, "", f"mfu {metrics.mfu:.0%}"))
-        if self._skipped:
-            fields.append((4, "red", f"{self._skipped} skipped"))
-        fields.append((2, "cyan", self._activity or self._time(metrics, "{} left", "in {}")))
-        return fields
+        return [field for field in fields if field[2]]
 
     def _draw(self) -> None:
         if self._console is None or self._output is None:
@@ -225,10 +209,8 @@ class Progress:
 def _choose(style: Style, terminal: Terminal | None) -> Literal["bar", "lines"]:
     if style == "auto":
         wish = os.environ.get(STYLE_VARIABLE, "").strip().lower()
-        if wish in {"bar", "lines"}:
-            return "bar" if wish == "bar" else "lines"
-        blind = os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
-        return "lines" if terminal is None or blind else "bar"
+        blind = terminal is None or os.environ.get("TERM", "dumb") in {"", "dumb", "unknown"}
+        style = "bar" if wish == "bar" or (wish != "lines" and not blind) else "lines"
     return style
 
 

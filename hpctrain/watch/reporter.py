@@ -100,12 +100,12 @@ class Reporter:
 
     def failed(self, error: BaseException, checkpoint: Path | None) -> None:
         """The run ends by an error; the newest complete checkpoint."""
-        told = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if isinstance(error, HpctrainError):
-            told = next(iter(error.problems), "nobody reads its output")
+            reason = next(iter(error.problems), "nobody reads its output")
         elif isinstance(error, KeyboardInterrupt):
-            told = "interrupted a second time"
-        self.status.change("failed", checkpoint=_text(checkpoint), reason=told)
+            reason = "interrupted a second time"
+        self.status.change("failed", checkpoint=_text(checkpoint), reason=reason)
 
     def hangs(self, reason: str) -> None:
         """The run ends by its watchdog, which calls this while the main thread hangs."""

@@ -17,14 +17,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_files, delete_folder, files_named
 from hpctrain.memory.scratch import delete_offload_folder, delete_scratch, is_scratch
 
-MARKER = ".hpctrain-run"
-"""Name of the file that tells a run's folder from any other."""
-
-LOCK = "lock"
-"""Name of the file that is locked while a job writes to the folder; it tells which one."""
-
-CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"
-"""Names of the empty files in a run's folder that ask as SIGUSR1 and SIGUSR2 do."""
+MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
+LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one
+CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"  # empty files that ask as SIGUSR1 and SIGUSR2 do
 
 _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"
 
@@ -39,8 +34,7 @@ _CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
 _LINKS = ("latest", ".latest.tmp")
 _PICTURE = r"(loss|learning_rate|throughput|grad_norm|schedule)\.png"
 
-_AT_LEAST = {"deck.toml", "log.txt", LOCK}
-"""What every run wrote before there was a marker."""
+_AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
 
 _NAMES_TOLD = 5
 
@@ -65,13 +59,13 @@ def names_of_a_run(folder: Path) -> list[str]:
 
     A run's own folder of checkpoints counts where there are any.
     """
-    found = {name for name in _names(folder) if re.fullmatch(_FILE, name)}
+    names = {name for name in _names(folder) if re.fullmatch(_FILE, name)}
     inner = _names(folder / _CHECKPOINTS)
     if any(re.fullmatch(_CHECKPOINT, name) for name in inner) or (
         os.path.lexists(folder / _CHECKPOINTS) and not is_run(folder)
     ):
-        found.add(_CHECKPOINTS)
-    return sorted(found)
+        names.add(_CHECKPOINTS)
+    return sorted(names)
 
 
 def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
@@ -84,7 +78,7 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         raise HpctrainError(
             f"{folder}: holds no run (no {MARKER}), so nothing in it is deleted; choose another run.dir"
         )
-    place, kind = folder.resolve(), _kind(folder)
+    kind = _kind(folder)
     if kind:
         raise HpctrainError(
             f"{folder}: is {kind}, where no earlier run is deleted; choose another run.dir, or delete by "
@@ -102,7 +96,7 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         _refuse(folder, blocking)
     for name in needed:
         path = Path(name).resolve()
-        pattern = {place: _FILE, place / _CHECKPOINTS: _CHECKPOINT}.get(path.parent)
+        pattern = {folder.resolve(): _FILE, folder.resolve() / _CHECKPOINTS: _CHECKPOINT}.get(path.parent)
         if pattern is not None and re.fullmatch(pattern, path.name):
             raise HpctrainError(
                 f"{folder}: {name}, which this run is to read, belongs to the run that would be deleted; "
@@ -157,21 +151,21 @@ def _names(folder: Path) -> set[str]:
 
 def _kind(folder: Path) -> str:
     """What a folder is, where it is none of a run's own; "" for a plain one."""
-    place = folder.resolve()
+    path = folder.resolve()
     if folder.is_symlink():
         return "a symbolic link"
-    if Path.cwd().is_relative_to(place):
+    if Path.cwd().is_relative_to(path):
         return "the current folder, or one above it"
     home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111  (Path.home fails where there is none)
-    if home.is_relative_to(place):
+    if home.is_relative_to(path):
         return "the home folder, or one above it"
     mounted = _mount_points()
-    if place.is_mount() or str(place) in mounted:
+    if path.is_mount() or str(path) in mounted:
         return "a mount point"
     for name in (_CHECKPOINTS, _OFFLOAD, _PLOTS):
         if (folder / name).is_symlink():
             return f"a folder whose {name} is a symbolic link"
-        if (place / name).is_mount() or str(place / name) in mounted:
+        if (path / name).is_mount() or str(path / name) in mounted:
             return f"a folder whose {name} is a mount point"
     return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,14 +13,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.files import finite
+from hpctrain.files import parse_json, read_text, strict_json
 
 STATUS_FILE = "status.json"
+STATUS_BYTES = 1 << 20
 
 State = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
 
-ACTIVE = ("starting", "running", "checkpointing", "evaluating")
-"""States of a run that has a job."""
+ACTIVE = ("starting", "running", "checkpointing", "evaluating")  # states of a run that has a job
 
 SECONDS_PER_RENEWAL = 1.0
 
@@ -79,8 +78,7 @@ class Status:
     def _write(self) -> None:
         if self._path is not None:
             self._written = time.monotonic()
-            strict = {name: finite(value) for name, value in self._fields.items()}
-            text = json.dumps(strict | {"time": now_text()}, indent=1, allow_nan=False) + "\n"
+            text = strict_json(self._fields | {"time": now_text()}, indent=1) + "\n"
             self._writing = self._thread.submit(self._store, self._path, text)
 
     def _store(self, path: Path, text: str) -> None:
@@ -91,8 +89,17 @@ class Status:
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                told = "%s: is out of date from now on, it cannot be written: %s"
-                logging.getLogger("hpctrain").warning(told, path, error.strerror or error)
+                sentence = "%s: is out of date from now on, it cannot be written: %s"
+                logging.getLogger("hpctrain").warning(sentence, path, error.strerror or error)
+
+
+def stored_status(folder: Path) -> dict[str, Any]:
+    """What a run's file says; empty where that cannot be read, or is no JSON object."""
+    try:
+        status = parse_json(read_text(folder / STATUS_FILE, STATUS_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:

@@ -17,13 +17,10 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.folder import is_free, way_on
-from hpctrain.watch.status import ACTIVE, STATUS_FILE
+from hpctrain.watch.status import ACTIVE, STATUS_BYTES, STATUS_FILE, stored_status
 from hpctrain.words import command
 
-ENDED = ("stopped", "failed", "lost")
-"""States of a run that has no job, and steps left to do."""
-
-STATUS_BYTES = 1 << 20
+ENDED = ("stopped", "failed", "lost")  # states of a run that has no job, and steps left to do
 
 LATE_STEPS = 10
 LATE_SECONDS = 30.0
@@ -65,8 +62,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         newest = _newest_good(folder, status.get("checkpoint"))
     except OSError as error:
         below = f"; {command('status')} takes the folders of runs, as {folder}/*" if _has_runs(folder) else ""
-        told = f"{path}: cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
-        raise InputOutputError(told) from error
+        reason = f"cannot be read: {error.strerror or error} (a run writes it while it trains){below}"
+        raise InputOutputError(f"{path}: {reason}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputOutputError(f"{path}: is no status of a run ({error!r})") from error
     status["checkpoint"] = None if newest is None else str(newest)
@@ -85,10 +82,7 @@ def _has_runs(folder: Path) -> bool:
 
 def is_done(folder: Path) -> bool:
     """Whether a run says that it has done all of its steps."""
-    try:
-        return bool(parse_json(read_text(folder / STATUS_FILE, STATUS_BYTES))["state"] == "done")
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
+    return stored_status(folder).get("state") == "done"
 
 
 def _judged(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -107,16 +101,16 @@ def _judged(status: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"state": state, "seconds_since_step": since}
 
 
-def _newest_good(folder: Path, told: str | None) -> Path | None:
-    """The newest whole checkpoint of a run that told of this one, which was verified when it was written."""
+def _newest_good(folder: Path, known: str | None) -> Path | None:
+    """The newest complete checkpoint of a run that knew of this one, which was verified when written."""
     for path in checkpoints(folder / "checkpoints"):
-        if told is not None and path.name == Path(told).name:
+        if known is not None and path.name == Path(known).name:
             return path
         from hpctrain.checkpoint.keep import is_complete  # with torch, which takes seconds
 
         if is_complete(path):
             return path
-    return Path(told) if told is not None and Path(told).is_file() else None
+    return Path(known) if known is not None and Path(known).is_file() else None
 
 
 def statuses_text(rows: Sequence[dict[str, Any]]) -> str:
@@ -125,8 +119,8 @@ def statuses_text(rows: Sequence[dict[str, Any]]) -> str:
     cells = [head, *map(_cells, rows)]
     notes = [f"{row['folder']}: {note}" for row in rows for note in _notes(row)]
     width = columns()
-    told = [line for note in notes for line in fit(note, width)]
-    lines = [*fitted(cells, (0, 1, 8, 9), width), *([""] if notes else []), *told]
+    lines = [*fitted(cells, (0, 1, 8, 9), width), *([""] if notes else [])]
+    lines += [line for note in notes for line in fit(note, width)]
     return "\n".join(map(escaped, lines))  # anybody may have written such a file
 
 
@@ -134,6 +128,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     active = "seconds_since_step" in row and row["state"] != "lost"
     left, since = row.get("seconds_left"), row.get("seconds_since_step")
     loss, rate = row.get("loss"), row.get("tokens_per_s")
+    ago = (row.get("step_time") or "").replace("T", " ").removesuffix("Z")
+    if since is not None:
+        ago = f"{format_seconds(round(since))} ago" if since >= 1 else "now"
     return (
         row["folder"],
         row["state"],
@@ -141,7 +138,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "" if loss is None else f"{loss:.4f}",
         "" if rate is None or not active else format_count(rate),
         "" if left is None or not active else format_seconds(round(left)),
-        _ago(since) if since is not None else _date(row.get("step_time")),
+        ago,
         str(row.get("ranks", "")),
         row.get("job") or f"process {row.get('pid')} on {row.get('host')}",
         row.get("checkpoint") or "none",
@@ -162,11 +159,3 @@ def _notes(row: dict[str, Any]) -> list[str]:
 def _seconds_since(text: str) -> float:
     then = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return max(0.0, (datetime.now(timezone.utc) - then).total_seconds())
-
-
-def _ago(seconds: float) -> str:
-    return f"{format_seconds(round(seconds))} ago" if seconds >= 1 else "now"
-
-
-def _date(text: str | None) -> str:
-    return "" if text is None else text.replace("T", " ").removesuffix("Z")

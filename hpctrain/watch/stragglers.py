@@ -13,8 +13,7 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.units import format_seconds
 
-WINDOW = 20
-"""Steps after which the ranks compare their times."""
+WINDOW = 20  # steps after which the ranks compare their times
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,12 @@ class Stragglers:
         times = self.world.everyone.gather(mine)
         if times is None:
             return None
-        found = find_stragglers(times.tolist(), self.stages, self.nodes, self.factor)
-        for straggler in found:
+        slow = find_stragglers(times.tolist(), self.stages, self.nodes, self.factor)
+        for straggler in slow:
             if straggler.rank not in self._named:
                 logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
-        self._named = {straggler.rank for straggler in found}
-        return found
+        self._named = {straggler.rank for straggler in slow}
+        return slow
 
 
 def find_stragglers(
@@ -86,10 +85,10 @@ def find_stragglers(
     A stage of one rank is compared with all ranks. Of an even number, the lower of the two in the middle
     is the median, so that of two ranks the slower one can stand out.
     """
-    found = []
+    slow = []
     for rank, own in enumerate(seconds):
         same = [other for other, stage in zip(seconds, stages, strict=True) if stage == stages[rank]]
         usual = median_low(same if len(same) > 1 else list(seconds))
         if own > factor * usual > 0:
-            found.append(Straggler(rank, nodes[rank], own, own / usual))
-    return sorted(found, key=lambda straggler: -straggler.times)
+            slow.append(Straggler(rank, nodes[rank], own, own / usual))
+    return sorted(slow, key=lambda straggler: -straggler.times)

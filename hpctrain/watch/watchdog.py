@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from hpctrain.comm.outcome import describe
@@ -26,8 +25,7 @@ from hpctrain.comm.world import World
 from hpctrain.errors import EXIT_INTERNAL
 from hpctrain.watch.hang import THREAD, HangReport, read_report, take_report, verdict, write_report
 
-QUESTION = "hang.ask"
-"""Name of the file by which a silent rank asks all others how they are."""
+QUESTION = "hang.ask"  # name of the file by which a silent rank asks all others how they are
 
 _ABORT_SECONDS = 10.0
 
@@ -60,9 +58,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._thread is not None:
             self._thread.join(self.grace)
@@ -121,35 +117,31 @@ class Watchdog:
             temporary.write_text(self._token, encoding="utf-8")
             temporary.replace(self.folder / QUESTION)
         except OSError as error:
-            _tell(
-                own.rank,
-                f"rank {own.rank} is silent and cannot report it: {describe(error)}; it is {own.state}",
-            )
+            sentence = f"rank {own.rank} is silent and cannot report it: {describe(error)}; it is {own.state}"
+            _tell(own.rank, sentence)
             return False
         return True
 
     def _judge(self, reports: dict[int, HangReport]) -> NoReturn:
         silent = max(report.silent for report in reports.values())
         why = verdict(reports, self.world.size)
-        _tell(self.world.rank, f"the run hangs: no rank gave a sign of life for {silent:.0f} s")
-        for line in why:
+        first = f"the run hangs: no rank gave a sign of life for {silent:.0f} s"
+        for line in (first, *why, f"stacks and last calls of each rank: {self.folder}/hang.<rank>.txt"):
             _tell(self.world.rank, line)
-        _tell(self.world.rank, f"stacks and last calls of each rank: {self.folder}/hang.<rank>.txt")
         _exit_after(_ABORT_SECONDS)  # the main thread may hold what MPI's abort needs
         self.on_hang(f"hang: {why[0]}")
         self.world.abort(EXIT_INTERNAL)
 
     def _reports(self, own: HangReport) -> dict[int, HangReport]:
         """All reports there are, for rank 0; for others those of lower ranks, until one is found."""
-        found = {own.rank: own}
-        others = range(1, self.world.size) if own.rank == 0 else range(own.rank)
-        for rank in others:
+        reports = {own.rank: own}
+        for rank in range(1, self.world.size) if own.rank == 0 else range(own.rank):
             report = read_report(self._path(rank), self._token)
             if report is not None:
-                found[rank] = report
+                reports[rank] = report
                 if own.rank != 0:
                     break
-        return found
+        return reports
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"hang.{rank}.txt"

@@ -13,17 +13,17 @@ FROZEN = 'model.frozen=["embedding.*", "blocks.0.*", "blocks.1.attention_norm.*"
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_frozen_parameters_stay_and_the_others_train_as_on_one_rank(
-    world: World, stage: int, tied: str
+    world: World, zero: int, tied: str
 ) -> None:
-    if stage == 3 and world.size == 1:
+    if zero == 3 and world.size == 1:
         pytest.skip("cuts over two ranks or more")
     for layout in ([], ["layout.pipeline=2", "layout.schedule=zb-h1"]):
-        if layout and (world.size % 2 or (world.size == 2 and stage == 3)):
+        if layout and (world.size % 2 or (world.size == 2 and zero == 3)):
             continue
-        deck = small_deck(FROZEN, f"model.tied={tied}", f"layout.zero={stage}", *layout)
+        deck = small_deck(FROZEN, f"model.tied={tied}", f"layout.zero={zero}", *layout)
         run, single = trainer(world, deck), reference(world, deck)
         before = {name: values.clone() for name, values in run.parameters().items()}
         losses = [step.loss for step in run.train(5)]

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,18 @@ import pytest
 
 from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.watch.metrics import MetricsWriter, StepMetrics, read_metrics
+from hpctrain.report.rows import read_metrics
+from hpctrain.watch.metrics import MetricsWriter, StepMetrics
 
 
 def step(number: int, loss: float = 2.5, **more: object) -> StepMetrics:
     measured = {"grad_norm": 0.5, "lr": 3e-4, "seconds": 0.25, "tokens_per_s": 2048.0, "batch": 4}
-    return StepMetrics(step=number, tokens=number * 512, loss=loss, **measured | more)  # type: ignore[arg-type]
+    figures = {"loss": loss, **more.pop("extra", {})}  # type: ignore[dict-item]
+    return StepMetrics(step=number, tokens=number * 512, figures=figures, **measured | more)  # type: ignore[arg-type]
 
 
 def write_steps(path: Path, *steps: int, resume_step: int | None = None, loss: float = 2.5) -> None:
-    with MetricsWriter(path, resume_step) as writer:
+    with closing(MetricsWriter(path, resume_step)) as writer:
         for number in steps:
             writer.write(step(number, loss))
 
@@ -35,7 +38,7 @@ def refuse_constant(name: str) -> None:
 
 def test_row_has_what_was_measured_in_order(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write(step(1, mfu=0.4, peak_rss_bytes=1000, validation_loss=3.0, extra={"wait_seconds": 0.01}))
     assert path.read_text() == (
         '{"step": 1, "tokens": 512, "loss": 2.5, "grad_norm": 0.5, "lr": 0.0003, "seconds": 0.25, '
@@ -47,7 +50,7 @@ def test_row_has_what_was_measured_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_become_null(tmp_path: Path, loss: float) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write(step(1, loss, skipped=True, extra={"worst": loss}))
     row = json.loads(path.read_text(), parse_constant=refuse_constant)
     assert row["loss"] is None
@@ -60,8 +63,6 @@ def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         writer.write(step(number))
         assert steps_of(writer.path)[-1] == number
-    writer.write_evaluation(3, 1536, 2.25)
-    assert read_metrics(writer.path)[-1] == {"step": 3, "tokens": 1536, "validation_loss": 2.25}
     writer.close()
     writer.close()
 

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def metrics(step: int, loss: float = 3.21449, **more: object) -> StepMetrics:
     values = {"grad_norm": 0.81234, "lr": 2.9e-4, "seconds": 1.0, "tokens_per_s": 12345.0, "batch": 1}
-    return StepMetrics(step=step, tokens=step * 100, loss=loss, **values | more)  # type: ignore[arg-type]
+    figures = {"loss": loss}
+    return StepMetrics(step=step, tokens=step * 100, figures=figures, **values | more)  # type: ignore[arg-type]
 
 
 def lines(*steps: StepMetrics, total: int = 1000, start: int = 0, log_every: int = 10) -> list[str]:
     output, clock = io.StringIO(), Clock()
-    with Progress(total, start, log_every=log_every, style="lines", output=output, clock=clock) as progress:
+    shown = Progress(total, start, log_every=log_every, style="lines", output=output, clock=clock)
+    with closing(shown) as progress:
         for step in steps:
             clock.now += 0.3
             progress.step(step)
@@ -101,7 +104,7 @@ def test_lines_come_every_so_many_steps_and_for_the_first_and_last() -> None:
 
 def test_messages_and_evaluations_are_lines() -> None:
     output = io.StringIO()
-    with Progress(1000, style="lines", output=output) as progress:
+    with closing(Progress(1000, style="lines", output=output)) as progress:
         progress.evaluation(40, 3.10206)
         progress.message("checkpoint saved")
         progress.working("evaluating")
@@ -120,7 +123,7 @@ def test_time_left_is_by_wall_time_of_the_last_hundred_steps() -> None:
 
 def test_bar_is_one_line_and_messages_stand_above_it(terminal: Terminal) -> None:
     output, clock = io.StringIO(), Clock()
-    with Progress(200, output=output, terminal=terminal, clock=clock) as progress:
+    with closing(Progress(200, output=output, terminal=terminal, clock=clock)) as progress:
         assert progress.style == "bar"
         assert screen(output.getvalue())[0].startswith("step   0/200 ━")
         for step in range(1, 101):
@@ -144,7 +147,7 @@ def test_bar_is_one_line_and_messages_stand_above_it(terminal: Terminal) -> None
 def test_bar_fits_the_window(terminal: Terminal, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wide, "width", width)
     output = io.StringIO()
-    with Progress(200, output=output, terminal=terminal) as progress:
+    with closing(Progress(200, output=output, terminal=terminal)) as progress:
         progress.step(metrics(200, mfu=0.4, validation_loss=3.0, skipped=True))
     shown = screen(output.getvalue())[-2]
     assert 0 < len(shown) < width
@@ -160,7 +163,7 @@ def test_bar_fits_the_window(terminal: Terminal, width: int, monkeypatch: pytest
 
 def test_bar_is_drawn_at_most_ten_times_a_second(terminal: Terminal) -> None:
     output, clock = io.StringIO(), Clock()
-    with Progress(10_000, output=output, terminal=terminal, clock=clock) as progress:
+    with closing(Progress(10_000, output=output, terminal=terminal, clock=clock)) as progress:
         for step in range(1, 1001):
             clock.now += 0.002
             progress.step(metrics(step))
@@ -180,7 +183,7 @@ def test_warnings_are_shown_above_the_bar(
     terminal: Terminal, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logger, output = open_log(tmp_path, 0), io.StringIO()
-    with Progress(9, output=output, terminal=terminal, logger=logger) as progress:
+    with closing(Progress(9, output=output, terminal=terminal, logger=logger)) as progress:
         progress.step(metrics(1))
         logger.warning("mind the gap")
     logger.warning("after it")
@@ -192,7 +195,7 @@ def test_warnings_stay_on_stderr_where_that_is_another_place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logger, output = open_log(tmp_path, 0), io.StringIO()
-    with Progress(9, output=output, terminal=Wide("/dev/null", takes_errors=False), logger=logger):
+    with closing(Progress(9, output=output, terminal=Wide("/dev/null", takes_errors=False), logger=logger)):
         logger.warning("mind the gap")
     assert "mind" not in output.getvalue()
     assert capfd.readouterr().err == "warning: mind the gap\n"
@@ -201,7 +204,7 @@ def test_warnings_stay_on_stderr_where_that_is_another_place(
 def test_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def codes() -> set[str]:
         output = io.StringIO()
-        with Progress(9, output=output, terminal=terminal) as progress:
+        with closing(Progress(9, output=output, terminal=terminal)) as progress:
             progress.step(metrics(9))
         return set(re.findall(r"\x1b\[[0-9;]*m", output.getvalue()))
 
@@ -237,7 +240,7 @@ def test_screen_that_goes_away_does_not_end_the_run() -> None:
             raise BrokenPipeError
 
     for style in ("lines", "bar"):
-        with Progress(2, style=style, output=Gone()) as progress:
+        with closing(Progress(2, style=style, output=Gone())) as progress:
             progress.step(metrics(1))
             progress.message("hello")
             progress.step(metrics(2))
@@ -245,6 +248,6 @@ def test_screen_that_goes_away_does_not_end_the_run() -> None:
 
 def test_letters_that_the_screen_does_not_have_are_replaced() -> None:
     raw = io.BytesIO()
-    with Progress(2, style="lines", output=io.TextIOWrapper(raw, encoding="ascii")) as progress:
+    with closing(Progress(2, style="lines", output=io.TextIOWrapper(raw, encoding="ascii"))) as progress:
         progress.message("naïve")
         assert raw.getvalue() == b"na?ve\n"
