@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from hpctrain.engine.build import Engine
-from hpctrain.engine.layer_times import Replay, medians, share_parts
+from hpctrain.engine.layer_times import Replay, share_parts
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.train.step import Step, TrainState
 
@@ -84,7 +84,7 @@ class StageProbe:
         engine.synchronizer.start(schedule.micro_batches + 1)
         world.everyone.barrier()
         measured = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
-        times = share_parts(medians(measured), schedule, engine.mesh, self.replay.hidden)
+        times = share_parts(measured, schedule, engine.mesh, self.replay.hidden)
         # The stage that ends last does not wait for others before it synchronizes.
         figures = [
             -phases.get("synchronize", 0.0),

@@ -35,7 +35,7 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
 
     with examination() as report:
         if deck is not None and report.fit:  # else what reads decks may be what is broken
-            from hpctrain.plan.places import map_deck
+            from hpctrain.plan.coordinates import map_deck
 
             map_deck(report, deck, overrides)
         if report.rank == 0:

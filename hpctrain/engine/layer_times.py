@@ -109,7 +109,7 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
     replay.run(repeated(1))
     (longest,) = _slowest(world, [perf_counter() - started])
     count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
-    measured = medians(replay.run(repeated(count)))
+    measured = replay.run(repeated(count))
     figures = [measured[kind, chunk] for chunk in range(3) for kind in ("F", "I", "W")]
     *slowest, communication = _slowest(world, [*figures, _ping(mesh.group("pipeline"), replay.hidden)])
     embedding, block, head = (PassTimes(*slowest[first : first + 3]) for first in (0, 3, 6))
@@ -131,8 +131,8 @@ class Replay:
         self.hidden = torch.randn(size, generator=generator, device=self.device).to(parameter.dtype)
         self.gradient = self.hidden * 1e-3
 
-    def run(self, actions: Iterable[Action]) -> dict[tuple[Kind, int], list[float]]:
-        """Seconds of every action, by kind and chunk, in their order."""
+    def run(self, actions: Iterable[Action]) -> Measured:
+        """Do the actions in their order."""
         seconds: dict[tuple[Kind, int], list[float]] = {}
         ends: dict[tuple[int, int], tuple[Tensor | None, End, Tensor | None]] = {}
         held: dict[tuple[int, int], list[Computation]] = {}
@@ -152,7 +152,7 @@ class Replay:
                     held[key] = self.queue.take()
                 del hidden, end
             seconds.setdefault((action.kind, action.chunk), []).append(_now(self.device) - began)
-        return seconds
+        return {key: median(values) for key, values in seconds.items()}
 
     def _forward(self, model: Part) -> tuple[Tensor | None, End, Tensor | None]:
         """As the executor does it: the input, the end of the graph, and the gradient to start from there."""
@@ -166,11 +166,6 @@ class Replay:
 def _now(device: torch.device) -> float:
     wait(device)
     return perf_counter()
-
-
-def medians(seconds: Mapping[tuple[Kind, int], Sequence[float]]) -> Measured:
-    """The median of each kind of action of each chunk."""
-    return {key: median(values) for key, values in seconds.items()}
 
 
 def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tensor) -> Times:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-import torch
-
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST_ACTIVATIONS
@@ -15,12 +13,11 @@ from hpctrain.engine.offload import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.saved import ActivationBytes, activation_bytes
+from hpctrain.memory.saved import activation_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.count import count
 from hpctrain.model.part import Part
-from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
@@ -55,31 +52,13 @@ def open_shelf(
     if where == "host":
         store.shelf = HostShelf(world.device)
         return None
-    sizes = saved_bytes(deck, shape, world.device, deck.memory.recompute)
+    sizes = activation_bytes(deck, shape, not on_host(world.device), deck.memory.recompute)
     most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
     need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
         store.shelf = DiskShelf(scratch, need, world.device)
     return scratch
-
-
-def saved_bytes(
-    deck: Deck, shape: ModelShape, device: torch.device, recompute: Recomputed
-) -> ActivationBytes:
-    """What autograd saves of a micro-batch on one rank of the deck's layout with this recomputation."""
-    layout = deck.layout
-    return activation_bytes(
-        shape,
-        deck.batch.micro_size,
-        Precision.of(deck).storage,
-        tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        context=layout.context,
-        context_form=layout.context_form,
-        recompute=recompute,
-        gpu=not on_host(device),
-    )
 
 
 def introduce_recompute(
@@ -91,7 +70,7 @@ def introduce_recompute(
     parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
 
     def saved(recompute: Recomputed) -> int:
-        sizes = saved_bytes(deck, shape, device, recompute)
+        sizes = activation_bytes(deck, shape, not on_host(device), recompute)
         return int(alive * sum(sizes.of_part(*part) for part in parts))
 
     now = saved(memory.recompute)

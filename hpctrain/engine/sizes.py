@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpctrain.comm.mesh import AXES
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.schema import Deck
@@ -16,3 +18,8 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
 def micro_batches(deck: Deck, data: int) -> int:
     """Micro-batches that each of `data` data ranks takes in a step of the whole batch."""
     return -(-deck.batch.global_size // (deck.batch.micro_size * data))
+
+
+def crosses(nodes: Sequence[object], tensor: int) -> bool:
+    """Whether some of the tensor ranks of one group sit on several nodes; `nodes` are those of all ranks."""
+    return any(len(set(nodes[first : first + tensor])) > 1 for first in range(0, len(nodes), tensor))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
+from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.count import bare_model
+from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.parallel.groups import ContextForm
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
@@ -108,26 +107,17 @@ class ActivationBytes:
         return size * self.block - self.hidden.bytes if size else 0
 
 
-def activation_bytes(
-    shape: ModelShape,
-    micro_size: int,
-    dtype: torch.dtype,
-    *,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
-    context_form: ContextForm = "ring",
-    recompute: Recomputed = "none",
-    gpu: bool = False,
-) -> ActivationBytes:
-    """What autograd saves of `micro_size` sequences, each storage once.
-
-    `dtype` is that of weights and activations; `gpu` decides what norms save.
+def activation_bytes(deck: Deck, shape: ModelShape, gpu: bool, recompute: Recomputed) -> ActivationBytes:
+    """What autograd saves of a micro-batch on one rank of the deck's layout with this recomputation, each
+    storage once; `gpu` decides what norms save.
     """
-    model = bare_model(replace(shape, layers=1), tensor, sequence_parallel, context, context_form)
-    tokens = shape.sequence // context * micro_size
-    rows = tokens // tensor if sequence_parallel else tokens
-    at = Saving(tokens, rows, micro_size, dtype.itemsize, gpu, recompute == "selective")
+    layout, micro_size = deck.layout, deck.batch.micro_size
+    tensor, split = layout.tensor, layout.sequence_parallel
+    model = bare_model(replace(shape, layers=1), tensor, split, layout.context, layout.context_form)
+    tokens = shape.sequence // layout.context * micro_size
+    rows = tokens // tensor if split else tokens
+    itemsize = Precision.of(deck).storage.itemsize
+    at = Saving(tokens, rows, micro_size, itemsize, gpu, recompute == "selective")
     (block,) = model.blocks
     assert model.embedding is not None
     waiting, waiting_first, waiting_core = block.waiting(at)

@@ -13,12 +13,11 @@ from hpctrain.comm.planned import PlannedMesh, PlannedTransport
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import make_rule
 from hpctrain.engine.place import unmeasured_split
-from hpctrain.engine.recompute import saved_bytes
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import Stage, zero_group_size
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
-from hpctrain.memory.saved import ActivationBytes
+from hpctrain.memory.saved import ActivationBytes, activation_bytes
 from hpctrain.model.count import count
 from hpctrain.model.part import Span
 from hpctrain.model.precision import Precision
@@ -129,7 +128,7 @@ def plan_memory(
         schedule = make_schedule(deck, sizes["data"])(passes)
     counts = unmeasured_split(deck, schedule) if split is None else split
     device = device_named(deck.run.device)
-    saved = saved_bytes(deck, shape, device, deck.memory.recompute)
+    saved = activation_bytes(deck, shape, not on_host(device), deck.memory.recompute)
     planned: dict[object, tuple[Stage, Account]] = {}
     stages = []
     for number in range(schedule.stage_count):

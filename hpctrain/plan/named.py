@@ -48,8 +48,8 @@ def _frozen(deck: Deck) -> Iterator[Problem]:
     from hpctrain.model.shape import ModelShape
 
     model = bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))
-    found = freeze_parameters([model], deck.model.frozen)
-    yield from (Problem("model.frozen", told) for told in frozen_problems(deck.model.frozen, [found]))
+    frozen = freeze_parameters([model], deck.model.frozen)
+    yield from (Problem("model.frozen", each) for each in frozen_problems(deck.model.frozen, [frozen]))
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:

@@ -11,8 +11,7 @@ from hpctrain.deck.schema import Deck, fields
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.memory import MemoryPlan
 
-LEAST_SAVING = 0.02
-"""Of a rank's total; changes that save less are not told."""
+LEAST_SAVING = 0.02  # of a rank's total; changes that save less are not told
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted, table
 from hpctrain.units import format_bytes, format_count
+from hpctrain.words import counted
 
 KINDS = {
     "parameter": "parameters",
@@ -17,7 +18,7 @@ KINDS = {
     "buffer": "buffers",
     "other": "other",
 }
-SAVINGS_TOLD = 4
+SAVINGS_SHOWN = 4
 
 
 def plan_text(plan: DeckPlan) -> str:
@@ -26,7 +27,7 @@ def plan_text(plan: DeckPlan) -> str:
     axes = " x ".join(f"{axis} {memory.sizes[axis]}" for axis in ("pipeline", "data", "context", "tensor"))
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, "
-        f"{deck.precision.compute}, {plan.ranks} rank{'s' if plan.ranks > 1 else ''} ({axes}), "
+        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({axes}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),
@@ -36,13 +37,11 @@ def plan_text(plan: DeckPlan) -> str:
         _fits(plan),
     ]
     if plan.savings:
-        lines += ["What would save most, each by itself:"]
-        lines += table(
-            [
-                (f"  --set {saving.change}", f"-{format_bytes(saving.saved)}", format_bytes(saving.total))
-                for saving in plan.savings[:SAVINGS_TOLD]
-            ]
-        )
+        rows = [
+            (f"  --set {saving.change}", f"-{format_bytes(saving.saved)}", format_bytes(saving.total))
+            for saving in plan.savings[:SAVINGS_SHOWN]
+        ]
+        lines += ["What would save most, each by itself:", *table(rows)]
     if deck.layout.split == "balanced":
         lines += ["", 'layout.split = "balanced" is measured when the run starts; here layers go evenly.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"

@@ -15,7 +15,6 @@ from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, training_entries
 from hpctrain.checkpoint.keep import keep, newest_good, point_to
-from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load
@@ -43,8 +42,7 @@ class Checkpoints(Hook):
         self.deck, self.engine, self.known = deck, engine, known
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
-        self.longest = 0.0
-        """Seconds from beginning to end of the slowest one so far."""
+        self.longest = 0.0  # seconds from beginning to end of the slowest one so far
         layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
         self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size, deck.run.steps)
         self._buffer: HostBuffer | None = None
@@ -76,15 +74,16 @@ class Checkpoints(Hook):
         """
         self.finish()
         self._began, self._step = time.perf_counter(), state.step
-        path, entries, stored = checkpoint_path(self.folder, state.step), self._entries(), self._stored(state)
-        everyone, checkpoint = self.engine.world.everyone, self.deck.checkpoint
-        if checkpoint.mode == "background":
-            with self._timed():
-                if self._buffer is None:
-                    self._buffer = HostBuffer(checkpoint.buffer, self.engine.world.device)
-                self._pending = BackgroundSave(path, everyone, entries, stored, self._buffer)
-            return
+        engine, checkpoint = self.engine, self.deck.checkpoint
+        path, everyone = checkpoint_path(self.folder, state.step), engine.world.everyone
+        entries = training_entries(engine.buckets, engine.optimizer.states, writing=True)
+        stored = self._stored(state)
         with self._timed():
+            if checkpoint.mode == "background":
+                if self._buffer is None:
+                    self._buffer = HostBuffer(checkpoint.buffer, engine.world.device)
+                self._pending = BackgroundSave(path, everyone, entries, stored, self._buffer)
+                return
             save(path, everyone, entries, stored, min(PIECE_BYTES, checkpoint.buffer))
         self._saved(path)
 
@@ -145,8 +144,8 @@ class Checkpoints(Hook):
         point_to(path, everyone)
         keep(self.folder, checkpoint.keep, everyone, checkpoint.keep_every)
         self.longest = max(self.longest, time.perf_counter() - self._began)
-        log = logging.getLogger("hpctrain")
-        log.info("checkpoint %s written, which held up training for %.2f s", path, self._held_up)
+        sentence = "checkpoint %s written, which held up training for %.2f s"
+        logging.getLogger("hpctrain").info(sentence, path, self._held_up)
         self._held_up = 0.0
 
     @contextmanager
@@ -158,10 +157,6 @@ class Checkpoints(Hook):
         finally:
             ledger.phase = phase
             self._held_up += time.perf_counter() - started
-
-    def _entries(self) -> list[Entry]:
-        engine = self.engine
-        return training_entries(engine.buckets, engine.optimizer.states, writing=True)
 
     def _stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""
@@ -191,9 +186,8 @@ def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
     if not target.is_dir():
         return target
     path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)
-    if world.rank == 0:
-        for warning in warnings:
-            logging.getLogger("hpctrain").warning("%s", warning)
+    for warning in warnings if world.rank == 0 else ():
+        logging.getLogger("hpctrain").warning("%s", warning)
     with world.agreement():
         if path is None and world.rank == 0:
             raise InputOutputError(no_way_on(target))

@@ -68,10 +68,8 @@ class Control:
         if world.rank == 0:
             self._remove([name for name in _FILES if name in ranks])
         self.signals.came.difference_update(ranks)
-        told = [
-            self._words(cause, rank, late) for cause, rank in ranks.items() if not stop or cause in _STOPPING
-        ]
-        return Order(True, stop, " and ".join(told), measure and not stop)
+        why = (self._words(cause, ranks[cause], late) for cause in ranks if not stop or cause in _STOPPING)
+        return Order(True, stop, " and ".join(why), measure and not stop)
 
     def saved(self) -> None:
         """A checkpoint was written: what asked for one meanwhile, as a signal does that reaches the ranks one

@@ -15,8 +15,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.units import format_count
 
-CORPUS = "corpus"
-"""The key under which a checkpoint's state tells the token file that was trained on."""
+CORPUS = "corpus"  # the key under which a checkpoint's state tells the token file that was trained on
 
 
 def known_tokens(world: World, file: TokenFile) -> dict[str, Any]:
@@ -32,17 +31,17 @@ def compare_tokens(world: World, deck: Deck, file: TokenFile, checkpoint: Path |
     Returns lines of what the user should know, on rank 0. HpctrainError on all ranks where the tokenizer is
     another one and data.other_tokenizer does not allow it.
     """
-    told: list[str] = []
+    lines: list[str] = []
     with world.agreement():
         if world.rank == 0 and checkpoint is not None:
             state = read_state(checkpoint)
             text = state.get("tokenizer")
-            told += _compare_tokenizers(deck, file, f"{checkpoint}", text, "it has none")
-            told += _compare_corpora(deck, file, checkpoint, state)
+            lines += _compare_tokenizers(deck, file, f"{checkpoint}", text, "it has none")
+            lines += _compare_corpora(deck, file, checkpoint, state)
         elif world.rank == 0 and deck.model.source is not None:
             text, missing = source_tokenizer(Path(deck.model.source))
-            told += _compare_tokenizers(deck, file, f"model.from = {deck.model.source}", text, missing)
-    return told
+            lines += _compare_tokenizers(deck, file, f"model.from = {deck.model.source}", text, missing)
+    return lines
 
 
 def same_corpus(state: Mapping[str, Any], file: TokenFile) -> bool:
@@ -51,12 +50,13 @@ def same_corpus(state: Mapping[str, Any], file: TokenFile) -> bool:
 
 
 def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, missing: str) -> list[str]:
+    unknown = f"whether {deck.data.tokens} has the tokenizer of {source} is not known"
     if not isinstance(text, str):
-        return [f"whether {deck.data.tokens} has the tokenizer of {source} is not known: {missing}"]
+        return [f"{unknown}: {missing}"]
     try:
         difference = tokenizer_difference(file.tokenizer_text, text, file.where, source)
     except HpctrainError as error:
-        return [f"whether {deck.data.tokens} has the tokenizer of {source} is not known: {error.problems[0]}"]
+        return [f"{unknown}: {error.problems[0]}"]
     if difference and not deck.data.other_tokenizer:
         raise HpctrainError(
             deck.problem(
@@ -65,8 +65,8 @@ def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, 
                 "tokens that the weights know; data.other_tokenizer = true allows others)",
             )
         )
-    told = f"the tokenizer of {deck.data.tokens} is not that of {source}: {difference}"
-    return [told] if difference else []
+    sentence = f"the tokenizer of {deck.data.tokens} is not that of {source}: {difference}"
+    return [sentence] if difference else []
 
 
 def _compare_corpora(deck: Deck, file: TokenFile, checkpoint: Path, state: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
@@ -34,15 +34,10 @@ def find_recorded(world: World, path: Path, step: int, against: Path | None) -> 
     In `against` where it is given; else in the metrics file of the run's folder or, where that has none, in
     the later checkpoints beside it. Errors, on all ranks: those of reading `against` or the metrics file.
     """
-    found: Recorded | None = None
     with world.agreement():
-        if world.rank == 0:
-            found = _look(path, step, against)
-    row = world.everyone.broadcast_object(None if found is None else asdict(found))
-    recorded = [Loss(**each) for each in row["losses"]]
-    return Recorded(
-        row["step"], recorded, row["source"], [HistorySegment(**each) for each in row["segments"]]
-    )
+        recorded = _look(path, step, against) if world.rank == 0 else None
+    shared: Recorded = world.everyone.broadcast_object(recorded)
+    return shared
 
 
 def _look(path: Path, step: int, against: Path | None) -> Recorded:
@@ -84,7 +79,7 @@ def _metrics(path: Path) -> list[Loss]:
 def _following(recorded: list[Loss], step: int) -> list[Loss]:
     """The losses of the steps right after `step`, up to the first that is not there."""
     by_step = {each.step: each for each in recorded}
-    found: list[Loss] = []
-    while (each := by_step.get(step + 1 + len(found))) is not None:
-        found.append(each)
-    return found
+    following: list[Loss] = []
+    while (each := by_step.get(step + 1 + len(following))) is not None:
+        following.append(each)
+    return following

@@ -27,22 +27,14 @@ from hpctrain.train.origin import same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run, open_run
 
-STEPS = 10
-"""Replayed at most, where no number is asked for."""
+STEPS = 10  # replayed at most, where no number is asked for
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 """Relative difference of a loss that counts as rounding, by precision."""
 
-_SAMPLES = (
-    "run.seed",
-    "data.validation",
-    "batch.global_size",
-    "batch.sequence",
-    "batch.ramp_from",
-    "batch.ramp_steps",
-)
-"""Keys that decide which samples a step takes."""
+# Keys that decide which samples a step takes, and sections on which the last bits of a loss depend.
+_BATCH = ("batch.global_size", "batch.sequence", "batch.ramp_from", "batch.ramp_steps")
+_SAMPLES = ("run.seed", "data.validation", *_BATCH)
 _COMPUTED = ("model", "layout", "batch", "optimizer", "learning_rate", "precision", "memory", "communication")
-"""Sections on which the last bits of a loss depend."""
 
 
 def replay(
@@ -71,15 +63,15 @@ def replay(
     with _engine_of(world, deck, path, split) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus.file):
-                told = f"is not the token file that {path} was trained on, so that no recorded loss can come"
-                raise HpctrainError(deck.problem("data.tokens", f"{told} out again; name that one"))
+                other = f"is not the token file that {path} was trained on, so that no recorded loss can come"
+                raise HpctrainError(deck.problem("data.tokens", f"{other} out again; name that one"))
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
-            told = (
+            opening = (
                 f"replays {deck.run.title} from step {run.trainer.state.step}, {layout_text(_layout(run))}; "
                 f"losses recorded in {recorded.source}"
             )
-            show("\n".join(fit(told, columns())))
+            show("\n".join(fit(opening, columns())))
             show(f"{'step':>8}  {'recorded':>14}  {'replayed':>14}  relative difference")
         rows = []
         for expected in recorded.losses[:count]:
@@ -116,8 +108,8 @@ def judge(rows: Sequence[tuple[Loss, float]], precision: str, reasons: Sequence[
             "layout, ranks and versions are those that recorded them: another kind of machine, or a fault."
         )
     by = f"by {gap:.1e}" if isfinite(gap) else "one of the two is not finite"
-    told = f"The recorded losses do not come out again: step {step} is the first to differ, {by}."
-    return EXIT_DIFFERENT, told
+    verdict = f"The recorded losses do not come out again: step {step} is the first to differ, {by}."
+    return EXIT_DIFFERENT, verdict
 
 
 def difference(recorded: float | None, replayed: float) -> float:
@@ -198,14 +190,14 @@ def _reasons(
         axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
         original, deck = (each.with_keys(layout=axes) for each in (original, deck))
     changed = [name for name in _COMPUTED if getattr(original, name) != getattr(deck, name)]
-    found = []
+    reasons = []
     if "layout" in changed or any(segment.layout != _layout(run) for segment in made):
-        found.append("another layout")
+        reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
-        found.append("another number of ranks")
-    found += [f"other keys of [{name}]" for name in changed if name != "layout"]
+        reasons.append("another number of ranks")
+    reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):
         there = {segment.versions.get(name) for segment in made} or {state["versions"].get(name)}
-        found += [f"another version of {name}"] if there != {here[name]} else []
-    return found
+        reasons += [f"another version of {name}"] if there != {here[name]} else []
+    return reasons

@@ -12,7 +12,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck, Machine
-from hpctrain.engine.build import Arrangement, Engine, arrange, assemble
+from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
@@ -21,11 +21,8 @@ from hpctrain.plan.savings import LEAST_SAVING, find_savings
 from hpctrain.plan.words import largest_kinds
 from hpctrain.units import format_bytes
 
-ADVISED = 3
-"""Changes of the deck that are named where it does not fit, at most."""
-
-ADVICE_SECONDS = 4.0
-"""After so long no other change is planned: all ranks wait to be refused."""
+ADVISED = 3  # changes of the deck that are named where it does not fit, at most
+ADVICE_SECONDS = 4.0  # after so long no other change is planned: all ranks wait to be refused
 
 
 def build_within_memory(
@@ -39,36 +36,26 @@ def build_within_memory(
     """
     libraries = library_bytes() if on_host(world.device) else 0
     arrangement = arrange(deck, world, mesh)
-
-    def planned(deck: Deck, arrangement: Arrangement | None = None) -> MemoryPlan:
-        return plan_memory(
-            deck,
-            world.size,
-            shape.vocabulary,
-            libraries,
-            max(1, world.size // world.nodes),
-            None if arrangement is None else arrangement.placement.split,
-            None if arrangement is None else arrangement.plan,
-        )
-
-    shape = arrangement.shape
-    plan = planned(deck, arrangement)
+    numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
+    plan = plan_memory(deck, *numbers, arrangement.placement.split, arrangement.plan)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 
-    def advice(found: Room) -> str:
-        def changed(change: str) -> Deck:
-            return parse_deck(deck_text(deck), [change], ranks=world.size)
-
-        savings = find_savings(deck, plan, changed, planned, ADVICE_SECONDS)[:ADVISED]
-        told = [f"--set {saving.change} ({format_bytes(saving.total)} a rank)" for saving in savings]
+    def advice(room: Room) -> str:
+        savings = find_savings(
+            deck,
+            plan,
+            lambda change: parse_deck(deck_text(deck), [change], ranks=world.size),
+            lambda changed: plan_memory(changed, *numbers),
+            ADVICE_SECONDS,
+        )
+        ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]
         held = plan.largest.memory
         cut = held.parameter + held.gradient + held.optimizer > LEAST_SAVING * held.total
-        if libraries < found.limit.bytes and (found.ranks > 1 or cut):
-            told.append("more nodes")
-        *others, last = told or [""]
-        less = (
-            f"{', '.join([*others, f'or {last}' if others else last])} would need less, and " if told else ""
-        )
+        if libraries < room.limit.bytes and (room.ranks > 1 or cut):
+            ways.append("more nodes")
+        if len(ways) > 1:
+            ways[-1] = f"or {ways[-1]}"
+        less = f"{', '.join(ways)} would need less, and " if ways else ""
         key = "machine.memory" if on_host(world.device) else "machine.gpu_memory"
         return f"{largest_kinds(plan)}; {less}--set {key}=SIZE overrules what is there"
 
@@ -91,24 +78,21 @@ def demand_room(
     shared = min(needed, shared_bytes()) if on_cpu else 0
     limits = limits_of(machine, world.device, os.environ)
     claim = Claim(world.node, world.hostname, needed, shared, limits)
-    claims = world.everyone.all_gather_object(claim)
-    room = tightest(claims)
+    room = tightest(world.everyone.all_gather_object(claim))
     with world.agreement():
         if room is not None and not room.fits and world.rank == 0:
             raise HpctrainError(f"{name}: does not fit into memory: {room}; {advice(room)}")
     if not on_cpu or machine.memory is not None:
         return
     more = max(0, needed - resident_bytes())
-    found = world.everyone.all_gather_object((world.node, world.hostname, more, available_bytes()))
-    if world.rank == 0:
-        for node in sorted({node for node, _, _, _ in found}):
-            of_node = [each for each in found if each[0] == node]
-            wanted = sum(each[2] for each in of_node)
-            free = of_node[0][3]
-            if free is not None and wanted > free:
-                logging.getLogger("hpctrain").warning(
-                    "%s has only %s of its memory free, of which its ranks will need %s",
-                    of_node[0][1],
-                    format_bytes(free),
-                    format_bytes(wanted),
-                )
+    ranks = world.everyone.all_gather_object((world.node, world.hostname, more, available_bytes()))
+    for node in sorted({rank[0] for rank in ranks}) if world.rank == 0 else ():
+        _, hostname, _, free = next(rank for rank in ranks if rank[0] == node)
+        wanted = sum(rank[2] for rank in ranks if rank[0] == node)
+        if free is not None and wanted > free:
+            logging.getLogger("hpctrain").warning(
+                "%s has only %s of its memory free, of which its ranks will need %s",
+                hostname,
+                format_bytes(free),
+                format_bytes(wanted),
+            )

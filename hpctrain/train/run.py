@@ -20,12 +20,7 @@ from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import (
-    Corpus,
-    make_mesh,
-    open_corpus,
-    settle_vocabulary,
-)
+from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
 from hpctrain.engine.place import with_split
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.plan.memory import MemoryPlan
@@ -37,9 +32,9 @@ from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.room import build_within_memory
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
-from hpctrain.train.startup import check_deck_file, check_places, check_run_folder
+from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
 from hpctrain.train.summary import decay_ended, introduction, warms_again
-from hpctrain.train.time_limit import Pace, TimeLimit, expected_seconds
+from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import Evaluation, SlowRanks, StepReport, Trace
@@ -56,7 +51,7 @@ from hpctrain.words import command
 class Run:
     """What a run of a deck is, on the ranks of the world: what it computes with, from `trainer.state` on.
 
-    `heeded` are sentences of what was found on the way here, said at the start; `limit` is the clock's.
+    `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's.
     """
 
     deck: Deck
@@ -72,10 +67,10 @@ class Run:
         """Its ranks."""
         return self.trainer.engine.world
 
-    def train(self, signals: Signals | None = None, told: Sequence[str] = ()) -> int:
+    def train(self, signals: Signals | None = None, opening: Sequence[str] = ()) -> int:
         """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code.
 
-        `told` is said at the start, too: which cores the ranks have, and what the verb found.
+        `opening` is said at the start, too: which cores the ranks have, and what the verb noticed.
         """
         deck, world, engine, state = self.deck, self.world, self.trainer.engine, self.trainer.state
         folder = Path(deck.run.dir)
@@ -95,7 +90,7 @@ class Run:
             peak.find()
             reporter.say(introduction(deck, engine, self.corpus, peak.flops))
             stays, *others = self.heeded
-            reporter.say(line for line in (stays, *told, *others) if line)
+            reporter.say(line for line in (stays, *opening, *others) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
                 reporter.log.warning("%s", ended)
             if newest is not None:
@@ -132,7 +127,7 @@ class Loop:
     def __init__(self, run: Run, reporter: Reporter, peak: Peak, memory: MemoryLedger) -> None:
         self.steps, self.limit, self.reporter, self.peak = run.deck.run.steps, run.limit, reporter, peak
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
-        self.pace = Pace(expected_seconds(checkpoints.expected_bytes, run.world.nodes))
+        self.pace = Pace(checkpoints.expected_bytes / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
         stragglers = Stragglers(trainer.engine.mesh, run.deck.stability.straggler_factor)
         trainer.hooks += [
@@ -242,7 +237,7 @@ def run_deck(
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
-        bound = check_places(world, deck)
+        bound = prepare_ranks(world, deck)
         run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again))
         return run.train(signals, (bound,))
 
@@ -271,23 +266,21 @@ def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signa
     with world.agreement():
         step = int(state.get("step", 0))
         if deck.run.steps < step:
-            told = f"is below the step of {path}, {step}; a run goes on to a later one"
-            raise HpctrainError(deck.problem("run.steps", told))
+            below = f"is below the step of {path}, {step}; a run goes on to a later one"
+            raise HpctrainError(deck.problem("run.steps", below))
         if world.rank == 0 and deck.run.steps == step:
             done = is_done(Path(deck.run.dir))
     if world.everyone.broadcast_object(done):
         verify(path, world.everyone)
         if world.rank == 0:
             more = command("resume", deck.run.dir, "--set", "run.steps=N")
-            told = f"{deck.run.dir}: all {step} steps are done, nothing is left to do; {more} goes on"
-            print(*fit(told, columns()), sep="\n", flush=True)
+            sentence = f"{deck.run.dir}: all {step} steps are done, nothing is left to do; {more} goes on"
+            print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():
         before = stored_deck(state, path)
-        same = deck.layout == before.layout
+        split = state.get("split") if deck.layout == before.layout else None
         if world.rank == 0:
             refuse_other_folder(deck, path)
-    bound = check_places(world, deck)
-    return open_run(world, deck, path, state.get("split") if same else None).train(
-        signals, (bound, warms_again(deck, before, int(state["step"])))
-    )
+    opening = prepare_ranks(world, deck), warms_again(deck, before, step)
+    return open_run(world, deck, path, split).train(signals, opening)

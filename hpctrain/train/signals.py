@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from time import monotonic
-from types import FrameType, TracebackType
+from types import FrameType
 
 from hpctrain.comm.launcher import started_rank
 
@@ -56,9 +56,7 @@ class Signals:
                 self._interrupted = outer._interrupted
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             # None: one that Python did not install, and so cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -29,12 +29,12 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
         check_replicas(engine.buckets, engine.world.everyone)
-    told = f"starts from the weights of {path}"
+    sentence = f"starts from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
-        told += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
+        sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
     if shape.family == "gpt2" and shape.sequence < source.sequence:
-        told += f", the first {shape.sequence} of its {source.sequence} positions"
-    return told
+        sentence += f", the first {shape.sequence} of its {source.sequence} positions"
+    return sentence
 
 
 def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import DECK_BYTES
+from hpctrain.engine.sizes import crosses
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_bytes
 
-SECONDS_TO_APPEAR = 5.0
-"""What a network file system may take to show one node what another has written."""
+SECONDS_TO_APPEAR = 5.0  # a network file system may take to show one node what another has written
 
 
 def check_deck_file(world: World, path: Path) -> None:
@@ -38,8 +38,8 @@ def check_deck_file(world: World, path: Path) -> None:
 
 def check_nodes(world: World) -> None:
     """HpctrainError on all ranks where the nodes have different numbers of ranks."""
-    places = world.everyone.all_gather_object((world.node, world.hostname, world.local_size))
-    sizes = {node: (hostname, size) for node, hostname, size in places}
+    ranks = world.everyone.all_gather_object((world.node, world.hostname, world.local_size))
+    sizes = {node: (hostname, size) for node, hostname, size in ranks}
     few = min(sizes.values(), key=lambda each: each[1])
     many = max(sizes.values(), key=lambda each: each[1])
     with world.agreement():
@@ -66,15 +66,15 @@ def check_run_folder(world: World, folder: Path) -> None:
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while not (seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    found = world.everyone.all_gather_object((seen, world.hostname))
-    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    ranks = world.everyone.all_gather_object((seen, world.hostname))
+    blind = [rank for rank, (sees, _) in enumerate(ranks) if not sees]
     with world.agreement():
         if world.rank == 0:
             path.unlink(missing_ok=True)
         if blind:
             raise HpctrainError(
-                f"run.dir = {folder}: rank {blind[0]} on {found[blind[0]][1]} does not see what rank 0 on "
-                f"{found[0][1]} writes there; choose a folder on a file system that all nodes share"
+                f"run.dir = {folder}: rank {blind[0]} on {ranks[blind[0]][1]} does not see what rank 0 on "
+                f"{ranks[0][1]} writes there; choose a folder on a file system that all nodes share"
             )
 
 
@@ -82,8 +82,7 @@ def crossing(world: World, deck: Deck) -> str:
     """A warning where tensor ranks of one group sit on several nodes; "" where none do. Collective."""
     nodes = world.everyone.all_gather_object(world.node)
     tensor = deck.layout.tensor
-    groups = [set(nodes[first : first + tensor]) for first in range(0, len(nodes), tensor)]
-    if all(len(group) == 1 for group in groups):
+    if not crosses(nodes, tensor):
         return ""
     return (
         f"layout.tensor = {tensor}: tensor ranks sit on several nodes and talk over the network in every "
@@ -99,8 +98,8 @@ def bind(world: World, threads: int) -> str:
     Collective.
     """
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    found = world.everyone.all_gather_object((world.node, tuple(mine)))
-    here = [cores for node, cores in found if node == world.node]
+    ranks = world.everyone.all_gather_object((world.node, tuple(mine)))
+    here = [cores for node, cores in ranks if node == world.node]
     possible = len(set(here)) == 1 and len(mine) >= len(here) * threads
     if not all(world.everyone.all_gather_object(possible)):
         return ""
@@ -111,7 +110,7 @@ def bind(world: World, threads: int) -> str:
     return f"ranks are bound to {share} core{'s' * (share > 1)} each"
 
 
-def check_places(world: World, deck: Deck) -> str:
+def prepare_ranks(world: World, deck: Deck) -> str:
     """Refuse uneven nodes, warn of a tensor axis across nodes, bind if the deck says so: in words, to what.
 
     Collective; nothing is written.

@@ -67,8 +67,8 @@ class Step:
         """
         engine = self.engine
         mesh = engine.mesh
-        place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches = self.read(self.batches.step(state.samples, batch, *place))
+        share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
+        micro_batches = self.read(self.batches.step(state.samples, batch, *share))
         tokens = self.count(micro_batches)
         scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
         prepared = [
@@ -98,8 +98,8 @@ class Step:
         """Loss in nats per token of the first `sequences` sequences, the same on all ranks."""
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
-        place = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches = self.read(batches.evaluation(sequences, *place))
+        share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
+        micro_batches = self.read(batches.evaluation(sequences, *share))
         tokens = self.count(micro_batches)
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
@@ -117,8 +117,8 @@ class Step:
     def read(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch]:
         """All of them; what one rank cannot read, or must not trust, is an error on all ranks."""
         with self.engine.world.agreement():
-            found = list(micro_batches)
-        return found
+            read = list(micro_batches)
+        return read
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens to be predicted by all data ranks together."""
@@ -136,8 +136,8 @@ class Step:
         if not self.engine.shape.dropout:
             return None
         mesh = self.engine.mesh
-        place = micro_batch * mesh.size("data") + mesh.coordinate("data")
-        first = state.samples + place * self.micro_size
+        index = micro_batch * mesh.size("data") + mesh.coordinate("data")
+        first = state.samples + index * self.micro_size
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 

@@ -13,23 +13,31 @@ from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import command, counted
 
-MANY_EPOCHS = 16
-"""From here on, more passes over the same text teach next to nothing (arXiv 2305.16264)."""
+MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)
 
 
 def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> list[str]:
     """What will be trained, on what and how; `peak` is the FLOP/s of a rank."""
     shape, world, mesh = engine.shape, engine.world, engine.mesh
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pipeline", "data", "context", "tensor"))
+    sequences = corpus.train.source.count
+    epochs = samples_of(deck.batch, deck.run.steps) / sequences
+    taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     lines = [
         f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
         f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
-        f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {_repetition(deck, corpus)}; "
-        f"a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
+        f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "
+        f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
+        f"{peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
     ]
-    lines += _many_epochs(deck, corpus)
+    if epochs >= MANY_EPOCHS:
+        lines.append(
+            f"{deck.data.tokens} is small for this run: each of its {counted(sequences, 'sequence')} of "
+            f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
+            "more text or fewer steps would do"
+        )
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += introduce_recompute(deck, shape, engine.models, engine.plan, mesh.coordinate("pipeline"))
@@ -72,25 +80,3 @@ def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list
         f"skipped     {skipped} steps" if skipped else "",
     ]
     return [line for line in lines if line]
-
-
-def _epochs(deck: Deck, corpus: Corpus) -> float:
-    return samples_of(deck.batch, deck.run.steps) / corpus.train.source.count
-
-
-def _repetition(deck: Deck, corpus: Corpus) -> str:
-    epochs = _epochs(deck, corpus)
-    taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
-    return f"{counted(deck.run.steps, 'step')} {'takes' if deck.run.steps == 1 else 'take'} {taken} epochs"
-
-
-def _many_epochs(deck: Deck, corpus: Corpus) -> list[str]:
-    """A word on a corpus that is too small for the run."""
-    epochs, count = _epochs(deck, corpus), corpus.train.source.count
-    if epochs < MANY_EPOCHS:
-        return []
-    return [
-        f"{deck.data.tokens} is small for this run: each of its {counted(count, 'sequence')} of "
-        f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
-        "more text or fewer steps would do"
-    ]

@@ -13,8 +13,7 @@ from hpctrain.units import format_seconds
 
 RECENT_STEPS = 20
 MARGIN = 60.0
-BYTES_PER_SECOND = 200e6
-"""What one node surely writes of a checkpoint, before any was measured."""
+BYTES_PER_SECOND = 200e6  # what one node surely writes of a checkpoint, before any was measured
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class TimeLimit:
 class Pace(Hook):
     """How long things take in this run, in seconds; 0 what has not been done yet."""
 
-    checkpoint: float
-    """The longest so far; before the first, what is expected."""
+    checkpoint: float  # the longest so far; before the first, what is expected
     evaluation: float = 0.0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
@@ -76,8 +74,3 @@ class Pace(Hook):
             f"{format_seconds(max(0.0, left))} are left of {limit.name}, too little for a step "
             f"({format_seconds(step)}), {written} and a margin of {format_seconds(limit.margin)}"
         )
-
-
-def expected_seconds(checkpoint_bytes: float, nodes: int) -> float:
-    """How long a checkpoint of that size may take on so many nodes, before one was measured."""
-    return checkpoint_bytes / (BYTES_PER_SECOND * nodes)

@@ -33,11 +33,8 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 
-TOLERANCE = 1e-5
-"""Largest difference of a tensor over its largest element, in fp32."""
-
-ROUGHNESS = 0.2
-"""Standard deviation of what biases and norm weights differ by."""
+TOLERANCE = 1e-5  # largest difference of a tensor over its largest element, in fp32
+ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 
 _HEAD_SIZE, _LAYERS, _MICRO_BATCHES, _MICRO_SIZE = 8, 2, 2, 2
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
@@ -153,14 +150,14 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     nothing = _Computed(torch.empty(0), None)  # of a tensor that another stage holds
     differences = []
     for name in world.everyone.broadcast_object(list(expected)):
-        whole = _share(expected[name].values if world.rank == 0 else None, world)
+        shared = _share(expected[name].values if world.rank == 0 else None, world)
         scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
         values, shard = computed.get(name, nothing)
         if shard is not None:
-            whole = shard.take(whole)
+            shared = shard.take(shared)
         elif name not in computed:
-            whole = torch.empty(0)
-        differences.append(_difference(name, values, whole, scale, world, mesh, shard))
+            shared = torch.empty(0)
+        differences.append(_difference(name, values, shared, scale, world, mesh, shard))
     trainer.engine.close()
     return differences
 
@@ -200,7 +197,7 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
 
     sums = _SummedGradients(engine)
     trainer.hooks.append(sums)
-    found = parameters("")
+    results = parameters("")
     for step in ("", " in the second step"):
         sums.pieces.clear()
         result = trainer.train_step()
@@ -209,10 +206,10 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
         by_name = [
             (f"gradient of {shard.name}{step}", _Computed(piece, shard)) for shard, piece in sums.pieces
         ]
-        found[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64), None)
-        found |= reversed(by_name)
-        found[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64), None)
-    return found | parameters(" after both steps")
+        results[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64), None)
+        results |= reversed(by_name)
+        results[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64), None)
+    return results | parameters(" after both steps")
 
 
 class _SummedGradients(Hook):
@@ -263,9 +260,9 @@ def _difference(
 
     def worst(values: Tensor) -> float:
         error = (values - expected).abs().max() if values.numel() else torch.zeros(())
-        found = torch.stack((error.double(), (~error.isfinite()).double())).nan_to_num(nan=0.0)
-        world.everyone.all_reduce(found, "max")
-        return float("inf") if found[1] else float(found[0]) / largest
+        both = torch.stack((error.double(), (~error.isfinite()).double())).nan_to_num(nan=0.0)
+        world.everyone.all_reduce(both, "max")
+        return float("inf") if both[1] else float(both[0]) / largest
 
     error = worst(mine)
     if error <= TOLERANCE:

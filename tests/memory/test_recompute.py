@@ -11,7 +11,6 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
-from hpctrain.model.precision import Precision
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -87,16 +86,7 @@ def saved_bytes(training: Trainer) -> list[int]:
 
 
 def predicted(deck: Deck, shape: Any) -> ActivationBytes:
-    return activation_bytes(
-        shape,
-        deck.batch.micro_size,
-        Precision.of(deck).storage,
-        tensor=deck.layout.tensor,
-        sequence_parallel=deck.layout.sequence_parallel,
-        context=deck.layout.context,
-        context_form=deck.layout.context_form,
-        recompute=deck.memory.recompute,
-    )
+    return activation_bytes(deck, shape, False, deck.memory.recompute)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

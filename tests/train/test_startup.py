@@ -15,7 +15,7 @@ import pytest
 from hpctrain.comm.doctor import RankReport, Report
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.places import map_deck
+from hpctrain.plan.coordinates import map_deck
 from hpctrain.train import startup
 from hpctrain.train.startup import bind, check_deck_file, check_nodes, check_run_folder, crossing
 from tests.engines import DECK, small_deck
