@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -31,10 +31,16 @@ def together(group: Group) -> Iterator[None]:
         failure = error
     except OSError as error:
         failure = as_error(error)
-    found = group.all_gather_object(None if failure is None else (failure.exit_code, failure.problems))
-    failures = [each for each in found if each is not None]
+    mine = None if failure is None else (failure.exit_code, failure.problems)
+    failures = [each for each in group.all_gather_object(mine) if each is not None]
     if failures:
         raise combine(failures) from failure
+
+
+def first_of(problems: Sequence[str]) -> HpctrainError:
+    """The error about the first of several differences, and how many more there are."""
+    more = f" (and {len(problems) - 1} more differ)" if len(problems) > 1 else ""
+    return HpctrainError(problems[0] + more)
 
 
 def shortened(problems: list[str]) -> list[str]:

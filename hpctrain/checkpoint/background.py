@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.draft import PIECE_BYTES, begin
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.snapshot import HostBuffer, Snapshot
-from hpctrain.checkpoint.write import Offsets
+from hpctrain.checkpoint.write import write_at_offsets
 from hpctrain.comm.group import Group
 
 
@@ -77,7 +78,7 @@ class BackgroundSave:
 
     def _write(self) -> None:
         try:
-            self._draft.store(Offsets(self._draft.descriptor), self._snapshot.take)
+            self._draft.store(partial(write_at_offsets, self._draft.descriptor), self._snapshot.take)
         finally:
             self._snapshot.close()
         self._draft.settle()
@@ -89,7 +90,4 @@ class BackgroundSave:
 
 def _all(group: Group, here: bool) -> bool:
     """Whether it holds on all ranks."""
-    if group.size == 1:
-        return here
-    missing = group.all_reduce(torch.tensor(0 if here else 1))
-    return int(missing.item()) == 0
+    return here if group.size == 1 else not group.all_reduce(torch.tensor(0 if here else 1)).item()

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.agree import together
 from hpctrain.checkpoint.checksum import Words
 from hpctrain.checkpoint.extract import opened
-from hpctrain.checkpoint.structure import StoredTensor, Structure
+from hpctrain.checkpoint.structure import Structure
 from hpctrain.comm.group import Group
 
 # Elements of either file held at a time; with the copies that comparing makes, a few megabytes.
@@ -62,13 +62,11 @@ def compare(one: Structure, other: Structure, group: Group) -> list[Difference]:
     with together(group), opened(one.path) as left, opened(other.path) as right:
         buffers = np.empty((2, 8 * _PIECE), np.uint8)
         for index, first in pieces[begin:end]:
-            here = one.datasets[names[index]]
+            here, there = (structure.datasets[names[index]] for structure in (one, other))
             count = min(_PIECE, here.elements - first)
             words = [
-                _read(source.read, stored, first, buffer[: count * here.item_bytes])
-                for source, stored, buffer in zip(
-                    (left, right), (here, other.datasets[here.dataset]), buffers, strict=True
-                )
+                left.read_elements(here, first, count, buffers[0]),
+                right.read_elements(there, first, count, buffers[1]),
             ]
             differing, absolute, peak = _differ(words, here.kind)
             counts[index] += differing
@@ -82,13 +80,6 @@ def compare(one: Structure, other: Structure, group: Group) -> list[Difference]:
             names, counts.tolist(), largest[0].tolist(), largest[1].tolist(), strict=True
         )
     ]
-
-
-def _read(read: object, stored: StoredTensor, first: int, buffer: Words) -> Words:
-    words: Words = buffer.view(f"u{stored.item_bytes}")
-    assert callable(read)
-    read(words, stored.offset + first * stored.item_bytes)
-    return words
 
 
 def _differ(words: Sequence[Words], kind: str) -> tuple[int, float, float]:

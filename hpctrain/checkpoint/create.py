@@ -67,14 +67,14 @@ def create(temporary: Path, tensors: Tensors, state: Mapping[str, Any]) -> dict[
         space = os.statvfs(temporary.parent)
         if space.f_bavail * space.f_frsize < needed:
             raise OSError(ENOSPC, os.strerror(ENOSPC))
-        places = _lay_out(temporary, tensors, texts)
+        datasets = _lay_out(temporary, tensors, texts)
         with temporary.open("r+b") as stream:
             os.posix_fallocate(stream.fileno(), 0, temporary.stat().st_size)
     except OSError as error:
         raise InputOutputError(
             f"{temporary}: cannot write a checkpoint of {format_bytes(needed)}: {describe(error)}"
         ) from None
-    return places
+    return datasets
 
 
 def complete(temporary: Path, sums: Sums) -> None:
@@ -99,7 +99,7 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
 
     Object headers of this HDF5 version carry checksums, attributes of fixed length lie inside them.
     """
-    places = {}
+    datasets = {}
     with h5py.File(
         temporary,
         "w",
@@ -126,10 +126,10 @@ def _lay_out(temporary: Path, tensors: Tensors, texts: Mapping[str, str]) -> dic
             if NAMED.get(dtype) != kind:
                 _attach(dataset, DTYPE, np.array(kind.encode()))
             offset = dataset.get_offset() if prod(shape) else 0
-            places[name] = StoredTensor(name, kind, shape, int(offset), first_piece)
+            datasets[name] = StoredTensor(name, kind, shape, int(offset), first_piece)
             first_piece += checksum.pieces(prod(shape))
         _attach(_allocate(file, CHECKSUMS, np.dtype("<u8"), (first_piece,)), b"crc32", np.array(0))
-    return places
+    return datasets
 
 
 def _allocate(file: h5py.File, name: str, dtype: np.dtype[Any], shape: Index) -> h5py.h5d.DatasetID:

@@ -7,13 +7,13 @@ thread may do them), and `finish` (collective). Only then the file gets its name
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -61,11 +61,8 @@ class Piece:
         return words
 
 
-class Sink(Protocol):
-    """Where pieces are written to."""
-
-    def write(self, piece: Piece, words: Words) -> None:
-        """Put the elements of a piece into its place. OSError where the system refuses."""
+Sink = Callable[[Piece, Words], None]
+"""Puts the elements of a piece where they belong. OSError where the system refuses."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ class Draft:
 
     path: Path
     group: Group
-    places: Mapping[str, StoredTensor]
+    datasets: Mapping[str, StoredTensor]
     pieces: Sequence[Piece]
     sums: Sums
     descriptor: int
@@ -98,7 +95,7 @@ class Draft:
             content = piece.load() if words is None else words(number)
             self._add(self.sums, piece, content)
             try:
-                sink.write(piece, content)
+                sink(piece, content)
             except OSError as error:
                 raise InputOutputError(
                     f"{self.path}: cannot write {piece.stored.dataset}: {describe(error)}"
@@ -115,27 +112,27 @@ class Draft:
         """Bring this rank's pieces to the disk; compare what the file holds with their checksums; alone."""
         synchronized = self.disk.submit(os.fsync, self.descriptor)
         try:
-            found = self._read_back()
+            written = self._read_back()
         finally:
             synchronized.result()
         problems = [
             damage(self.path, stored, [int(number) for number in different])
-            for stored in self.places.values()
-            if len(different := np.flatnonzero(found[stored.pieces] != self.sums[stored.pieces]))
+            for stored in self.datasets.values()
+            if len(different := np.flatnonzero(written[stored.pieces] != self.sums[stored.pieces]))
         ]
         if problems:
             raise InputOutputError(shortened(problems))
 
     def _read_back(self) -> Sums:
         """The checksums of this rank's pieces as the file has them."""
-        found = np.zeros_like(self.sums)
+        sums = np.zeros_like(self.sums)
         with opened(self.temporary) as source:
             buffer = np.empty(max((piece.bytes for piece in self.pieces), default=0), np.uint8)
             for piece in self.pieces:
                 words = buffer[: piece.bytes].view(f"u{piece.stored.item_bytes}")
                 source.read_rectangle(words, piece.rectangle, piece.stored)
-                self._add(found, piece, words)
-        return found
+                self._add(sums, piece, words)
+        return sums
 
     def finish(self) -> None:
         """Add the checksums, and give the file its name; collective."""
@@ -146,7 +143,7 @@ class Draft:
 
     def total(self) -> Sums:
         """The checksums of all ranks together; collective."""
-        seeds = [checksum.seeds(name, stored.kind, stored.shape) for name, stored in self.places.items()]
+        seeds = [checksum.seeds(name, stored.kind, stored.shape) for name, stored in self.datasets.items()]
         total: Sums = combined(self.group, self.sums).view(np.uint64)
         return total + np.concatenate(seeds) if seeds else total
 
@@ -158,11 +155,9 @@ class Draft:
         self.temporary.replace(self.path)
         synchronize(self.path.parent)
 
-    @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self) -> AbstractContextManager[None]:
         """Errors tell the name the file will have, not the temporary one."""
-        with reported_as(self.temporary, self.path):
-            yield
+        return reported_as(self.temporary, self.path)
 
     def close(self, failed: bool) -> None:
         """Let go of the file; one that failed is removed. Once, on every rank."""
@@ -191,51 +186,43 @@ def begin(
     """
     tensors = _agreed_tensors(group, entries)
     temporary = temporary_name(path)
-    rows: list[Any] = []
-    failed = True
+    rows: list[tuple[Any, ...]] = []
     try:
         with reported_as(temporary, path):
             with together(group):
                 if group.rank == 0:
-                    rows = [
-                        (stored.offset, stored.first_piece)
-                        for stored in create(temporary, tensors, state).values()
-                    ]
-            rows = group.broadcast_object(rows)
-            places = {
-                name: StoredTensor(name, kind, shape, *place)
-                for (name, (kind, shape)), place in zip(tensors.items(), rows, strict=True)
-            }
-            pieces = _pieces(group, entries, places, piece_bytes)
+                    rows = [astuple(stored) for stored in create(temporary, tensors, state).values()]
+            datasets = {row[0]: StoredTensor(*row) for row in group.broadcast_object(rows)}
+            pieces = _pieces(group, entries, datasets, piece_bytes)
             with together(group):
                 # Seen by all ranks, or else it is not one shared folder; and then opening it would hang.
                 descriptor = os.open(temporary, os.O_RDWR)
-        failed = False
-    finally:
-        if failed and group.rank == 0:
+    except BaseException:
+        if group.rank == 0:
             with suppress(OSError):
                 temporary.unlink()
+        raise
     disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
-    count = sum(checksum.pieces(stored.elements) for stored in places.values())
-    return Draft(path, group, places, pieces, np.zeros(count, np.uint64), descriptor, disk)
+    count = sum(checksum.pieces(stored.elements) for stored in datasets.values())
+    return Draft(path, group, datasets, pieces, np.zeros(count, np.uint64), descriptor, disk)
 
 
 def _pieces(
-    group: Group, entries: Sequence[Entry], places: Mapping[str, StoredTensor], piece_bytes: int
+    group: Group, entries: Sequence[Entry], datasets: Mapping[str, StoredTensor], piece_bytes: int
 ) -> list[Piece]:
     """What this rank writes, in the order of the file."""
-    found: dict[str, list[Piece]] = {name: [] for name in places}
+    pieces: dict[str, list[Piece]] = {name: [] for name in datasets}
     for entry in entries:
         part = entry.part(*entry.share())
         limit = max(1, piece_bytes // part.values.element_size())
-        stored = places[entry.dataset]
-        found[entry.dataset] += [
+        stored = datasets[entry.dataset]
+        pieces[entry.dataset] += [
             Piece(part, cut, stored) for rectangle in rectangles_of(part) for cut in rectangle.cut(limit)
         ]
-    held = [sum(piece.rectangle.elements for piece in mine) for mine in found.values()]
-    for stored, count in zip(places.values(), combined(group, np.array(held, np.int64)), strict=True):
+    held = [sum(piece.rectangle.elements for piece in mine) for mine in pieces.values()]
+    for stored, count in zip(datasets.values(), combined(group, np.array(held, np.int64)), strict=True):
         assert count == stored.elements, f"{stored.dataset}: the ranks hold {count} of {stored.elements}"
-    return [piece for mine in found.values() for piece in mine]
+    return [piece for mine in pieces.values() for piece in mine]
 
 
 def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:
@@ -244,9 +231,9 @@ def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:
     # Most ranks hold the same datasets: the first one that holds a list tells it for all.
     digest = blake2b(repr(mine).encode()).hexdigest()
     first = group.all_gather_object(digest).index(digest) == group.rank
-    found: Tensors = {}
+    tensors: Tensors = {}
     for rows in group.all_gather_object(mine if first else []):
         for dataset, kind, shape in rows:
             described = (kind, tuple(shape))
-            assert found.setdefault(dataset, described) == described, (dataset, found[dataset], described)
-    return dict(sorted(found.items()))
+            assert tensors.setdefault(dataset, described) == described, (dataset, tensors[dataset], described)
+    return dict(sorted(tensors.items()))

@@ -23,11 +23,11 @@ def training_entries(
     for bucket, state in zip(buckets, states, strict=True):
         if bucket.dtype == torch.float32:
             # In single precision the master weights, wherever they are, are the parameters.
-            flats = _places(state, "/model")
+            flats = _by_folder(state, "/model")
         else:
-            flats = {"/model": bucket.own_values} | _places(state, "/master")
-        for place, flat in flats.items():
-            entries += _entries(place, flat, bucket, writing)
+            flats = {"/model": bucket.own_values} | _by_folder(state, "/master")
+        for folder, flat in flats.items():
+            entries += _entries(folder, flat, bucket, writing)
     return entries
 
 
@@ -43,13 +43,13 @@ def resumed_entries(
     return [
         entry
         for bucket, state in zip(buckets, states, strict=True)
-        for place, flat in _places(state, master).items()
-        for entry in _entries(place, flat, bucket)
+        for folder, flat in _by_folder(state, master).items()
+        for entry in _entries(folder, flat, bucket)
     ]
 
 
-def _places(state: State, master: str) -> dict[str, Flat]:
-    """Where each goes, the master weights to `master`."""
+def _by_folder(state: State, master: str) -> dict[str, Flat]:
+    """By the folder where each goes, the master weights to `master`."""
     return {master if name == MASTER else f"/optimizer/{name}": flat for name, flat in state.items()}
 
 
@@ -67,9 +67,9 @@ def master_entries(buckets: Sequence[Bucket], states: Sequence[State]) -> list[E
     ]
 
 
-def _entries(place: str, flat: Flat, bucket: Bucket, writing: bool = False) -> Iterator[Entry]:
+def _entries(folder: str, flat: Flat, bucket: Bucket, writing: bool = False) -> Iterator[Entry]:
     """Entries of the bucket's own elements, in `flat`."""
     for segment, values, offset in bucket.owned(flat):
         if segment.replication.written or not writing:
             shard = segment.parameter.shard
-            yield Entry(f"{place}/{shard.name}", shard, values, offset, *segment.replication.copy)
+            yield Entry(f"{folder}/{shard.name}", shard, values, offset, *segment.replication.copy)

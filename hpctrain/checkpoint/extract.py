@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
 from hpctrain.checkpoint.layout import Entry, Rectangle, Runs, rectangles_of, runs
 from hpctrain.checkpoint.structure import StoredTensor
+from hpctrain.comm.device import on_host
 from hpctrain.errors import InputOutputError
 
 BUFFER_BYTES = 16 << 20
@@ -36,18 +38,18 @@ class TensorSource:
 
         Padding becomes zero, or stays as it is.
         """
-        found = rectangles_of(entry)
-        if zero_padding and sum(rectangle.elements for rectangle in found) < entry.values.numel():
+        rectangles = rectangles_of(entry)
+        if zero_padding and sum(rectangle.elements for rectangle in rectangles) < entry.values.numel():
             entry.values.zero_()
         # What is read at once stays in the processor's cache while it is added up.
         limit = max(1, min(self.buffer_bytes, _PART_BYTES) // stored.item_bytes)
-        for rectangle in found:
+        for rectangle in rectangles:
             for part in rectangle.cut(limit):
                 self._fill(entry, stored, part, sums)
 
     def _fill(self, entry: Entry, stored: StoredTensor, rectangle: Rectangle, sums: Sums | None) -> None:
         with rectangle.filling(entry.values) as view:
-            direct = entry.values.device.type == "cpu" and rectangle.contiguous
+            direct = on_host(entry.values.device) and view.is_contiguous()
             target = view.reshape(-1) if direct else torch.empty(rectangle.elements, dtype=view.dtype)
             words = target.numpy().view(f"u{stored.item_bytes}")
             self.read_rectangle(words, rectangle, stored)
@@ -64,6 +66,12 @@ class TensorSource:
             self._read_runs(rest[:count].reshape(group.count, group.length), group, stored)
             rest = rest[count:]
 
+    def read_elements(self, stored: StoredTensor, first: int, count: int, buffer: NDArray[np.uint8]) -> Words:
+        """Elements [count] of a flattened dataset from `first` on, in the memory of `buffer`."""
+        words: Words = buffer[: count * stored.item_bytes].view(f"u{stored.item_bytes}")
+        self.read(words, stored.offset + first * stored.item_bytes)
+        return words
+
     def read(self, words: Words, offset: int) -> None:
         """Fill a contiguous array from the file at `offset` bytes; InputOutputError where it cannot be."""
         rest = memoryview(words.reshape(-1).view(np.uint8).data)
@@ -71,8 +79,8 @@ class TensorSource:
             try:
                 count = os.preadv(self.descriptor, [rest[: 1 << 30]], offset)
             except OSError as error:
-                told = f"{self.path}: cannot be read at byte {offset}: {error.strerror or error}"
-                raise InputOutputError(told) from None
+                why = f"cannot be read at byte {offset}: {error.strerror or error}"
+                raise InputOutputError(f"{self.path}: {why}") from None
             if count == 0:
                 raise InputOutputError(f"{self.path}: truncated: it ends at byte {offset}")
             rest, offset = rest[count:], offset + count

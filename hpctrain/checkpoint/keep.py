@@ -18,11 +18,11 @@ LATEST = "latest"
 def newest_good(
     folder: str | Path, group: Group, thorough: bool = True, strict: bool = False
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and a warning for every newer one that is not; collective.
+    """The newest complete checkpoint, and a warning for every newer one that is not; collective.
 
     `thorough` reads each candidate, spread over the ranks, and compares all its checksums; otherwise only
     its structure and state are looked at. All ranks return the same. InputOutputError if the folder
-    cannot be listed or, with `strict`, if the newest one is not whole.
+    cannot be listed or, with `strict`, if the newest one is not complete.
     """
     names: list[str] = []
     with together(group):

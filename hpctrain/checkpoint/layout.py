@@ -105,16 +105,6 @@ class Rectangle:
         """Elements of the rectangle."""
         return prod(self.shape)
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements follow each other in memory."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
     def view(self, values: Tensor) -> Tensor:
         """The rectangle as a strided view into the Entry's values, its bits as integers."""
         bits = values.view(_BITS[values.element_size()])
@@ -179,15 +169,14 @@ def rectangles_of(entry: Entry) -> list[Rectangle]:
     extent = entry.shard.extent if entry.shard.local else (1,)
     origin = entry.shard.start or (0,)
     strides = row_major(local)
-    found = []
+    held = []
     for start, shape in rectangles(local, entry.offset, entry.offset + entry.values.numel()):
-        kept = tuple(min(s + n, e) - s for s, n, e in zip(start, shape, extent, strict=True))
-        if min(kept) > 0:
+        size = tuple(min(s + n, e) - s for s, n, e in zip(start, shape, extent, strict=True))
+        if min(size) > 0:
             at = sum(s * step for s, step in zip(start, strides, strict=True)) - entry.offset
-            found.append(
-                Rectangle(tuple(o + s for o, s in zip(origin, start, strict=True)), kept, at, strides)
-            )
-    return found
+            first = tuple(o + s for o, s in zip(origin, start, strict=True))
+            held.append(Rectangle(first, size, at, strides))
+    return held
 
 
 def rectangles(shape: Index, first: int, last: int) -> Iterator[tuple[Index, Index]]:

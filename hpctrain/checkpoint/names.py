@@ -22,9 +22,6 @@ def checkpoint_step(path: str | Path) -> int | None:
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, good or not, newest first; none if there is no such folder."""
     folder = Path(folder)
-    found = [(step, path) for path in _listed(folder) if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _listed(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = [(step, path) for path in paths if (step := checkpoint_step(path)) is not None]
+    return [path for _, path in sorted(steps, reverse=True)]

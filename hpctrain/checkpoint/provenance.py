@@ -53,10 +53,10 @@ class HistorySegment:
             **dict.fromkeys(("commit", "went_on_from"), (str, type(None))),
             "steps": (int, type(None)),
         }
-        found: dict[str, Any] = {name: row.get(name) for name in kinds}
-        if not all(isinstance(value, kinds[name]) for name, value in found.items()):
+        values: dict[str, Any] = {name: row.get(name) for name in kinds}
+        if not all(isinstance(value, kinds[name]) for name, value in values.items()):
             return None
-        return HistorySegment(**found)
+        return HistorySegment(**values)
 
 
 @dataclass(frozen=True)

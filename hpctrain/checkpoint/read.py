@@ -12,6 +12,7 @@ whose verdict is final. So all that is read is verified, and as a rule nothing i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import combined, together
+from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
 from hpctrain.checkpoint.extract import BUFFER_BYTES, TensorSource, opened
 from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError
 
 
 def load(
@@ -104,9 +104,9 @@ def _surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> li
 
 def _raise_first(group: Group, problems: Sequence[str]) -> None:
     """One sentence for all that differs on any rank, about the first of it; collective."""
-    found = list(dict.fromkeys(problem for each in group.all_gather_object(problems) for problem in each))
-    if found:
-        raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if len(found) > 1 else ""))
+    distinct = list(dict.fromkeys(chain.from_iterable(group.all_gather_object(problems))))
+    if distinct:
+        raise first_of(distinct)
 
 
 def _fill(file: TensorSource, entry: Entry, stored: StoredTensor, sums: Sums, zero_padding: bool) -> None:

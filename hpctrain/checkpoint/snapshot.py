@@ -49,8 +49,8 @@ class HostBuffer:
         if start is None:
             return None
         self._given.append((start, start + size))
-        place: Words = self.memory[start : start + asked]
-        return place
+        memory: Words = self.memory[start : start + asked]
+        return memory
 
     def give_back(self) -> None:
         """The oldest of what was taken is free again."""
@@ -90,12 +90,12 @@ class Snapshot:
         """After this the values may be overwritten. For the thread that trains."""
         for number in range(len(self._pieces)):
             with self._changed:
-                place = self._place(number)
-                if place is None:
+                memory = self._memory(number)
+                if memory is None:
                     continue
                 self._copying = number
             words = self._pieces[number].load()
-            copy = place.view(words.dtype)
+            copy = memory.view(words.dtype)
             np.copyto(copy, words)
             with self._changed:
                 self._copies[number] = copy
@@ -105,19 +105,19 @@ class Snapshot:
             # At most one is still being written from where it is.
             self._changed.wait_for(lambda: self._closed or self._taken < 0 or self._taken in self._copies)
 
-    def _place(self, number: int) -> Words | None:
+    def _memory(self, number: int) -> Words | None:
         """Memory for a copy of the piece, waited for; None if it is copied or taken by now."""
-        place: Words | None = None
+        memory: Words | None = None
 
         def settled() -> bool:
-            nonlocal place
+            nonlocal memory
             if self._closed or self._taken >= number or number in self._copies:
                 return True
-            place = self._buffer.take(self._pieces[number].bytes)
-            return place is not None
+            memory = self._buffer.take(self._pieces[number].bytes)
+            return memory is not None
 
         self._changed.wait_for(settled)
-        return place
+        return memory
 
     def _release(self) -> None:
         if self._copies.pop(self._taken, None) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -100,21 +100,18 @@ def examine(path: Path, group: Group | None = None) -> Structure:
     """
     if group is None or group.size == 1:
         return _examine(path)
-    found = None
+    contents = Structure(path, {}, np.empty(0, np.uint64), {})
     with together(group):
         if group.rank == 0:
-            found = _examine(path)
-    rows = None
-    if found is not None:
-        rows = [[s.dataset, s.kind, s.shape, s.offset, s.first_piece] for s in found.datasets.values()]
+            contents = _examine(path)
     rows, state, count = group.broadcast_object(
-        None if found is None else [rows, found.state, len(found.sums)]
+        [[astuple(stored) for stored in contents.datasets.values()], contents.state, len(contents.sums)]
     )
     sums = group.empty((count,), torch.int64)
-    if found is not None:
-        sums.copy_(torch.from_numpy(found.sums.view(np.int64)))
+    if group.rank == 0:
+        sums.copy_(torch.from_numpy(contents.sums.view(np.int64)))
     group.broadcast(sums)
-    datasets = {row[0]: StoredTensor(row[0], row[1], tuple(row[2]), row[3], row[4]) for row in rows}
+    datasets = {row[0]: StoredTensor(*row) for row in rows}
     return Structure(path, datasets, sums.cpu().numpy().copy().view(np.uint64), state)
 
 
@@ -168,14 +165,14 @@ def _datasets(file: h5py.File, size: int) -> dict[str, StoredTensor]:
 
     # In any other order HDF5 sorts what a folder holds; where it cannot read that, it crashes.
     h5py.h5o.visit(file.id, visit, order=h5py.h5.ITER_NATIVE, info=True)
-    found: dict[str, StoredTensor] = {}
+    datasets: dict[str, StoredTensor] = {}
     first_piece = 0
     for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
         dataset = h5py.h5d.open(file.id, name.encode())
-        offset, shape = _place(name, dataset, size), dataset.shape
-        found[name] = StoredTensor(name, _kind(name, dataset), shape, offset, first_piece)
+        offset, shape = _offset(name, dataset, size), dataset.shape
+        datasets[name] = StoredTensor(name, _kind(name, dataset), shape, offset, first_piece)
         first_piece += pieces(prod(shape))
-    return found
+    return datasets
 
 
 def _kind(name: str, dataset: h5py.h5d.DatasetID) -> str:
@@ -188,7 +185,7 @@ def _kind(name: str, dataset: h5py.h5d.DatasetID) -> str:
     return kind
 
 
-def _place(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
+def _offset(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
     """Offset of the dataset's bytes, all of which lie inside this file."""
     creation = dataset.get_create_plist()
     _require(
@@ -218,7 +215,7 @@ def _attribute(dataset: h5py.h5d.DatasetID, name: bytes) -> Any:
 
 def _text(file: h5py.File, name: str, size: int) -> str:
     dataset = file[name]
-    _place(name, dataset.id, size)
+    _offset(name, dataset.id, size)
     _require(
         dataset.shape == () and dataset.dtype.kind == "S" and dataset.dtype.itemsize <= _TEXT_LIMIT,
         f"{name} is not a text",

@@ -41,13 +41,11 @@ def verify_pieces(structure: Structure, group: Group, mine: Sequence[tuple[Store
     with together(group), opened(structure.path) as source:
         buffer = np.empty(0, np.uint8)
         for stored, piece in mine:
-            size = stored.item_bytes
             first = piece * checksum.PIECE
             count = min(checksum.PIECE, stored.elements - first)
-            if buffer.nbytes < count * size:
-                buffer = np.empty(count * size, np.uint8)
-            words = buffer[: count * size].view(f"u{size}")
-            source.read(words, stored.offset + first * size)
+            if buffer.size < count * stored.item_bytes:
+                buffer = np.empty(count * stored.item_bytes, np.uint8)
+            words = source.read_elements(stored, first, count, buffer)
             sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
             checksum.add(sums, words, (first,), (count,), (stored.elements,))
             if sums[piece] != structure.sums[stored.first_piece + piece]:

@@ -11,8 +11,8 @@ pieces are runs of the file, and in Open MPI they hang all ranks when the disk r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def save(
             _store_with_hdf5(draft)
         else:
             with together(group), draft.reported():
-                draft.store(Offsets(draft.descriptor))
+                draft.store(partial(write_at_offsets, draft.descriptor))
         with together(group), draft.reported():
             draft.settle()
         draft.finish()
@@ -64,67 +64,47 @@ def has_parallel_hdf5() -> bool:
     return bool(h5py.get_config().mpi)
 
 
-class Offsets:
-    """Pieces written as plain bytes at their places in the file, without HDF5 and without MPI."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def write(self, piece: Piece, words: Words) -> None:
-        """One call of the system for each run of the file."""
-        stored, rest = piece.stored, words
-        for group in runs(piece.rectangle.start, piece.rectangle.shape, stored.shape):
-            count = group.count * group.length
-            rows = rest[:count].reshape(group.count, group.length)
-            if group.stride == group.length:
-                rows = rows.reshape(1, -1)
-            for number, row in enumerate(rows):
-                offset = stored.offset + (group.first + number * group.stride) * stored.item_bytes
-                self._write_bytes(memoryview(row.view(np.uint8).data), offset)
-            rest = rest[count:]
-
-    def _write_bytes(self, content: memoryview, offset: int) -> None:
-        while content:
-            count = os.pwrite(self.descriptor, content, offset)
-            content, offset = content[count:], offset + count
+def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:
+    """Write plain bytes where they belong in the file, without HDF5 and without MPI: each run by itself."""
+    stored, rest = piece.stored, words
+    for group in runs(piece.rectangle.start, piece.rectangle.shape, stored.shape):
+        count = group.count * group.length
+        rows = rest[:count].reshape(group.count, group.length)
+        if group.stride == group.length:
+            rows = rows.reshape(1, -1)
+        for number, row in enumerate(rows):
+            offset = stored.offset + (group.first + number * group.stride) * stored.item_bytes
+            content = memoryview(row.view(np.uint8).data)
+            while content:
+                done = os.pwrite(descriptor, content, offset)
+                content, offset = content[done:], offset + done
+        rest = rest[count:]
 
 
-class Hdf5:
-    """Pieces written with HDF5, each by one independent call."""
-
-    def __init__(self, file: h5py.File) -> None:
-        self.file = file
-
-    def write(self, piece: Piece, words: Words) -> None:
-        """One call of HDF5, of this rank alone."""
-        dataset = h5py.h5d.open(self.file.id, piece.stored.dataset.encode())
-        place = dataset.get_space()
-        place.select_hyperslab(piece.rectangle.start, piece.rectangle.shape)
-        dataset.write(h5py.h5s.create_simple((words.size,)), place, words.view(dataset.dtype))
+def _write_with_hdf5(file: h5py.File, piece: Piece, words: Words) -> None:
+    """One independent call of HDF5."""
+    dataset = h5py.h5d.open(file.id, piece.stored.dataset.encode())
+    space = dataset.get_space()
+    space.select_hyperslab(piece.rectangle.start, piece.rectangle.shape)
+    dataset.write(h5py.h5s.create_simple((words.size,)), space, words.view(dataset.dtype))
 
 
 def _store_with_hdf5(draft: Draft) -> None:
+    """All ranks open and close the file, whatever happens to one; then what happened is raised."""
     problems: list[str] = []
-    with together(draft.group), draft.reported(), _opened_by_all(draft, problems) as file:
+    with together(draft.group), draft.reported():
+        if draft.group.size == 1:
+            file = h5py.File(draft.temporary, "r+", locking=False)
+        else:
+            file = h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
         try:
-            draft.store(Hdf5(file))
+            draft.store(partial(_write_with_hdf5, file))
         except HpctrainError as error:
             problems += error.problems
-
-
-@contextmanager
-def _opened_by_all(draft: Draft, problems: list[str]) -> Iterator[h5py.File]:
-    """The file, opened and closed by all ranks whatever happens to one; then what happened is raised."""
-    if draft.group.size == 1:
-        file = h5py.File(draft.temporary, "r+", locking=False)
-    else:
-        file = h5py.File(draft.temporary, "r+", driver="mpio", comm=communicator_of(draft.group.objects))
-    try:
-        yield file
-    finally:
-        try:
-            file.close()
-        except (OSError, RuntimeError) as error:
-            problems.append(f"{draft.path}: cannot be closed: {reason(error)}")
-    if problems:
-        raise InputOutputError(problems[:1])
+        finally:
+            try:
+                file.close()
+            except (OSError, RuntimeError) as error:
+                problems.append(f"{draft.path}: cannot be closed: {reason(error)}")
+        if problems:
+            raise InputOutputError(problems[:1])

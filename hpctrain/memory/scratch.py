@@ -12,6 +12,7 @@ import re
 import socket
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host
 from hpctrain.comm.outcome import describe
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import delete_folder, files_named
@@ -109,20 +111,18 @@ class ScratchFile:
         )
 
 
-class ScratchTensor:
-    """A flat tensor that lies in a ScratchFile: the `length` elements from the byte `offset` on.
+class OnDisk(ABC):
+    """A flat tensor in a file: `length` elements of type `dtype`. Slices, with step 1, lie there too."""
 
-    Slices, with step 1, lie there too. Empty ones are never read or written.
-    """
+    length: int
+    dtype: torch.dtype
 
-    def __init__(self, file: ScratchFile, offset: int, length: int, dtype: torch.dtype) -> None:
-        self.file, self.offset, self.length, self.dtype = file, offset, length, dtype
+    @abstractmethod
+    def __getitem__(self, part: slice) -> OnDisk: ...
 
-    def __getitem__(self, part: slice) -> ScratchTensor:
-        first, last, step = part.indices(self.length)
-        assert step == 1
-        start = self.offset + first * self.dtype.itemsize
-        return ScratchTensor(self.file, start, max(0, last - first), self.dtype)
+    @abstractmethod
+    def load(self) -> Tensor:
+        """Read into new memory."""
 
     def numel(self) -> int:
         """Elements."""
@@ -137,6 +137,24 @@ class ScratchTensor:
         """Bytes of all elements."""
         return self.length * self.dtype.itemsize
 
+    @property
+    def device(self) -> torch.device:
+        """Where `load` puts it."""
+        return torch.device("cpu")
+
+
+class ScratchTensor(OnDisk):
+    """A flat tensor in a ScratchFile, from the byte `offset` on. Empty ones are never read or written."""
+
+    def __init__(self, file: ScratchFile, offset: int, length: int, dtype: torch.dtype) -> None:
+        self.file, self.offset, self.length, self.dtype = file, offset, length, dtype
+
+    def __getitem__(self, part: slice) -> ScratchTensor:
+        first, last, step = part.indices(self.length)
+        assert step == 1
+        start = self.offset + first * self.dtype.itemsize
+        return ScratchTensor(self.file, start, max(0, last - first), self.dtype)
+
     def start_read(self, tensor: Tensor) -> Transfer:
         """Start to fill a tensor of this length and type; as ScratchFile.start_read."""
         assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
@@ -146,11 +164,6 @@ class ScratchTensor:
         """Start to write a tensor of this length and type; as ScratchFile.start_write."""
         assert (tensor.numel(), tensor.dtype) == (self.length, self.dtype)
         return self.file.start_write(self.offset, tensor)
-
-    @property
-    def device(self) -> torch.device:
-        """Where `load` puts it."""
-        return torch.device("cpu")
 
     def zero_(self) -> None:
         """Write zeros, as torch's `zero_` does."""
@@ -180,30 +193,30 @@ def to_fill(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, T
 
     What is in a file is written when the next piece is asked for. What is in memory is one piece.
     """
-    if isinstance(flat, Tensor):
-        yield 0, flat
-        return
-    step = max(1, piece_bytes // flat.element_size())
-    memory = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
-    for first in range(0, flat.numel(), step):
-        part = flat[first : first + step]
-        tensor = memory[: part.numel()]
+    for first, tensor, part in _pieces(flat, piece_bytes):
         yield first, tensor
-        part.store(tensor)
+        if part is not None:
+            part.store(tensor)
 
 
 def to_read(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
     """First element and contents of all pieces of a flat tensor, each valid until the next is asked for."""
+    for first, tensor, part in _pieces(flat, piece_bytes):
+        if part is not None:
+            part.start_read(tensor).wait()
+        yield first, tensor
+
+
+def _pieces(flat: Flat, piece_bytes: int) -> Iterator[tuple[int, Tensor, ScratchTensor | None]]:
+    """First element, memory and, of what is in a file, the pieces of it."""
     if isinstance(flat, Tensor):
-        yield 0, flat
+        yield 0, flat, None
         return
     step = max(1, piece_bytes // flat.element_size())
     memory = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
     for first in range(0, flat.numel(), step):
         part = flat[first : first + step]
-        tensor = memory[: part.numel()]
-        part.start_read(tensor).wait()
-        yield first, tensor
+        yield first, memory[: part.numel()], part
 
 
 class ScratchFiles:
@@ -252,7 +265,7 @@ def check_room(folder: Path, need: int) -> None:
     """
     with _reported(folder):
         remove_leftovers(folder)
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
             raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
         if not os.access(there, os.W_OK | os.X_OK):
@@ -359,6 +372,6 @@ def _remove(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    assert on_host(tensor.device) and tensor.is_contiguous()
     # A view of bytes, since numpy does not know all of torch's types.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.exchange.hugging_face import Counterpart, config_of, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
@@ -28,7 +28,13 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     shared_out,
     write_text,
 )
-from hpctrain.checkpoint.exchange.source import ModelFolder, open_model, stored_shape, tensor_shapes
+from hpctrain.checkpoint.exchange.source import (
+    ModelFolder,
+    model_keys,
+    open_model,
+    stored_shape,
+    tensor_shapes,
+)
 from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files, tokenizer_text
 from hpctrain.checkpoint.extract import TensorSource, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
@@ -43,7 +49,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import delete_folder, files_named, synchronize
-from hpctrain.memory.scratch import Flat
+from hpctrain.memory.scratch import Flat, OnDisk
 from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
 from hpctrain.model.shape import ModelShape
@@ -77,7 +83,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
-        theirs = counterparts(shape.family, tensor_shapes(shape, world))
+        theirs = counterparts(shape.family, tensor_shapes(shape))
         sources = _sources(structure, theirs, wanted)
     files = shared_out([NewTensor(each.name, NAMES[wanted], each.shape) for each in theirs], most)
     by_name = {each.name: each for each in theirs}
@@ -106,11 +112,11 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with suppress(HpctrainError, OSError):
                 _delete_left(temporary)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    told = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
+    tokenizer = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == wanted)
     return (
         f"{folder}: {shape.family}, {format_count(count(shape).parameters)} parameters, {name}, "
-        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {told}"
+        f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {tokenizer}"
     )
 
 
@@ -124,7 +130,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     with together(group):
         if out.exists() and not replace:
             raise HpctrainError(f"{out}: exists already; --force replaces it")
-        model = open_model(folder, world)
+        model = open_model(folder)
         text, missing = tokenizer_text(folder, model.shape.vocabulary)
         state = {
             MODEL_ONLY: True,
@@ -145,19 +151,16 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     ]
     save(out, group, entries, state, PIECE_BYTES)
     shape = model.shape
-    told = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
+    tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     return (
         f"{out}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
-        f'{format_bytes(out.stat().st_size)}, {told}; to train it, [model] from = "{out}"'
+        f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, [model] from = "{out}"'
     )
 
 
 @dataclass(frozen=True)
-class FolderTensor:
-    """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder.
-
-    It has what `save` asks of values that do not lie in memory, as a ScratchTensor does.
-    """
+class FolderTensor(OnDisk):
+    """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder."""
 
     model: ModelFolder
     name: str
@@ -171,23 +174,10 @@ class FolderTensor:
         assert step == 1
         return FolderTensor(self.model, self.name, self.shape, self.first + start, max(0, last - start))
 
-    def numel(self) -> int:
-        """Elements."""
-        return self.length
-
-    def element_size(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.itemsize
-
-    @property
-    def device(self) -> torch.device:
-        """Where `load` puts it."""
-        return torch.device("cpu")
-
     def load(self) -> Tensor:
         """Read into new memory."""
-        found = rectangles(self.shape, self.first, self.first + self.length)
-        return torch.cat([self.model.read(self.name, start, shape).reshape(-1) for start, shape in found])
+        cut = rectangles(self.shape, self.first, self.first + self.length)
+        return torch.cat([self.model.read(self.name, start, shape).reshape(-1) for start, shape in cut])
 
 
 def _require_empty(folder: Path) -> None:
@@ -219,7 +209,7 @@ def _sources(
 ) -> Mapping[str, StoredTensor]:
     """The dataset of each of our tensors: that of the wanted type, or else the most exact one."""
     problems: list[str] = []
-    found: dict[str, StoredTensor] = {}
+    sources: dict[str, StoredTensor] = {}
     for part in (part for each in theirs for part in each.parts):
         stored = structure.datasets.get(f"/model/{part.name}")
         if stored is None:
@@ -232,10 +222,10 @@ def _sources(
                 f"{structure.path}: {stored.dataset}: has shape {list(stored.shape)}, expected "
                 f"{list(part.shape)} by its deck"
             )
-        found[part.name] = stored
+        sources[part.name] = stored
     if problems:
-        raise HpctrainError(problems[0] + (f" (and {len(problems) - 1} more differ)" if problems[1:] else ""))
-    return found
+        raise first_of(problems)
+    return sources
 
 
 def _texts(shape: ModelShape, wanted: torch.dtype, tokenizer: str | None) -> dict[str, str]:
@@ -288,9 +278,7 @@ def _copy(
 
 def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:
     """A deck of a model alone: what a deck needs besides is there in form only."""
-    names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
-    names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
     lines = ["[run]", f"title = {toml_value(out.stem or 'model')}", "steps = 1", "[model]"]
-    lines += [f"{name} = {toml_value(getattr(shape, name))}" for name in names]
+    lines += [f"{name} = {toml_value(value)}" for name, value in model_keys(shape).items()]
     lines += ["[data]", 'tokens = "tokens.h5"', "[batch]", "global_size = 1", f"sequence = {shape.sequence}"]
     return parse_deck("\n".join(lines) + "\n", name=f"{folder}: deck", includes=False)

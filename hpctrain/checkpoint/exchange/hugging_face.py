@@ -97,26 +97,26 @@ class Counterpart:
 def counterparts(family: Family, ours: Mapping[str, Index]) -> list[Counterpart]:
     """What holds our tensors, given with their global shapes; the same order, each of theirs once."""
     by_layer = {layer: rule for rule in RULES[family] for layer in rule.ours}
-    found: dict[str, Counterpart] = {}
+    held: dict[str, Counterpart] = {}
     for name in ours:
         layer, _, kind = name.rpartition(".")
         block = re.fullmatch(r"blocks\.(\d+)\.(.*)", layer)
         number = block[1] if block else ""
         rule = by_layer[f"blocks.{{}}.{block[2]}" if block else layer]
         theirs = f"{rule.theirs.format(number)}.{kind}"
-        if theirs in found:
+        if theirs in held:
             continue
         parts, rows = [], 0
         for other in rule.ours:
-            whole = f"{other.format(number)}.{kind}"
-            parts.append(TensorPart(whole, ours[whole], rows))
-            rows += ours[whole][0]
+            full_name = f"{other.format(number)}.{kind}"
+            parts.append(TensorPart(full_name, ours[full_name], rows))
+            rows += ours[full_name][0]
         shape = (rows, *parts[0].shape[1:])
         transposed = rule.transposed and len(shape) == 2
-        found[theirs] = Counterpart(
+        held[theirs] = Counterpart(
             theirs, tuple(reversed(shape)) if transposed else shape, transposed, tuple(parts)
         )
-    return list(found.values())
+    return list(held.values())
 
 
 ARCHITECTURES: Mapping[str, Family] = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}
@@ -251,8 +251,8 @@ def _family(config: Config, where: str) -> Family:
         named = [name for name, family in ARCHITECTURES.items() if config.get("model_type") == family]
     known = [name for name in ARCHITECTURES if named == [name]]
     if not known:
-        told = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
-        raise HpctrainError(f"{where}: {told}: hpctrain has {' and '.join(ARCHITECTURES)}")
+        named = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
+        raise HpctrainError(f"{where}: {named}: hpctrain has {' and '.join(ARCHITECTURES)}")
     return ARCHITECTURES[known[0]]
 
 

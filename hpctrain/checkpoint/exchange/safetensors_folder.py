@@ -59,12 +59,12 @@ class TensorFolder:
             # A file is mapped into memory: what has been read of it goes when it is opened anew.
             self._name, self._file = name, None
             self._file = _open(self.path / described.file)
-        place = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+        index = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
         try:
-            found: Tensor = self._file.get_slice(name)[place]
+            rectangle: Tensor = self._file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise InputOutputError(f"{self.path / described.file}: {name} cannot be read: {error}") from None
-        return found
+        return rectangle
 
 
 def open_folder(path: Path) -> TensorFolder:
@@ -97,14 +97,14 @@ def open_folder(path: Path) -> TensorFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size; InputOutputError where it is none."""
     try:
-        found = parse_json(read_text(path, JSON_BYTES))
+        content = parse_json(read_text(path, JSON_BYTES))
     except OSError as error:
         raise InputOutputError(f"{path}: cannot be read: {describe(error)}") from None
     except ValueError:
         raise InputOutputError(f"{path}: damaged or truncated: it is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputOutputError(f"{path}: damaged: it is not a JSON object")
-    return found
+    return content
 
 
 def refuse_pickle(path: Path) -> None:
@@ -219,9 +219,9 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
         bits = np.dtype(f"<u{TYPES[tensor.kind].itemsize}")
         yield tensor.name, np.memmap(path, bits, "r+", at, tensor.shape)
     synchronize(path)
-    kept = _open(path)
+    written = _open(path)
     for tensor in tensors:
-        assert tuple(kept.get_slice(tensor.name).get_shape()) == tensor.shape
+        assert tuple(written.get_slice(tensor.name).get_shape()) == tensor.shape
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.exchange.hugging_face import (
     BUFFERS,
     HEAD,
@@ -36,13 +36,11 @@ from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
-from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.model.count import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerGroups
 
 # Tensors whose rows may be more or fewer than a deck's, and the size that counts them.
 _ROWS = {
@@ -77,9 +75,16 @@ def settled_keys(path: str) -> dict[str, object]:
     HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
     """
     shape = source_shape(Path(path))
+    return {f"model.{name}": value for name, value in model_keys(shape).items()} | {
+        "batch.sequence": shape.sequence
+    }
+
+
+def model_keys(shape: ModelShape) -> dict[str, object]:
+    """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
-    return {f"model.{name}": getattr(shape, name) for name in names} | {"batch.sequence": shape.sequence}
+    return {name: getattr(shape, name) for name in names}
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:
@@ -114,7 +119,7 @@ def stored_shape(structure: Structure) -> ModelShape:
     return ModelShape.of(deck, deck.model.vocabulary)
 
 
-def open_model(path: Path, world: World) -> ModelFolder:
+def open_model(path: Path) -> ModelFolder:
     """Open a Hugging Face folder whose tensors are those that its config describes; this rank alone.
 
     Errors as in `open_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
@@ -127,22 +132,20 @@ def open_model(path: Path, world: World) -> ModelFolder:
             f"{path / CONFIG}: describes {shape.layers} layers, but the files hold "
             f"{len(folder.tensors)} tensors"
         )
-    theirs = counterparts(shape.family, tensor_shapes(shape, world))
+    theirs = counterparts(shape.family, tensor_shapes(shape))
     prefix = PREFIX[shape.family]
     if not any(name.startswith(prefix) for name in folder.tensors):
         theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
-    found = list(_differences(folder, theirs, shape))
-    if found:
-        raise HpctrainError(found[0] + (f" (and {len(found) - 1} more differ)" if found[1:] else ""))
+    problems = list(_differences(folder, theirs, shape))
+    if problems:
+        raise first_of(problems)
     parts = {part.name: (each, part) for each in theirs for part in each.parts}
     return ModelFolder(folder, shape, config, theirs, parts)
 
 
-def tensor_shapes(shape: ModelShape, world: World) -> dict[str, Index]:
+def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
     """Names and global shapes of all tensors of a model, in its order."""
-    mesh = Mesh(world.alone(), {}, "mpi")
-    model = Transformer(shape, LayerGroups(mesh.group("tensor"), mesh.group("context")))
-    return {parameter.shard.name: parameter.shard.shape for parameter in parameter_list(model)}
+    return {parameter.shard.name: parameter.shard.shape for parameter in parameter_list(bare_model(shape))}
 
 
 def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShape:
@@ -155,16 +158,16 @@ def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShap
     group = world.everyone
     if not _is_checkpoint(path):
         with together(group):
-            model = open_model(path, world)
+            model = open_model(path)
             for entry in entries:
                 _fill(_fitted(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
     with together(group):
         shape = stored_shape(structure)
-    place = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
+    stored = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
     fitted = [_fitted(entry, shape) for entry in entries]
-    fitted = [replace(entry, dataset=f"{place}/{entry.shard.name}") for entry in fitted]
+    fitted = [replace(entry, dataset=f"{stored}/{entry.shard.name}") for entry in fitted]
     load(structure, group, fitted, zero_padding=False)
     return shape
 
@@ -187,20 +190,20 @@ def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: Mod
     """What the config's model has and the folder does not, or the other way round."""
     expected = {each.name: each.shape for each in theirs}
     for name, size in expected.items():
-        found = folder.tensors.get(name)
-        if found is None:
+        held = folder.tensors.get(name)
+        if held is None:
             yield f"{folder.path}: {name}: not in these files, expected with shape {list(size)} by {CONFIG}"
-        elif found.shape != size:
+        elif held.shape != size:
             yield (
-                f"{folder.path / found.file}: {name}: has shape {list(found.shape)}, expected {list(size)} "
+                f"{folder.path / held.file}: {name}: has shape {list(held.shape)}, expected {list(size)} "
                 f"by {CONFIG}"
             )
-        elif found.kind not in TYPES:
-            yield f"{folder.path / found.file}: {name}: is {found.kind}; must be {', '.join(TYPES)}"
-    for name, found in folder.tensors.items():
+        elif held.kind not in TYPES:
+            yield f"{folder.path / held.file}: {name}: is {held.kind}; must be {', '.join(TYPES)}"
+    for name, held in folder.tensors.items():
         ignored = re.fullmatch(BUFFERS[shape.family], name) or (shape.tied and name == HEAD)
         if name not in expected and not ignored:
-            yield f"{folder.path / found.file}: {name}: in this file, but not in the model of {CONFIG}"
+            yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"
 
 
 def _fitted(entry: Entry, shape: ModelShape) -> Entry:
