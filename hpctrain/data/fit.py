@@ -14,9 +14,9 @@ def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:
 
     Where `fraction` is above zero, at least one is held out.
     """
-    whole = max(0, (tokens - 1) // sequence)
-    held_out = max(1, int(fraction * whole)) if fraction else 0
-    return max(0, whole - held_out), held_out
+    count = max(0, (tokens - 1) // sequence)
+    held_out = max(1, int(fraction * count)) if fraction else 0
+    return max(0, count - held_out), held_out
 
 
 def needed_tokens(sequence: int, fraction: float) -> int:

@@ -39,31 +39,23 @@ class SampleOrder:
         """Check the count."""
         assert 0 < self.count <= 1 << 62, self.count
 
-    def sample(self, index: int) -> int:
-        """The sequence, in range(count), at position `index` >= 0."""
-        return int(self.samples(index, 1)[0])
-
-    def samples(self, start: int, n: int) -> Integers:
-        """The sequences at positions start .. start + n - 1, shape [n]."""
-        return self.at(np.arange(start, start + n, dtype=np.int64))
-
     def at(self, indices: Integers) -> Integers:
-        """The sequences at the given positions, any shape [n]."""
+        """The sequences, in range(count), at positions >= 0 [n]."""
         side = isqrt(self.count - 1) + 1  # the smallest square that holds range(count): a = b = side
         radix = np.uint64(side)
-        epochs, places = np.divmod(indices.astype(np.uint64), np.uint64(self.count))
+        epochs, positions = np.divmod(indices.astype(np.uint64), np.uint64(self.count))
         seed = np.uint64(self.seed * GOLDEN & MASK)
         keys = mix(mix(epochs + np.uint64(1)) ^ seed)
-        walking = np.arange(len(places))
+        walking = np.arange(len(positions))
         while len(walking):
-            places[walking] = self._permute(places[walking], keys[walking], radix)
-            walking = walking[places[walking] >= np.uint64(self.count)]
-        return places.astype(np.int64)
+            positions[walking] = self._permute(positions[walking], keys[walking], radix)
+            walking = walking[positions[walking] >= np.uint64(self.count)]
+        return positions.astype(np.int64)
 
     @staticmethod
-    def _permute(places: Words, keys: Words, radix: np.uint64) -> Words:
-        """Permute range(radix^2), each place under its own key."""
-        left, right = np.divmod(places, radix)
+    def _permute(positions: Words, keys: Words, radix: np.uint64) -> Words:
+        """Permute range(radix^2), each position under its own key."""
+        left, right = np.divmod(positions, radix)
         for turn in range(ROUNDS):
             salt = np.uint64((turn + 1) * GOLDEN & MASK)
             word = mix(mix(keys + salt) + right)

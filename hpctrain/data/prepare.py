@@ -91,8 +91,8 @@ def prepare(
         if world.rank == 0:
             _check_output(out, replace)
             sources, left = find_sources(paths, globs, without=[out])
-    found = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
-    sources = [TextSource(*each) for each in found]
+    rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
+    sources = [TextSource(*row) for row in rows]
     faults = _examine(world, cut_into_pieces(sources, piece_bytes), report)
     with world.agreement():
         if not binary:
@@ -130,10 +130,10 @@ def _examine(world: World, pieces: Sequence[TextPiece], report: Report) -> dict[
             fault = examine_piece(piece, complain)
             if fault is not None:
                 mine[piece.source.path] = min(fault, mine.get(piece.source.path, fault))
-    found: dict[str, int] = {}
+    faults: dict[str, int] = {}
     for each in world.everyone.all_gather_object(mine):
-        found |= {path: min(fault, found.get(path, fault)) for path, fault in each.items()}
-    return found
+        faults |= {path: min(fault, faults.get(path, fault)) for path, fault in each.items()}
+    return faults
 
 
 def _text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: LeftOut) -> list[TextSource]:
@@ -188,7 +188,7 @@ def _agree_on_tokenizer(
                         f"--train-bpe {train_bpe}: the tokenizer has {trained.vocabulary} tokens only, since "
                         "the text has no more pairs to merge"
                     )
-    return Tokenizer.from_text(world.everyone.broadcast_object(text))
+    return Tokenizer(world.everyone.broadcast_object(text))
 
 
 def _tokenize(

@@ -63,14 +63,14 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """In words, a line for each reason: how many files, and the first ones."""
-        found = []
+        lines = []
         for reason in sorted(set(self.files.values())):
             files = [printable(file) for file, why in self.files.items() if why == reason]
             words, hint = _WORDS[reason]
             count = "1 file" if len(files) == 1 else f"{len(files)} files"
             shown = ", ".join(files[:EXAMPLES]) + (" ..." if len(files) > EXAMPLES else "")
-            found.append(f"left out {words}: {count} ({shown}){f'; {hint}' if hint else ''}")
-        return [*found, *(f"--glob {printable(pattern)}: no file matches" for pattern in self.idle)]
+            lines.append(f"left out {words}: {count} ({shown}){f'; {hint}' if hint else ''}")
+        return [*lines, *(f"--glob {printable(pattern)}: no file matches" for pattern in self.idle)]
 
 
 def find_sources(
@@ -86,7 +86,7 @@ def find_sources(
     if any(not pattern.strip("/") for pattern in globs):
         raise HpctrainError("--glob: the pattern is empty; give one such as '*.txt'")
     problems: list[HpctrainError] = []
-    found: dict[str, TextSource] = {}
+    sources: dict[str, TextSource] = {}
     left: dict[str, tuple[str, int]] = {}
     avoided = {os.path.realpath(path) for path in without}
     named = {os.path.realpath(path) for path in paths}
@@ -103,7 +103,7 @@ def find_sources(
                 if real in avoided:
                     continue
                 if reason is None:
-                    found.setdefault(real, TextSource(str(file), file.stat().st_size, named=real in named))
+                    sources.setdefault(real, TextSource(str(file), file.stat().st_size, named=real in named))
                 else:
                     left.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):
@@ -117,8 +117,8 @@ def find_sources(
             problems.append(InputOutputError(f"{error.filename}: cannot be read ({error.strerror})"))
     raise_all(problems)
     idle = [pattern for pattern in globs if pattern not in matched]
-    others = {file: reason for real, (file, reason) in left.items() if real not in found}
-    return list(found.values()), LeftOut(others, idle if any(Path(path).is_dir() for path in paths) else [])
+    others = {file: reason for real, (file, reason) in left.items() if real not in sources}
+    return list(sources.values()), LeftOut(others, idle if any(Path(path).is_dir() for path in paths) else [])
 
 
 def raise_all(problems: Sequence[HpctrainError]) -> None:

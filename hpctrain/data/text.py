@@ -87,7 +87,7 @@ def read_piece(piece: TextPiece, text_key: str, complain: Complaint) -> Iterator
 
 def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
     """Why a piece is no text: BINARY (it has a zero byte) or NOT_UTF8; None where it is."""
-    found = None
+    fault = None
     with _complaining(piece, complain), piece.source.open() as file:
         for block, _, _ in _blocks(file, piece):
             if b"\0" in block:
@@ -95,8 +95,8 @@ def examine_piece(piece: TextPiece, complain: Complaint) -> int | None:
             try:
                 block.decode("utf-8")
             except UnicodeDecodeError:
-                found = NOT_UTF8
-    return found
+                fault = NOT_UTF8
+    return fault
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int
 
 def _read_plain(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """One piece of a plain file, the last one perhaps empty."""
-    begin, end = (_seek_cut(file, place, piece) for place in (piece.begin, piece.end))
+    begin, end = (_seek_cut(file, offset, piece) for offset in (piece.begin, piece.end))
     file.seek(begin)
     block = file.read(end - begin)
     if len(block) != end - begin:
@@ -136,9 +136,9 @@ def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes
         if begin + len(block) <= end:
             yield block, begin, True
             return
-        place = end - begin + _cut(block[end - begin :])
-        yield block[:place], begin, False
-        block, begin, end = block[place:], begin + place, end + piece.step
+        length = end - begin + _cut(block[end - begin :])
+        yield block[:length], begin, False
+        block, begin, end = block[length:], begin + length, end + piece.step
 
 
 def _read_lines(
@@ -189,12 +189,12 @@ def _search(piece: TextPiece) -> int:
     return min(SEARCH, piece.step)
 
 
-def _seek_cut(file: BufferedIOBase, place: int, piece: TextPiece) -> int:
-    """Where the cut at the nominal `place` really is."""
-    if place in {0, piece.source.size}:
-        return place
-    file.seek(place)
-    return place + _cut(file.read(_search(piece)))
+def _seek_cut(file: BufferedIOBase, offset: int, piece: TextPiece) -> int:
+    """Where the cut at the nominal `offset` really is."""
+    if offset in {0, piece.source.size}:
+        return offset
+    file.seek(offset)
+    return offset + _cut(file.read(_search(piece)))
 
 
 def _cut(block: bytes) -> int:

@@ -59,11 +59,6 @@ class Tokenizer:
         self._library.encode_special_tokens = True
 
     @classmethod
-    def from_text(cls, text: str) -> Tokenizer:
-        """The tokenizer stored as "bytes" or as JSON."""
-        return cls(text)
-
-    @classmethod
     def from_argument(cls, argument: str) -> Tokenizer:
         """The tokenizer a user names: "bytes", a `tokenizers` JSON file, or a folder that has one."""
         if argument == BYTES:

@@ -36,7 +36,8 @@ class Rules:
         library = load_library(content if text == BYTES else text, where)
         rules = json.loads(library.to_str())
         vocabulary = {number: token for token, number in library.get_vocab(with_added_tokens=True).items()}
-        model = {key: value for key, value in rules["model"].items() if key != "vocab" or _weighted(value)}
+        # Tokens with scores, as in a unigram model, are a list; else ids say all of a vocabulary.
+        model = {k: v for k, v in rules["model"].items() if k != "vocab" or isinstance(v, list)}
         plain = text == BYTES or rules["model"] == json.loads(content)["model"]
         kind = "bytes" if plain else model.get("type", "a tokenizer")
         return cls(
@@ -58,8 +59,8 @@ def tokenizer_difference(text: str, other: str, where: str = "tokenizer", there:
     if text == other:
         return ""
     mine, theirs = Rules.of(text, where), Rules.of(other, there)
-    found = list(_differences(mine, theirs))
-    return f"it is {mine.name}, there {theirs.name}: {'; '.join(found)}" if found else ""
+    differences = "; ".join(_differences(mine, theirs))
+    return f"it is {mine.name}, there {theirs.name}: {differences}" if differences else ""
 
 
 def _differences(mine: Rules, theirs: Rules) -> Iterator[str]:
@@ -98,11 +99,6 @@ def _without_offsets(rule: Any) -> Any:
     if isinstance(rule, dict):
         return {key: _without_offsets(value) for key, value in rule.items() if key != "trim_offsets"}
     return [_without_offsets(each) for each in rule] if isinstance(rule, list) else rule
-
-
-def _weighted(vocabulary: Any) -> bool:
-    """Whether tokens have scores, as in a unigram model: elsewhere ids say all of a vocabulary."""
-    return isinstance(vocabulary, list)
 
 
 def _shown(value: Any) -> str:

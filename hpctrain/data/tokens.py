@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.outcome import reason
-from hpctrain.data.tokenizer import BYTES, Tokenizer
+from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.errors import InputOutputError
 from hpctrain.files import open_regular
 from hpctrain.words import command
@@ -100,15 +100,15 @@ class StoredArray:
         assert 0 <= start <= start + count <= self.size, (start, count, self.size)
         values = np.empty(count, self.dtype)
         rest = memoryview(values.view(TEXT).data)
-        place = self.offset + start * self.dtype.itemsize
+        offset = self.offset + start * self.dtype.itemsize
         while rest:
             try:
-                done = os.preadv(self.file, [rest], place)
+                done = os.preadv(self.file, [rest], offset)
             except OSError as error:
                 raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
             if not done:
                 raise InputOutputError(f"{self.where}: has become shorter since it was opened")
-            rest, place = rest[done:], place + done
+            rest, offset = rest[done:], offset + done
         return values
 
     def checksum(self) -> int:
@@ -123,8 +123,8 @@ class TokenFile:
     """A token file, opened for reading; every problem is an InputOutputError that begins with `key`.
 
     Opening checks the header and that the file is as long as it says; `read` verifies a piece when it first
-    reads of it, `verify` all of them.
-    `vocabulary`, `end_of_document`, `tokens` (how many) and `documents` come from the header.
+    reads of it, `verify` all of them. All ids are below `vocabulary`, `end_of_document` follows every
+    document; `tokens` and `documents` are how many there are, `dtype` is a token's type in the file.
     """
 
     def __init__(self, path: str | Path, key: str = "data.tokens") -> None:
@@ -146,40 +146,10 @@ class TokenFile:
         self._stamp = self._last_change()
         self._verified = bytearray(-(-self.header.pieces // 8))
 
-    @property
-    def vocabulary(self) -> int:
-        """All ids are below it."""
-        return self.header.vocabulary
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that follows every document."""
-        return self.header.end_of_document
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens there are."""
-        return self.header.tokens
-
-    @property
-    def documents(self) -> int:
-        """How many documents there are."""
-        return self.header.documents
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of a token in the file."""
-        return token_type(self.header.vocabulary)
-
-    @property
-    def tokenizer_json(self) -> str | None:
-        """The tokenizer's JSON, None where the tokens are bytes."""
-        return None if self.tokenizer_text == BYTES else self.tokenizer_text
-
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """What made the tokens, and makes text of them."""
-        return Tokenizer.from_text(self.tokenizer_text)
+        return Tokenizer(self.tokenizer_text)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -200,11 +170,11 @@ class TokenFile:
         if (stamp := self._last_change()) != self._stamp:
             self._stamp, self._verified = stamp, bytearray(len(self._verified))
         size, end = self.header.piece, start + count
-        found = np.empty(count, np.int64)
+        tokens = np.empty(count, np.int64)
         for piece in range(start // size, -(-end // size)):
             first, last = max(start, piece * size), min(end, (piece + 1) * size)
-            found[first - start : last - start] = self._read_of_piece(piece, first, last)
-        return torch.from_numpy(found)
+            tokens[first - start : last - start] = self._read_of_piece(piece, first, last)
+        return torch.from_numpy(tokens)
 
     def document_end(self, document: int) -> int:
         """The token behind the last one of a document (its end of document)."""
@@ -270,13 +240,10 @@ class TokenFile:
             open_regular(self.path).close()
         except FileNotFoundError:
             sought = self.path.absolute()
-            told = (
-                ""
-                if self.path.is_absolute()
-                else f" (looked for {sought}, relative to where this was started)"
-            )
+            looked = f" (looked for {sought}, relative to where this was started)"
+            looked = "" if self.path.is_absolute() else looked
             raise InputOutputError(
-                f"{self.where}: no such file{told}; {command('prepare', sought, 'TEXT')} makes one"
+                f"{self.where}: no such file{looked}; {command('prepare', sought, 'TEXT')} makes one"
             ) from None
         except IsADirectoryError:
             raise InputOutputError(
@@ -304,9 +271,12 @@ class TokenFile:
             field.name: (_text if field.type == "str" else int)(attributes[field.name])
             for field in fields(Header)
         }
-        self.header = Header(**stored)
-        if self.header.checksum != int(attributes["header_checksum"]):
+        self.header = header = Header(**stored)
+        if header.checksum != int(attributes["header_checksum"]):
             raise ValueError("its header has a wrong checksum")
+        self.vocabulary, self.end_of_document = header.vocabulary, header.end_of_document
+        self.tokens, self.documents = header.tokens, header.documents
+        self.dtype = token_type(header.vocabulary)
         self._tokens = self._find(file, "tokens", self.dtype, self.tokens)
         self._ends = self._find(file, "document_ends", ENDS, self.documents)
         self._checksums = self._find(file, "checksums", CHECKSUM, self.header.pieces)

@@ -96,8 +96,8 @@ def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
     folder, out = corpus(world, mpi_tmp_path), mpi_tmp_path / "out.h5"
     prepare(world, out, [str(folder)], text_key="body", train_bpe=300, binary=True)
     file = TokenFile(out)
-    assert file.tokenizer_json is not None
-    library = tokenizers.Tokenizer.from_str(file.tokenizer_json)
+    assert file.tokenizer_text != "bytes"
+    library = tokenizers.Tokenizer.from_str(file.tokenizer_text)
     starts = [0, *(file.document_end(i) for i in range(file.documents))]
     for text, start, end in zip(documents(), starts, starts[1:], strict=False):
         ids = file.read(start, end - start).tolist()
@@ -107,7 +107,7 @@ def test_trained_bpe_is_stored(world: World, mpi_tmp_path: Path) -> None:
     assert file.vocabulary == library.get_vocab_size()
     path = mpi_tmp_path / "tokenizer.json"
     if world.rank == 0:
-        path.write_text(file.tokenizer_json)
+        path.write_text(file.tokenizer_text)
     world.everyone.barrier()
     prepare(
         world, mpi_tmp_path / "again.h5", [str(folder)], text_key="body", tokenizer=str(path), binary=True

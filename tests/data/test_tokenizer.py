@@ -22,7 +22,7 @@ def word_level(vocabulary: dict[str, int], special: list[str]) -> tokenizers.Tok
 
 
 def test_bytes() -> None:
-    tokenizer = Tokenizer.from_text("bytes")
+    tokenizer = Tokenizer("bytes")
     assert (tokenizer.vocabulary, tokenizer.end_of_document, tokenizer.text) == (257, 256, "bytes")
     assert tokenizer.encode("aé\n") == [97, 0xC3, 0xA9, 10]
     assert tokenizer.decode([97, 0xC3, 0xA9, 256, 10, 300]) == "aé\n"
@@ -89,5 +89,5 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 
 def test_json_is_kept_as_it_is() -> None:
     text = Tokenizer.train(TEXTS, 280).text
-    assert Tokenizer.from_text(text).text == text
+    assert Tokenizer(text).text == text
     assert json.loads(text)["model"]["type"] == "BPE"

@@ -60,7 +60,7 @@ def test_what_is_stored_is_read(path: Path) -> None:
     assert file.read(file.tokens, 0).shape == (0,)
     assert (file.vocabulary, file.end_of_document, file.documents) == (257, 256, 3)
     assert [file.document_end(i) for i in range(3)] == [7, 18, 59]
-    assert file.tokenizer_json is None
+    assert file.tokenizer_text == "bytes"
     assert file.dtype == np.uint16
     assert file.tokenizer.decode(file.read(0, 7).tolist()) == "hello "
     file.verify()

@@ -25,7 +25,7 @@ def test_checksums_combine(length: int) -> None:
 
 
 def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
-    with TokenPart(tmp_path / "part", Tokenizer.from_text("bytes")) as part:
+    with TokenPart(tmp_path / "part", Tokenizer("bytes")) as part:
         part.add(np.array([1, 256]))
         with pytest.raises(HpctrainError, match="token 257, beyond its vocabulary 257"):
             part.add(np.array([1, 257]))
@@ -37,7 +37,7 @@ def test_a_part_refuses_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_text("bytes")
+    tokenizer = Tokenizer("bytes")
     part = TokenPart(tmp_path / "none" / "part", tokenizer)
     with pytest.raises(InputOutputError, match=r"none: cannot be written to \(No such file"):
         part.add(np.array([1]))
@@ -72,7 +72,7 @@ def test_uneven_and_empty_parts(
     monkeypatch.setattr(write, "PIECE_TOKENS", 16)
     monkeypatch.setattr(write, "CALL_BYTES", 20)
     counts = counts[-world.size :] if world.size < len(counts) else counts
-    tokenizer = Tokenizer.from_text("bytes")
+    tokenizer = Tokenizer("bytes")
     if not any(counts):
         counts[0] = 3
     mine = counts[world.rank] if world.rank < len(counts) else 0
@@ -95,7 +95,7 @@ def test_an_error_of_one_rank_is_everyones(
 ) -> None:
     """A rank that cannot read its tokens again still takes part in every call; no file is left."""
     monkeypatch.setattr(write, "CALL_BYTES", 20)
-    tokenizer = Tokenizer.from_text("bytes")
+    tokenizer = Tokenizer("bytes")
     (mpi_tmp_path / "out.h5").touch()
     with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, 100)
@@ -120,7 +120,7 @@ def test_a_full_disk_is_said_beforehand(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
-    tokenizer = Tokenizer.from_text("bytes")
+    tokenizer = Tokenizer("bytes")
     with TokenPart(mpi_tmp_path / f"part-{world.rank}", tokenizer) as part:
         fill(part, world.rank, 4)
         with pytest.raises(
