@@ -11,17 +11,26 @@ _TINY_LLAMA = "TinyLlama 1.1B: Zhang et al. 2024, arXiv 2401.02385"
 _LLAMA_2 = "Llama 2 70B: Touvron et al. 2023, arXiv 2307.09288"
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A shape: the keys of the deck's [model] that it fills, batch.sequence, and who published it."""
+Family = Literal["gpt2", "llama"]
 
-    family: Literal["gpt2", "llama"]
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a decoder-only transformer's matrices."""
+
+    family: Family
     layers: int
     hidden: int
     heads: int
     key_value_heads: int
     mlp: int
     vocabulary: int
+
+
+@dataclass(frozen=True)
+class Preset(Sizes):
+    """A shape: the keys of the deck's [model] that it fills, batch.sequence, and who published it."""
+
     tied: bool
     norm_epsilon: float
     sequence: int

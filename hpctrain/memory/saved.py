@@ -13,9 +13,7 @@ from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
-def gpt_activation_bytes(
-    shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool, context: int = 1
-) -> int:
+def gpt_activation_bytes(shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool) -> int:
     """Bytes of one GPT-2 layer's saved activations on one rank, in a 16-bit format, with dropout.
 
     Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 without the terms 5as/h of the attention
@@ -23,22 +21,11 @@ def gpt_activation_bytes(
     Without dropout the two masks of a byte an element are not there: 2 s b h, or 2 s b h / t, less.
     """
     assert shape.family == "gpt2" and shape.mlp == 4 * shape.hidden, shape
-    rows = shape.sequence // context * micro_size * shape.hidden
-    masks = 2 if shape.dropout else 0
-    whole = 8 + masks
-    return rows * (whole + 24) // tensor if sequence_parallel else rows * whole + 24 * rows // tensor
-
-
-def statistics_bytes(
-    shape: ModelShape, micro_size: int, tensor: int, sequence_parallel: bool, context: int = 1
-) -> int:
-    """Bytes that the formula leaves out: means and deviations of two norms, log-sum-exps of attention.
-
-    The former are kept in the activations' 16-bit format on the CPU, the latter in fp32.
-    """
-    tokens = shape.sequence // context * micro_size
-    norms = 2 * 2 * 2 * tokens // (tensor if sequence_parallel else 1)
-    return norms + 4 * tokens * shape.heads // tensor
+    elements = shape.sequence * micro_size * shape.hidden
+    unsplit = 10 if shape.dropout else 8
+    if sequence_parallel:
+        return elements * (unsplit + 24) // tensor
+    return elements * unsplit + 24 * elements // tensor
 
 
 def packed_bytes(storage: Storage, form: ActivationFormat) -> int:
@@ -97,9 +84,9 @@ class ActivationBytes:
 
     def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
         """What a part of the model keeps from a micro-batch's forward to its backward."""
-        kept = self.segments(blocks) * total(self.segment)
-        kept += self.shared if blocks else 0
-        return kept + (self.embedding if embeds else 0) + (self.head if predicts else 0)
+        size = self.segments(blocks) * total(self.segment)
+        size += self.shared if blocks else 0
+        return size + (self.embedding if embeds else 0) + (self.head if predicts else 0)
 
     def again(self, blocks: int) -> int:
         """What is there besides while the longest segment of a part is computed again, in backward."""

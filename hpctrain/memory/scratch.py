@@ -72,10 +72,10 @@ class ScratchFile:
             while memory:
                 count = os.preadv(self._descriptor, [memory[:_LARGEST_CALL]], offset)
                 if count == 0:
-                    raise self._gone("was cut short")
+                    raise self._lost("was cut short while the run needed it")
                 memory, offset = memory[count:], offset + count
         except OSError as error:
-            raise self._failed("read", error) from None
+            raise self._lost("cannot be read", error) from None
 
     def _write(self, offset: int, memory: memoryview) -> None:
         self._check(offset, memory.nbytes)
@@ -84,7 +84,7 @@ class ScratchFile:
                 count = os.pwrite(self._descriptor, memory[:_LARGEST_CALL], offset)
                 memory, offset = memory[count:], offset + count
         except OSError as error:
-            raise self._failed("written", error) from None
+            raise self._lost("cannot be written", error) from None
 
     def _check(self, offset: int, count: int) -> None:
         """A file that was removed can still be read here, yet its contents would vanish with this process."""
@@ -92,21 +92,16 @@ class ScratchFile:
         try:
             status = os.fstat(self._descriptor)
         except OSError as error:
-            raise self._failed("read", error) from None
+            raise self._lost("cannot be read", error) from None
         if status.st_nlink == 0:
-            raise self._gone("was removed")
+            raise self._lost("was removed while the run needed it")
         if status.st_size < self.size:
-            raise self._gone("was cut short")
+            raise self._lost("was cut short while the run needed it")
 
-    def _gone(self, what: str) -> InputOutputError:
+    def _lost(self, what: str, error: OSError | None = None) -> InputOutputError:
+        why = "" if error is None else f": {error.strerror or error}"
         return InputOutputError(
-            f"{self.path}: this file of offloaded memory {what} while the run needed it; "
-            "the run can go on from its last checkpoint (`hpctrain resume`)"
-        )
-
-    def _failed(self, done: str, error: OSError) -> InputOutputError:
-        return InputOutputError(
-            f"{self.path}: this file of offloaded memory cannot be {done}: {error.strerror or error}; "
+            f"{self.path}: this file of offloaded memory {what}{why}; "
             "the run can go on from its last checkpoint (`hpctrain resume`)"
         )
 

@@ -41,14 +41,6 @@ class Stay(ABC):
         """Give up its place. Never waits, never fails."""
 
 
-class Shelf(ABC):
-    """Takes flat tensors of bytes [n] uint8."""
-
-    @abstractmethod
-    def put(self, memory: Tensor) -> Stay:
-        """Start to take a tensor in, which must not be changed any more."""
-
-
 class DeviceCopies:
     """Copies between a GPU and pinned host memory, on a stream of their own."""
 
@@ -75,14 +67,14 @@ class DeviceCopies:
         return self.stream.bring(host, self.device)
 
 
-class HostShelf(Shelf):
-    """Pinned memory of a GPU's host."""
+class HostShelf:
+    """Pinned memory of a GPU's host, for flat tensors of bytes [n] uint8."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = DeviceCopies(device)
 
     def put(self, memory: Tensor) -> Stay:
-        """Start to take a tensor in."""
+        """Start to take a tensor in, which must not be changed any more."""
         return _HostStay(self.copies, memory)
 
 
@@ -121,7 +113,7 @@ class Region:
         self.busy: list[Transfer] = []
 
 
-class DiskShelf(Shelf):
+class DiskShelf:
     """Files of a ScratchFiles: one of `capacity` bytes at once, further ones where that does not do."""
 
     def __init__(self, scratch: ScratchFiles, capacity: int, device: torch.device) -> None:
@@ -138,7 +130,7 @@ class DiskShelf(Shelf):
         return sum(file.size for file in self._files)
 
     def put(self, memory: Tensor) -> Stay:
-        """Start to take a tensor in."""
+        """As HostShelf.put."""
         return _DiskStay(self, memory)
 
     def take(self, size: int) -> Region:
@@ -163,6 +155,9 @@ class DiskShelf(Shelf):
     def _grow(self, size: int) -> None:
         self._files.append(self.scratch.file(f"activations-{len(self._files)}", size))
         self._end = 0
+
+
+Shelf = HostShelf | DiskShelf
 
 
 class _DiskStay(Stay):

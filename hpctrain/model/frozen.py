@@ -43,15 +43,17 @@ def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> Frozen:
     return Frozen(used, left, torn)
 
 
-def frozen_problems(patterns: Sequence[str], found: Sequence[Frozen]) -> list[str]:
-    """What is wrong with the patterns, of which each part of the model found something: ends of sentences."""
-    used = {pattern for part in found for pattern in part.used}
-    torn = (pair for part in found for pair in part.torn)
-    told = [f"freezes {one}, but not {other}, with which it is one" for one, other in torn]
-    told += [f"no parameter is called {toml_value(pattern)}" for pattern in patterns if pattern not in used]
-    if not told and patterns and not any(part.left for part in found):
-        told.append("leaves nothing to train")
-    return list(dict.fromkeys(told))
+def frozen_problems(patterns: Sequence[str], parts: Sequence[Frozen]) -> list[str]:
+    """What is wrong with the patterns, of which each part of the model used some: ends of sentences."""
+    used = {pattern for part in parts for pattern in part.used}
+    torn = (pair for part in parts for pair in part.torn)
+    reasons = [f"freezes {one}, but not {other}, with which it is one" for one, other in torn]
+    reasons += [
+        f"no parameter is called {toml_value(pattern)}" for pattern in patterns if pattern not in used
+    ]
+    if not reasons and patterns and not any(part.left for part in parts):
+        reasons.append("leaves nothing to train")
+    return list(dict.fromkeys(reasons))
 
 
 def embedding_trained(part: Part) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
@@ -58,7 +59,7 @@ class Span:
         return self.last - self.first
 
 
-class Layer(nn.Module):
+class Layer(nn.Module, ABC):
     """A layer of a part, from which everything about the part is told.
 
     `is_block` says that it is one of those between the first and the last, which backward may compute again;
@@ -96,9 +97,9 @@ class Layer(nn.Module):
         """Elements of the whole matrices that activations are multiplied with."""
         return sum(layer.elements for layer in self.modules() if isinstance(layer, SplitLinear))
 
+    @abstractmethod
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
-        raise NotImplementedError
 
 
 class Part(Protocol):

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
+from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
-
-Family = Literal["gpt2", "llama"]
 
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """What backward computes again; a number is that of blocks of which only the first one's input is kept."""
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Sizes):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases.
     """
 
-    family: Family
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    mlp: int
-    vocabulary: int
     sequence: int
     tied: bool
     dropout: float = 0.0
@@ -37,22 +29,9 @@ class ModelShape:
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
         """The shape that a deck asks for, with the vocabulary already settled."""
-        model = deck.model
-        return ModelShape(
-            family=model.family,
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            key_value_heads=model.key_value_heads,
-            mlp=model.mlp,
-            vocabulary=vocabulary,
-            sequence=deck.batch.sequence,
-            tied=model.tied,
-            dropout=model.dropout,
-            rope_base=model.rope_base,
-            norm_epsilon=model.norm_epsilon,
-            initial_std=model.initial_std,
-        )
+        settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
+        names = {field.name for field in fields(ModelShape)} - settled.keys()
+        return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 
     @property
     def head_size(self) -> int:

@@ -72,8 +72,8 @@ class Embedding(Layer):
     def saved(self, at: Saving) -> list[Storage]:
         """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
         ids = 8 if self.tokens.groups.tensor.size == 1 else 9
-        places = 8 * at.tokens // at.micro_size if self.positions is not None else 0
-        return [Storage(ids * at.tokens + places, 8, features=False), *_masks(self, at)]
+        positions = 8 * at.tokens // at.micro_size if self.positions is not None else 0
+        return [Storage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
 
 
 class Block(Layer):

@@ -83,9 +83,9 @@ class Schedule:
 
     def home(self, part: int) -> tuple[int, int]:
         """Stage and chunk of a part of the model."""
-        chunk, place = divmod(part, self.stage_count)
+        chunk, stage = divmod(part, self.stage_count)
         turned = self.placement == "v" and chunk % 2 == 1
-        return (self.stage_count - 1 - place if turned else place), chunk
+        return (self.stage_count - 1 - stage if turned else stage), chunk
 
     def __str__(self) -> str:
         header = ", ".join(
@@ -142,14 +142,14 @@ def stage_lines(text: str) -> tuple[int, ...]:
     )
 
 
-def _parse_stage(words: list[str], place: str, problems: list[str]) -> Iterator[Action]:
+def _parse_stage(words: list[str], where: str, problems: list[str]) -> Iterator[Action]:
     if words == [_IDLE]:
         return
     for word in words:
         match = _ACTION.fullmatch(word)
         if match is None:
             problems.append(
-                f"{place}: {word!r} is no action; write F, B, I or W, the micro-batch and, "
+                f"{where}: {word!r} is no action; write F, B, I or W, the micro-batch and, "
                 "but for 0, the chunk: F3, B3.1"
             )
         else:
@@ -157,7 +157,7 @@ def _parse_stage(words: list[str], place: str, problems: list[str]) -> Iterator[
             yield Action(cast(Kind, kind), int(micro_batch), int(chunk or 0))
 
 
-def _check_header(schedule: Schedule, match: re.Match[str], place: str) -> None:
+def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
     """A header that promises other counts than the lines below hold is a mistake in one of the two."""
     counts = {
         "stages": schedule.stage_count,
@@ -165,7 +165,7 @@ def _check_header(schedule: Schedule, match: re.Match[str], place: str) -> None:
         "chunks": schedule.chunks,
     }
     problems = [
-        f"{place}: the header says {match[key]} {key.replace('_', '-')}, the lines below hold {count}"
+        f"{where}: the header says {match[key]} {key.replace('_', '-')}, the lines below hold {count}"
         for key, count in counts.items()
         if int(match[key]) != count
     ]

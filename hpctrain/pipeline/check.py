@@ -24,8 +24,8 @@ class ScheduleProblem:
     reason: str
 
     def __str__(self) -> str:
-        place = "" if self.index is None else f" (action {self.index + 1})"
-        return f"stage {self.stage}, {self.action}{place}: {self.reason}"
+        where = "" if self.index is None else f" (action {self.index + 1})"
+        return f"stage {self.stage}, {self.action}{where}: {self.reason}"
 
 
 def check(schedule: Schedule, limit: float | None = None) -> list[ScheduleProblem]:
@@ -58,36 +58,36 @@ def refusal(
 
 def _work(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
     """Work of a stage that is missing, doubled, or there in two forms."""
-    places: dict[Action, int] = {}
+    indices: dict[Action, int] = {}
     for index, action in enumerate(schedule.stages[stage]):
-        first = places.setdefault(action, index)
+        first = indices.setdefault(action, index)
         if first != index:
             yield ScheduleProblem(stage, index, action, f"is doubled: it is action {first + 1} already")
-    yield from islice(_missing(schedule, stage, places), _MOST_A_STAGE)
+    yield from islice(_missing(schedule, stage, indices), _MOST_A_STAGE)
 
 
-def _missing(schedule: Schedule, stage: int, places: dict[Action, int]) -> Iterator[ScheduleProblem]:
+def _missing(schedule: Schedule, stage: int, indices: dict[Action, int]) -> Iterator[ScheduleProblem]:
     for micro_batch in range(max(1, schedule.micro_batches)):
         for chunk in range(schedule.chunks):
             forward, whole, inputs, weights = (Action(kind, micro_batch, chunk) for kind in _KINDS)
-            if forward not in places:
+            if forward not in indices:
                 yield ScheduleProblem(stage, None, forward, "is missing")
-            if whole in places:
+            if whole in indices:
                 for piece in (inputs, weights):
-                    if piece in places:
+                    if piece in indices:
                         reason = (
                             f"is doubled: {whole} is the whole backward, {inputs} and {weights} its pieces"
                         )
-                        yield ScheduleProblem(stage, places[piece], piece, reason)
-            elif inputs in places and weights not in places:
+                        yield ScheduleProblem(stage, indices[piece], piece, reason)
+            elif inputs in indices and weights not in indices:
                 yield ScheduleProblem(
                     stage, None, weights, f"is missing: {inputs} is only one piece of the backward"
                 )
-            elif weights in places and inputs not in places:
+            elif weights in indices and inputs not in indices:
                 yield ScheduleProblem(
                     stage, None, inputs, f"is missing: {weights} is only one piece of the backward"
                 )
-            elif inputs not in places:
+            elif inputs not in indices:
                 reason = f"is missing, and there are no {inputs} and {weights} instead"
                 yield ScheduleProblem(stage, None, whole, reason)
 
@@ -98,7 +98,7 @@ _KINDS: tuple[Kind, Kind, Kind, Kind] = ("F", "B", "I", "W")
 def _order(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
     """Actions that come before one of the same stage that they need, directly or through other stages."""
     actions = schedule.stages[stage]
-    places = {action: index for index, action in enumerate(actions)}
+    indices = {action: index for index, action in enumerate(actions)}
     for index, action in enumerate(actions):
         micro_batch, chunk = action.micro_batch, action.chunk
         needs: tuple[Action, ...]
@@ -111,8 +111,8 @@ def _order(schedule: Schedule, stage: int) -> Iterator[ScheduleProblem]:
             later = (Action("B", micro_batch, after), Action("I", micro_batch, after))
             needs = (Action("F", micro_batch, chunk), *later)
         for need in needs:
-            if places.get(need, index) > index:
-                reason = f"comes before {need}, which it needs (action {places[need] + 1})"
+            if indices.get(need, index) > index:
+                reason = f"comes before {need}, which it needs (action {indices[need] + 1})"
                 yield ScheduleProblem(stage, index, action, reason)
 
 

@@ -55,8 +55,8 @@ class PreparedBatch:
         `scale` is the factor of the losses in the gradient.
         """
 
-        def piece(whole: Tensor) -> Tensor:
-            return context_piece(whole.to(positions.device, non_blocking=True), positions)
+        def piece(batch: Tensor) -> Tensor:
+            return context_piece(batch.to(positions.device, non_blocking=True), positions)
 
         inputs = Inputs(piece(micro.tokens), positions, dropout)
         return PreparedBatch(inputs, objective.losses(micro, scale, piece))
@@ -181,10 +181,11 @@ class _Pass:
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         """Hand the result of an action to the part that needs it, on this stage or another."""
-        part = self.schedule.part(self.stage, action.chunk) + (1 if action.kind == "F" else -1)
-        stage, chunk = self.schedule.home(part)
+        target = _target(self.schedule, self.stage, action)
+        assert target is not None
+        stage, message = target
         if stage == self.stage:
-            self.local[Message("F" if action.kind == "F" else "B", action.micro_batch, chunk)] = tensor
+            self.local[message] = tensor
         else:
             tensor = tensor.contiguous()
             self.sends.append((self.executor.group.start_send(tensor, stage), tensor))
@@ -214,17 +215,12 @@ class _Mailbox:
         self.coming: dict[int, deque[Message]] = {}
         self.posted: dict[int, deque[tuple[Message, Work[Tensor]]]] = {}
         self.arrived: dict[Message, Tensor] = {}
+        self.sender: dict[Message, int] = {}
         for stage in range(schedule.stage_count):
-            if stage != group.rank:
-                order = deque(messages(schedule, stage, group.rank))
-                if order:
-                    self.coming[stage], self.posted[stage] = order, deque()
-                    self._post(stage)
-        self.sender = {message: stage for stage, order in self._all() for message in order}
-
-    def _all(self) -> Iterator[tuple[int, list[Message]]]:
-        for stage, order in self.coming.items():
-            yield stage, [message for message, _ in self.posted[stage]] + list(order)
+            if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
+                self.sender |= dict.fromkeys(order, stage)
+                self.coming[stage], self.posted[stage] = order, deque()
+                self._post(stage)
 
     def _post(self, stage: int) -> None:
         while self.coming[stage] and len(self.posted[stage]) < AHEAD:
@@ -232,7 +228,7 @@ class _Mailbox:
             self.posted[stage].append((self.coming[stage].popleft(), work))
 
     def take(self, message: Message) -> Tensor:
-        """Wait for one message; those that its sender sends before it are kept."""
+        """Wait for one message; those that its sender sends before it stay."""
         while message not in self.arrived:
             stage = self.sender[message]
             first, work = self.posted[stage].popleft()
@@ -244,14 +240,19 @@ class _Mailbox:
 def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[Message]:
     """What one stage sends to another, in its order."""
     for action in schedule.stages[sender]:
-        if action.kind == "W":
-            continue
-        forward = action.kind == "F"
-        part = schedule.part(sender, action.chunk) + (1 if forward else -1)
-        if 0 <= part < schedule.parts:
-            stage, chunk = schedule.home(part)
-            if stage == receiver:
-                yield Message("F" if forward else "B", action.micro_batch, chunk)
+        target = _target(schedule, sender, action)
+        if target is not None and target[0] == receiver:
+            yield target[1]
+
+
+def _target(schedule: Schedule, stage: int, action: Action) -> tuple[int, Message] | None:
+    """The stage that needs the result of an action, and as what; None for W and at the model's ends."""
+    step = 1 if action.kind == "F" else -1
+    part = schedule.part(stage, action.chunk) + step
+    if action.kind == "W" or not 0 <= part < schedule.parts:
+        return None
+    receiver, chunk = schedule.home(part)
+    return receiver, Message("F" if step > 0 else "B", action.micro_batch, chunk)
 
 
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:

@@ -83,12 +83,12 @@ def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span
     ends = list(accumulate(counts))
     last = schedule.parts - 1
     stages = sorted({schedule.home(0)[0], schedule.home(last)[0]})
-    found = []
+    spans = []
     for chunk in range(schedule.chunks):
         part = schedule.part(stage, chunk)
         tied = stages.index(stage) if part in {0, last} else 0
-        found.append(Span(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
-    return found
+        spans.append(Span(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
+    return spans
 
 
 def build_parts(

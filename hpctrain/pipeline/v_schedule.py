@@ -101,31 +101,31 @@ def _explore(times: PartTimes, micro_batches: int, limit: int, ideal: float) -> 
     trial = min(micro_batches, 2 * times.stages + 4)
     candidates = max(4, min(_MOST_CANDIDATES, _WORK // (6 * times.stages * trial)))
     generator = random.Random(0)
-    found: list[tuple[float, int, _Block]] = []
+    best: list[tuple[float, int, _Block]] = []
     for number, block in enumerate(_draw(generator, candidates // 2)):
-        _try(found, number, block, times, trial, limit)
+        _try(best, number, block, times, trial, limit)
     for number in range(candidates - candidates // 2):
-        if not found or found[0][0] <= ideal * trial * (1 + _ROUNDING):
+        if not best or best[0][0] <= ideal * trial * (1 + _ROUNDING):
             break
-        parent = found[min(number % 6 // 2, len(found) - 1)][2]
-        _try(found, candidates + number, _near(generator, parent), times, trial, limit)
-    return [block for _, _, block in found]
+        parent = best[min(number % 6 // 2, len(best) - 1)][2]
+        _try(best, candidates + number, _near(generator, parent), times, trial, limit)
+    return [block for _, _, block in best]
 
 
 def _try(
-    found: list[tuple[float, int, _Block]],
+    best: list[tuple[float, int, _Block]],
     number: int,
     block: _Block,
     times: PartTimes,
     micro_batches: int,
     limit: int,
 ) -> None:
-    bound = found[-1][0] if len(found) == _FINALISTS else math.inf
+    bound = best[-1][0] if len(best) == _FINALISTS else math.inf
     result = arrange(_plan(block, times, micro_batches, limit), times, micro_batches, limit, bound)
     if result is not None:
-        found.append((result[0], number, block))
-        found.sort(key=lambda entry: entry[:2])
-        del found[_FINALISTS:]
+        best.append((result[0], number, block))
+        best.sort(key=lambda entry: entry[:2])
+        del best[_FINALISTS:]
 
 
 def _draw(generator: random.Random, count: int) -> Iterator[_Block]:

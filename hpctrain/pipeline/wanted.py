@@ -35,13 +35,13 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     batches of its ramp), or where a file's schedule is wrong or would deadlock.
     """
     layout, batch = deck.layout, deck.batch
-    whole = batch.micro_size * data_ranks
+    at_once = batch.micro_size * data_ranks
     if layout.pipeline == 1:
         if layout.schedule not in NAMES:
             schedule_text(deck)  # a slip is one on a single stage too
         return accumulation
     if layout.schedule not in NAMES:
-        schedule = _from_file(deck, batch.global_size // whole)
+        schedule = _from_file(deck, batch.global_size // at_once)
         return lambda _: schedule
 
     @lru_cache(maxsize=64)
@@ -52,7 +52,7 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     sizes = {batch.global_size, *((batch.ramp_from,) if batch.ramp_from else ())}
     for size in sorted(sizes):
         try:
-            by_name(-(-size // whole))
+            by_name(-(-size // at_once))
         except HpctrainError as error:
             raise HpctrainError(
                 [

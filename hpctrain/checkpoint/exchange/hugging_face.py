@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.deck.presets import Family
 from hpctrain.errors import HpctrainError
-from hpctrain.model.shape import Family, ModelShape
+from hpctrain.model.shape import ModelShape
 
 Index = tuple[int, ...]
 Config = Mapping[str, Any]
