@@ -11,7 +11,6 @@ Training goes on by real steps: those during a save are compared with as many st
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 from rich.table import Table
 
 from hpctrain.bench.files import PeakMemory, forget, read_plainly, write_plainly
+from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, slowest, write_json
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
@@ -49,7 +49,6 @@ from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
 
-DEFAULT_VOCABULARY = 320
 EXTRA_BYTES = 64 << 20
 """What saving and loading may take of a rank's memory beyond `checkpoint.buffer`."""
 
@@ -129,8 +128,7 @@ def bench_checkpoint(
         if world.rank == 0:
             _show(deck, world, wish, rows, training)
             if output is not None:
-                found = {"rows": [asdict(row) for row in rows], "training": asdict(training)}
-                output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write_json(output, {"rows": [asdict(row) for row in rows], "training": asdict(training)})
 
 
 class _Bench:
@@ -195,7 +193,7 @@ class _Bench:
                 self._train(2)
                 self.trained.stop()
             self._measure(TRAINING, lambda: self._train_during_save(folder), beyond=self.trained)
-            self.alone.append(self._seconds(lambda: self._train(self.steps[-1])))
+            self.alone.append(seconds_of(self.world, lambda: self._train(self.steps[-1])))
         with self._fresh() as folder:
             self._measure(BACKGROUND, lambda: self._begin(folder).poll(wait=True))
         if self.dcp is not None:
@@ -208,7 +206,7 @@ class _Bench:
     def rows(self) -> list[CheckpointRow]:
         """What was measured; collective, the same on all ranks."""
         bandwidth: dict[str, list[float]] = {}
-        found = []
+        rows = []
         for name, seconds in self.seconds.items():
             moved = self.write_bytes if name in SAVES else self.read_bytes
             if name == DCP_LOAD and self.dcp is not None:
@@ -219,8 +217,8 @@ class _Bench:
             known = [extra for extra in extras if extra is not None]
             bandwidth[name] = [total / each for each in seconds[1:]]
             peak = max(known) if len(known) == len(extras) else None
-            found.append(CheckpointRow(name, total, seconds[1:], [], [], peak))
-        for row in found:
+            rows.append(CheckpointRow(name, total, seconds[1:], [], [], peak))
+        for row in rows:
             saving = row.name in SAVES
             for ratios, other in (
                 (row.of_plain, PLAIN_WRITE if saving else PLAIN_READ),
@@ -228,7 +226,7 @@ class _Bench:
             ):
                 others = bandwidth.get(other, [])
                 ratios += [a / b for a, b in zip(bandwidth[row.name], others, strict=False)]
-        return found
+        return rows
 
     def training(self) -> Training:
         """What background saves cost the training beside them, the same on all ranks."""
@@ -267,7 +265,7 @@ class _Bench:
             with timed():
                 complete = pending.poll()
         self.trainer.hooks.remove(protection)
-        self.held_up.append(self._slowest(held_up))
+        self.held_up.append(slowest(self.world, held_up))
         self.steps.append(count)
 
     def _begin(self, folder: Path) -> BackgroundSave:
@@ -283,17 +281,8 @@ class _Bench:
     def _measure(self, name: str, run: Callable[[], object], beyond: PeakMemory | None = None) -> None:
         """Time it; the extra memory is that beyond what the rank holds, or beyond another peak."""
         memory = PeakMemory()
-        self.seconds[name].append(self._seconds(run))
+        self.seconds[name].append(seconds_of(self.world, run))
         self.extra[name].append(memory.stop(beyond))
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        self.world.everyone.barrier()
-        began = time.perf_counter()
-        run()
-        return self._slowest(time.perf_counter() - began)
-
-    def _slowest(self, seconds: float) -> float:
-        return float(self.world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
 
     def _alone(self, run: Callable[[], None]) -> None:
         """Errors of the system are those of all ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from rich.box import SIMPLE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
 from hpctrain.comm.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.comm.world import World
@@ -183,8 +183,7 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
 
 def write_rows(rows: Sequence[CollectiveRow], ranks: int, path: Path) -> None:
     """The rows as JSON: ranks, and one object each with seconds."""
-    text = json.dumps({"ranks": ranks, "rows": [asdict(row) for row in rows]}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_json(path, {"ranks": ranks, "rows": [asdict(row) for row in rows]})
 
 
 def _microseconds(seconds: float) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
 from hpctrain.files import synchronize
 
 BLOCK_BYTES = 16 << 20
-_STATUS, _REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_REFERENCES = Path("/proc/self/clear_refs")
 
 
 def write_plainly(path: Path, count: int) -> None:
@@ -27,8 +28,8 @@ def read_plainly(paths: Sequence[Path], count: int) -> None:
     block = memoryview(bytearray(min(count, BLOCK_BYTES)))
     for path in paths:
         with path.open("rb", buffering=0) as stream:
-            while count and (found := stream.readinto(block[:count])):
-                count -= found
+            while count and (done := stream.readinto(block[:count])):
+                count -= done
     assert count == 0, (paths, count)
 
 
@@ -55,17 +56,12 @@ class PeakMemory:
         self.peak: int | None = None
         with suppress(OSError):
             _REFERENCES.write_text("5", encoding="ascii")
-            self.before = _status("VmRSS")
+            self.before = resident_bytes()
 
     def stop(self, beyond: PeakMemory | None = None) -> int | None:
         """Take the peak; what it is beyond the beginning, or beyond another peak."""
         before = self.before if beyond is None else beyond.peak
         if self.before is None or before is None:
             return None
-        self.peak = _status("VmHWM")
+        self.peak = peak_rss_bytes()
         return max(0, self.peak - before)
-
-
-def _status(field: str) -> int:
-    lines = _STATUS.read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

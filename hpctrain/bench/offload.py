@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from statistics import median
 
 import torch
 
+from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
@@ -22,7 +21,6 @@ from hpctrain.train.room import build_within_memory
 from hpctrain.units import format_bytes, format_seconds
 
 CHUNK_BYTES = 16 << 20
-DEFAULT_VOCABULARY = 320
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def bench_offload(
         deck = read_deck(path, overrides, read_source=settled_keys)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
-    files, memory = (_engine(deck, world, place) for place in ("disk", "device"))
+    files, memory = (_engine(deck, world, device) for device in ("disk", "device"))
     assert files.offload.scratch is not None
     size = sum(file.stat().st_size for file in files.offload.scratch.folder.glob("optimizer-*"))
     scratch = open_scratch(deck, world, size)
@@ -74,7 +72,7 @@ def bench_offload(
     ]
     for number in range(rounds + 1):
         for run, seconds in turns:
-            spent = _seconds(world, run)
+            spent = seconds_of(world, run)
             if number:  # the first round fills caches
                 seconds.append(spent)
     disk, compute, update = (median(seconds) for _, seconds in turns)
@@ -86,13 +84,13 @@ def bench_offload(
         if world.rank == 0:
             print("\n".join(figures.lines()), flush=True)
             if output is not None:
-                output.write_text(json.dumps(asdict(figures), indent=1), encoding="utf-8")
+                write_json(output, asdict(figures))
 
 
-def _engine(deck: Deck, world: World, place: str) -> Engine:
-    """An engine whose gradients are random and whose optimizer state lives in `place`."""
+def _engine(deck: Deck, world: World, device: str) -> Engine:
+    """An engine whose gradients are random and whose optimizer state lives on `device`."""
     vocabulary = {"vocabulary": deck.model.vocabulary or DEFAULT_VOCABULARY}
-    deck = deck.with_keys(memory={"optimizer": place, "parameters": "device"}, model=vocabulary)
+    deck = deck.with_keys(memory={"optimizer": device, "parameters": "device"}, model=vocabulary)
     engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
     for bucket in engine.buckets:
         bucket.own_gradients.normal_(std=1e-3)
@@ -111,12 +109,3 @@ def _move(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
             transfers.append(start(first, part))
         for transfer in transfers:
             transfer.wait()
-
-
-def _seconds(world: World, run: Callable[[], None]) -> float:
-    """Seconds of the slowest rank."""
-    world.everyone.barrier()
-    began = time.perf_counter()
-    run()
-    spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    return float(world.everyone.all_reduce(spent, "max"))

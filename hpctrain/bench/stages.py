@@ -59,20 +59,10 @@ class StageProbe:
 
     def __init__(self, engine: Engine, step: Step) -> None:
         self.engine = engine
-        state, mesh = TrainState(), engine.mesh
-        micro = next(
-            iter(
-                step.batches.step(
-                    0,
-                    step.micro_size * mesh.size("data"),
-                    mesh.coordinate("data"),
-                    mesh.size("data"),
-                    step.micro_size,
-                )
-            )
-        )
+        rank, ranks = engine.mesh.coordinate("data"), engine.mesh.size("data")
+        micro = next(step.batches.step(0, step.micro_size * ranks, rank, ranks, step.micro_size))
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
-        batch = step.prepare(micro, scale, step.dropout_source(state, 0))
+        batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
         self.replay = Replay(engine.models, engine.groups, batch)
         self.rounds: list[_Round] = []
 

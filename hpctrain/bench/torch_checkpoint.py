@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpctrain.checkpoint.layout import Entry
+from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 
 
@@ -28,19 +29,19 @@ class TorchCheckpoint:
 
     def __init__(self, world: World, entries: Sequence[Entry], loaded: Collection[str]) -> None:
         """Collective, with gloo started. `loaded` are the datasets that will be read, of all ranks."""
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        datasets: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         mine = [(entry.dataset, entry.shape, entry.values.dtype) for entry in entries]
         for rows in world.everyone.all_gather_object(mine):
-            found |= {name: (shape, dtype) for name, shape, dtype in rows}
+            datasets |= {name: (shape, dtype) for name, shape, dtype in rows}
         own = {entry.dataset: entry for entry in entries if _is_whole(entry)}
         self.state: dict[str, Tensor] = {}
-        if all(world.everyone.all_gather_object(own.keys() == found.keys())):
+        if all(world.everyone.all_gather_object(own.keys() == datasets.keys())):
             for name, entry in own.items():
                 assert isinstance(entry.values, Tensor)
                 self.state[name] = entry.values.view(entry.shape)
         else:
             mesh = init_device_mesh("cpu", (world.size,))
-            for name, (shape, dtype) in sorted(found.items()):
+            for name, (shape, dtype) in sorted(datasets.items()):
                 first, last = (-(-shape[0] // world.size) * n for n in (world.rank, world.rank + 1))
                 rows = max(0, min(last, shape[0]) - first)
                 local = torch.ones((rows, *shape[1:]), dtype=dtype)
@@ -72,7 +73,7 @@ class TorchCheckpoint:
 def _is_whole(entry: Entry) -> bool:
     return (
         isinstance(entry.values, Tensor)
-        and entry.values.device.type == "cpu"
+        and on_host(entry.values.device)
         and entry.values.numel() == entry.shard.elements
         and entry.shard.local == entry.shard.shape
     )

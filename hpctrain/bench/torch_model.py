@@ -8,8 +8,6 @@ parallelism; the embedding is split by rows, the head by columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +29,8 @@ from hpctrain.model.attention import Rotary
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
-
-@dataclass(frozen=True)
-class Rival:
-    """One of torch's ways: tensor parallelism, with or without sequence parallelism."""
-
-    sequence_parallel: bool
-
-
-RIVALS = MappingProxyType({"torch-tensor": Rival(False), "torch-sequence": Rival(True)})
+RIVALS = ("torch-tensor", "torch-sequence")
+"""Torch's tensor parallelism, without and with sequence parallelism."""
 
 
 class _Attention(nn.Module):
@@ -108,43 +99,49 @@ class TorchBlock(nn.Module):
 
 
 class TorchModel(nn.Module):
-    """The deck's model in plain torch, batch first; positions of gpt2 are learned."""
+    """Blocks `first` to `last` (exclusive) of the deck's model, by default all, with its ends where they are.
 
-    def __init__(self, shape: ModelShape) -> None:
+    In plain torch, batch first; positions of gpt2 are learned.
+    """
+
+    def __init__(self, shape: ModelShape, first: int = 0, last: int | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.positions = nn.Embedding(shape.sequence, shape.hidden) if shape.family == "gpt2" else None
-        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(shape.layers))
-        self.final_norm = torch_norm(shape)
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-        if shape.tied:
+        last = shape.layers if last is None else last
+        embeds, predicts = first == 0, last == shape.layers
+        learned = embeds and shape.family == "gpt2"
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
+        self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
+        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(first, last))
+        self.final_norm = torch_norm(shape) if predicts else None
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if predicts else None
+        if shape.tied and self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [b, s] -> logits [b, s, V]."""
-        positions = torch.arange(tokens.shape[1])
-        x = self.embedding(tokens)
-        rotary = None
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [b, s] or hidden states [b, s, h] -> hidden states, or logits [b, s, V]."""
+        positions = torch.arange(x.shape[1])
+        if self.embedding is not None:
+            x = self.embedding(x)
         if self.positions is not None:
             x = x + self.positions(positions)
-        else:
+        rotary = None
+        if self.shape.family == "llama":
             rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, x.dtype)
         for block in self.blocks:
             x = block(x, rotary)
-        output: Tensor = self.head(self.final_norm(x))
-        return output
+        return x if self.head is None or self.final_norm is None else self.head(self.final_norm(x))
 
 
-def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
-    """One optimizer step of the deck's global batch, tensor parallel over all ranks, over gloo."""
+def torch_step(rival: str, deck: Deck, world: World) -> Callable[[], None]:
+    """One optimizer step of the deck's global batch by one of RIVALS, parallel over all ranks, over gloo."""
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     if deck.layout.tensor != world.size:
         raise HpctrainError("--against: needs a deck whose layout.tensor is the number of ranks")
     torch.manual_seed(deck.run.seed)
     model = TorchModel(shape).to(Precision.of(deck).storage)
-    _parallelize(model, rival, init_device_mesh("cpu", (world.size,)))
+    _parallelize(model, rival == "torch-sequence", init_device_mesh("cpu", (world.size,)))
     # Torch's foreach optimizer takes split and whole parameters in groups of their own; clipping, which
     # takes no mixture either, is left out, to torch's advantage.
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -166,8 +163,8 @@ def torch_step(rival: Rival, deck: Deck, world: World) -> Callable[[], None]:
     return step
 
 
-def _parallelize(model: TorchModel, rival: Rival, mesh: DeviceMesh) -> None:
-    local = rival.sequence_parallel
+def _parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:
+    """`local` is whether each rank has its part of the sequence between the split layers."""
     between = Shard(1) if local else Replicate()
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),

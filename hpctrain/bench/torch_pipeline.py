@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import functional
 
-from hpctrain.bench.torch_model import TorchBlock, torch_norm
+from hpctrain.bench.torch_model import TorchModel
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.attention import Rotary
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import even_split
@@ -23,50 +23,15 @@ from hpctrain.pipeline.split import even_split
 PIPELINE_RIVALS = ("torch-pipeline", "torch-interleaved")
 
 
-class TorchPart(nn.Module):
-    """Blocks `first` to `last` (exclusive) in plain torch, batch first, with the model's ends where they are.
-
-    Embedding and head are never tied, which spares torch a sum of their gradients.
-    """
-
-    def __init__(self, shape: ModelShape, first: int, last: int) -> None:
-        super().__init__()
-        self.shape = shape
-        embeds = first == 0
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
-        learned = embeds and shape.family == "gpt2"
-        self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
-        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(first, last))
-        self.head: nn.Module | None = None
-        if last == shape.layers:
-            self.head = nn.Sequential(
-                torch_norm(shape), nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens [b, s] or hidden states [b, s, h] -> hidden states, or logits [b, s, V]."""
-        positions = torch.arange(x.shape[1])
-        if self.embedding is not None:
-            x = self.embedding(x)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        rotary = None
-        if self.shape.family == "llama":
-            rotary = Rotary(positions, self.shape.head_size, self.shape.rope_base, x.dtype)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return x if self.head is None else self.head(x)
-
-
 def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> Callable[[], None]:
     """One optimizer step of the deck's global batch by torch's 1F1B, or its interleaved schedule.
 
     Every rank is a stage. `split` are the blocks of each part of ours; where torch has another number of
-    parts, it gets an even one. Clipping is left out, to torch's advantage. HpctrainError for a deck of
-    any other layout, or one that torch's schedule does not take.
+    parts, it gets an even one. Clipping is left out and embedding and head are never tied, to torch's
+    advantage. HpctrainError for a deck of any other layout, or one that torch's schedule does not take.
     """
     assert deck.model.vocabulary is not None
-    shape, layout = ModelShape.of(deck, deck.model.vocabulary), deck.layout
+    shape, layout = replace(ModelShape.of(deck, deck.model.vocabulary), tied=False), deck.layout
     interleaved = name == "torch-interleaved"
     chunks = max(2, layout.chunks) if interleaved else 1
     parts = chunks * world.size
@@ -82,10 +47,10 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
     ends = list(accumulate(split if len(split) == parts else even_split(shape.layers, parts)))
     torch.manual_seed(deck.run.seed)
     dtype, device = Precision.of(deck).storage, torch.device("cpu")
-    modules: list[TorchPart] = []
+    modules: list[TorchModel] = []
     stages: list[_PipelineStageBase] = []
     for part in range(world.rank, parts, world.size):
-        module = TorchPart(shape, ends[part - 1] if part else 0, ends[part]).to(dtype)
+        module = TorchModel(shape, ends[part - 1] if part else 0, ends[part]).to(dtype)
         modules.append(module)
         stages.append(PipelineStage(module, part, parts, device))
 

@@ -6,7 +6,6 @@ counts is the ratio within a round. One alone shows the memory that it takes.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,8 @@ import torch
 from rich.table import Table
 
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
-from hpctrain.bench.torch_model import RIVALS, torch_step
+from hpctrain.bench.timing import DEFAULT_VOCABULARY, write_json
+from hpctrain.bench.torch_model import torch_step
 from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -46,7 +46,6 @@ from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes, format_count
 from hpctrain.watch.machine import measure_gemm_flops
 
-DEFAULT_VOCABULARY = 320
 OWN = "deck"
 PHASES = ("forward", "backward", "synchronize", "step", "other")
 
@@ -158,7 +157,7 @@ def bench_train(
         if activations:
             print(activations)
         if output is not None:
-            output.write_text(json.dumps([asdict(row) for row in figures], indent=1) + "\n", encoding="utf-8")
+            write_json(output, [asdict(row) for row in figures])
     return 0
 
 
@@ -196,7 +195,7 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
     elif name in SHARDED_RIVALS:
         step = sharded_step(name, deck, world)
     else:
-        step = torch_step(RIVALS[name], deck, world)
+        step = torch_step(name, deck, world)
     return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
 
 

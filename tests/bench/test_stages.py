@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
-from hpctrain.bench.torch_pipeline import TorchPart, pipeline_step
+from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.torch_pipeline import pipeline_step
 from hpctrain.bench.train import TrainingWish, bench_train
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -26,7 +27,7 @@ from tests.engines import DECK, LLAMA, small_deck, trainer
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_torch_has_the_same_model(family: tuple[str, ...]) -> None:
     shape = ModelShape.of(small_deck(*family, "model.layers=5", "model.tied=false"), 61)
-    parts = [TorchPart(shape, first, last) for first, last in ((0, 2), (2, 3), (3, 5))]
+    parts = [TorchModel(shape, first, last) for first, last in ((0, 2), (2, 3), (3, 5))]
     counted = sum(parameter.numel() for part in parts for parameter in part.parameters())
     assert counted == count(shape).parameters
     x = torch.randint(61, (2, 32))

@@ -1,0 +1,32 @@
+"""What the benchmarks share: the time of the slowest rank, and files of figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hpctrain.comm.world import World
+
+DEFAULT_VOCABULARY = 320
+
+
+def slowest(world: World, seconds: float) -> float:
+    """The most that any rank took; collective."""
+    return float(world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max"))
+
+
+def seconds_of(world: World, run: Callable[[], object]) -> float:
+    """Seconds of the slowest rank, all beginning together; collective."""
+    world.everyone.barrier()
+    began = time.perf_counter()
+    run()
+    return slowest(world, time.perf_counter() - began)
+
+
+def write_json(path: Path, figures: object) -> None:
+    """Figures for programs."""
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
