@@ -25,7 +25,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.attention import Rotary
+from hpctrain.model.attention import Rotary, turned
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
@@ -48,7 +48,9 @@ class _Attention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_size)) for layer in (self.query, self.key, self.value)
         )
         if rotary is not None:
-            query, key = (rotary.turn(part.transpose(0, 1)).transpose(0, 1) for part in (query, key))
+            query, key = (
+                turned(part.transpose(0, 1), *rotary.tables).transpose(0, 1) for part in (query, key)
+            )
         attended = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

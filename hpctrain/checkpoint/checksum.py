@@ -47,11 +47,6 @@ def seeds(dataset: str, kind: str, shape: Index) -> Sums:
     return sums
 
 
-def zeros(shape: Index) -> Sums:
-    """The sums of no elements of a tensor of that shape, a uint64 array [pieces]."""
-    return np.zeros(pieces(prod(shape)), np.uint64)
-
-
 def add(sums: Sums, words: Words, start: Index, shape: Index, whole: Index) -> None:
     """Add to the sums of a tensor of shape `whole` the rectangle `shape` at `start`, given as its bits."""
     rest = words.reshape(-1)

@@ -15,14 +15,11 @@ LATEST = "latest"
 """Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
 
 
-def newest_good(
-    folder: str | Path, group: Group, thorough: bool = True, strict: bool = False
-) -> tuple[Path | None, list[str]]:
+def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and a warning for every newer one that is not; collective.
 
-    `thorough` reads each candidate, spread over the ranks, and compares all its checksums; otherwise only
-    its structure and state are looked at. All ranks return the same. InputOutputError if the folder
-    cannot be listed or, with `strict`, if the newest one is not complete.
+    Each candidate is read, spread over the ranks, and all its checksums are compared. All ranks return the
+    same. InputOutputError if the folder cannot be listed or, with `strict`, if the newest is not complete.
     """
     names: list[str] = []
     with together(group):
@@ -32,10 +29,7 @@ def newest_good(
     for name in group.broadcast_object(names):
         path = Path(folder) / name
         try:
-            if thorough:
-                verify(path, group)
-            else:
-                examine(path, group)
+            verify(path, group)
         except HpctrainError as error:
             if strict:
                 raise

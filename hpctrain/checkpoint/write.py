@@ -46,7 +46,8 @@ def save(
     draft = begin(Path(path), group, entries, state, piece_bytes)
     failed = True
     try:
-        if group.size == 1 or has_parallel_hdf5():
+        # Without parallel HDF5 the ranks write where the datasets' bytes lie in the file.
+        if group.size == 1 or h5py.get_config().mpi:
             _store_with_hdf5(draft)
         else:
             with together(group), draft.reported():
@@ -57,11 +58,6 @@ def save(
         failed = False
     finally:
         draft.close(failed)
-
-
-def has_parallel_hdf5() -> bool:
-    """Whether ranks can open one HDF5 file together; if not, they write at the datasets' file offsets."""
-    return bool(h5py.get_config().mpi)
 
 
 def write_at_offsets(descriptor: int, piece: Piece, words: Words) -> None:

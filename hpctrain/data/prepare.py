@@ -51,14 +51,6 @@ class Prepared:
 Say = Callable[[str], None]
 
 
-def ignore(stage: str, done: int, total: int) -> None:
-    """The Report of who wants none."""
-
-
-def keep_quiet(line: str) -> None:
-    """The Say of who wants none."""
-
-
 def prepare(
     world: World,
     out: Path,
@@ -70,8 +62,8 @@ def prepare(
     text_key: str = "text",
     replace: bool = False,
     binary: bool = False,
-    say: Say = keep_quiet,
-    report: Report = ignore,
+    say: Say = lambda _: None,
+    report: Report = lambda *_: None,
     piece_bytes: int = PIECE,
 ) -> Prepared:
     """Tokenize the text of `paths` into the token file `out`; collective, the same arguments everywhere.

@@ -31,10 +31,6 @@ class Tokenizer:
     a `tokenizers` tokenizer.
     """
 
-    text: str
-    vocabulary: int
-    end_of_document: int
-
     def __init__(self, text: str, where: str = "tokenizer") -> None:
         """Read `text`; HpctrainError, beginning with `where`, when it is no tokenizer of use to us."""
         self.text = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,26 +28,21 @@ class LiveActivations:
         store: ActivationStore | None = None,
     ) -> None:
         self.bytes = self.peak = 0
-        self._without, self._queue, self._store = without, queue, store
+        self._without = without
+        self._watched = [each for each in (queue, store) if each is not None]
         self._saved: Counter[int] = Counter()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, SavedTensor.unpack)
 
     def __enter__(self) -> LiveActivations:
-        if self._queue is not None:
-            self._queue.watch = self.save
-        if self._store is not None:
-            self._store.watch = self.save
+        for each in self._watched:
+            each.watch = self.save
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-        if self._queue is not None:
-            self._queue.watch = None
-        if self._store is not None:
-            self._store.watch = None
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
+        for each in self._watched:
+            each.watch = None
 
     def save(self, tensor: Tensor) -> SavedTensor:
         """Count a tensor for as long as what this returns is there."""

@@ -183,31 +183,31 @@ PIECE_BYTES = 16 << 20
 """Memory for what is read or written a piece at a time, where speed does not matter."""
 
 
-def to_fill(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
+def to_fill(flat: Flat) -> Iterator[tuple[int, Tensor]]:
     """First element and memory of all pieces of a flat tensor, to be overwritten.
 
     What is in a file is written when the next piece is asked for. What is in memory is one piece.
     """
-    for first, tensor, part in _pieces(flat, piece_bytes):
+    for first, tensor, part in _pieces(flat):
         yield first, tensor
         if part is not None:
             part.store(tensor)
 
 
-def to_read(flat: Flat, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, Tensor]]:
+def to_read(flat: Flat) -> Iterator[tuple[int, Tensor]]:
     """First element and contents of all pieces of a flat tensor, each valid until the next is asked for."""
-    for first, tensor, part in _pieces(flat, piece_bytes):
+    for first, tensor, part in _pieces(flat):
         if part is not None:
             part.start_read(tensor).wait()
         yield first, tensor
 
 
-def _pieces(flat: Flat, piece_bytes: int) -> Iterator[tuple[int, Tensor, ScratchTensor | None]]:
+def _pieces(flat: Flat) -> Iterator[tuple[int, Tensor, ScratchTensor | None]]:
     """First element, memory and, of what is in a file, the pieces of it."""
     if isinstance(flat, Tensor):
         yield 0, flat, None
         return
-    step = max(1, piece_bytes // flat.element_size())
+    step = max(1, PIECE_BYTES // flat.element_size())
     memory = torch.empty(min(step, flat.numel()), dtype=flat.dtype)
     for first in range(0, flat.numel(), step):
         part = flat[first : first + step]

@@ -26,10 +26,6 @@ class Rotary:
         angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
         self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Rotate x [s, b, heads, head size] by its positions."""
-        return turned(x, *self.tables)
-
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x [s, b, heads, head size] rotated, with the tables of a Rotary."""

@@ -125,7 +125,13 @@ def generate(
     else:
         schedule = V_SHAPED[name](stages, micro_batches, times or Times(), memory_limit)
     if memory_limit is not None:
-        _demand_memory(schedule, memory_limit)
+        peaks = peak_activations(schedule)
+        most = max(peaks)
+        if most > memory_limit:
+            raise HpctrainError(
+                f"{name}: stage {peaks.index(most)} holds activations of {most:g} micro-batches; "
+                f"the limit is {memory_limit:g}"
+            )
     return schedule
 
 
@@ -167,13 +173,3 @@ def _mistakes(name: str, stages: int, micro_batches: int, chunks: int | None) ->
     elif name not in PLAIN and chunks not in {None, 2}:
         problems.append(f"{name}: chunks = {chunks}: has always 2, the two arms of its V")
     return problems
-
-
-def _demand_memory(schedule: Schedule, limit: float) -> None:
-    peaks = peak_activations(schedule)
-    most = max(peaks)
-    if most > limit:
-        raise HpctrainError(
-            f"{schedule.name}: stage {peaks.index(most)} holds activations of {most:g} micro-batches; "
-            f"the limit is {limit:g}"
-        )

@@ -78,9 +78,8 @@ class _Stage:
         self.free = 0.0
         self.begin: float | None = None
         self.work_left = micro_batches * math.fsum(durations)
-        self.sent: tuple[int, int, int] | None = (
-            None  # stage, stream and micro-batch of a send not known to end
-        )
+        # Stage, stream and micro-batch of a send that is not known to end.
+        self.sent: tuple[int, int, int] | None = None
         self.actions: list[Action] = []
 
     def choose(self, now: float, limit: int, plan: Plan) -> int | None:

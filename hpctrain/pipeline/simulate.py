@@ -74,7 +74,13 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     come to its end, and for sequences of times that do not fit it.
     """
     starts, ends = reached(schedule, times)
-    _demand_end(schedule, starts)
+    problems = [
+        f"schedule: stage {stage} never comes to {actions[len(started)]}: what it needs is not done before"
+        for stage, (actions, started) in enumerate(zip(schedule.stages, starts, strict=True))
+        if len(started) < len(actions)
+    ]
+    if problems:
+        raise HpctrainError(problems)
     return summarize(schedule, starts, ends)
 
 
@@ -182,16 +188,6 @@ def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], 
     if problems:
         raise HpctrainError(problems)
     return spread
-
-
-def _demand_end(schedule: Schedule, done: list[list[float]]) -> None:
-    problems = [
-        f"schedule: stage {stage} never comes to {actions[len(started)]}: what it needs is not done before"
-        for stage, (actions, started) in enumerate(zip(schedule.stages, done, strict=True))
-        if len(started) < len(actions)
-    ]
-    if problems:
-        raise HpctrainError(problems)
 
 
 def summarize(

@@ -98,7 +98,6 @@ def test_damaged_ones_are_passed_over(
     assert len(warnings) == 2
     assert "step-00000004.h5: truncated" in warnings[0]
     assert "step-00000003.h5: /model/a is damaged" in warnings[1]
-    assert newest_good(mpi_tmp_path, group, thorough=False)[0] == checkpoint_path(mpi_tmp_path, 3)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

@@ -146,8 +146,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
             copy=group.rank,
             copies=group.size,
         )
-        for each in model.counterparts
-        for part in each.parts
+        for _, part in model.parts.values()
     ]
     save(out, group, entries, state, PIECE_BYTES)
     shape = model.shape

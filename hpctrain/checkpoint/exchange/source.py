@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +55,6 @@ class ModelFolder:
 
     folder: TensorFolder
     shape: ModelShape
-    config: dict[str, Any]
-    counterparts: list[Counterpart]
     parts: Mapping[str, tuple[Counterpart, TensorPart]]
 
     def read(self, name: str, start: Index, shape: Index) -> Tensor:
@@ -102,7 +99,7 @@ def source_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face folder or a checkpoint; touches no tensor."""
     if path.suffix == ".safetensors":
         raise HpctrainError(f"{path}: tensors alone; name their folder, which has a {CONFIG} too")
-    return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_config(path)[1]
+    return stored_shape(examine(path)) if _is_checkpoint(path) else _folder_shape(path)
 
 
 def stored_shape(structure: Structure) -> ModelShape:
@@ -125,7 +122,7 @@ def open_model(path: Path) -> ModelFolder:
     Errors as in `open_folder` and `shape_of`; HpctrainError for tensors that are missing, too many, or of
     another shape or type.
     """
-    config, shape = _folder_config(path)
+    shape = _folder_shape(path)
     folder = open_folder(path)
     if shape.layers > len(folder.tensors):
         raise HpctrainError(
@@ -140,7 +137,7 @@ def open_model(path: Path) -> ModelFolder:
     if problems:
         raise first_of(problems)
     parts = {part.name: (each, part) for each in theirs for part in each.parts}
-    return ModelFolder(folder, shape, config, theirs, parts)
+    return ModelFolder(folder, shape, parts)
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
@@ -177,13 +174,12 @@ def _is_checkpoint(path: Path) -> bool:
     return not path.is_dir() and (path.is_file() or path.suffix == ".h5") and path.suffix not in PICKLES
 
 
-def _folder_config(path: Path) -> tuple[dict[str, Any], ModelShape]:
+def _folder_shape(path: Path) -> ModelShape:
     refuse_pickle(path)
     if not (path / CONFIG).is_file():
         hint = "; of a run, name one of its checkpoints" if (path / "checkpoints").is_dir() else ""
         raise HpctrainError(f"{path}: no Hugging Face folder, it has no {CONFIG}{hint}")
-    config = read_json(path / CONFIG)
-    return config, shape_of(config, str(path / CONFIG))
+    return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
 
 def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: ModelShape) -> Iterator[str]:
