@@ -112,7 +112,13 @@ def bench_train(
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
     with world.agreement():
-        names, changed = _chosen(wish), _changed(path, overrides, wish)
+        names = _chosen(wish)
+        changed = {
+            changes: _with_vocabulary(
+                read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
+            )
+            for changes in wish.variants
+        }
     gloo = any(name in wish.against for name in names)
     if gloo:
         start_gloo(world)
@@ -134,7 +140,8 @@ def bench_train(
     dtype = Precision.of(deck).product
     peak = _mean(world, measure_gemm_flops(dtype, world.device))
     measured = _measure(world, variants, wish)
-    memory = _peak_bytes(world) if len(variants) == 1 else None
+    own = torch.tensor(peak_bytes(world.device))
+    memory = int(world.everyone.all_reduce(own, "max").item()) if len(variants) == 1 else None
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
     flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token
     figures = [
@@ -179,14 +186,6 @@ def _chosen(wish: TrainingWish) -> list[str]:
     return [wish.only]
 
 
-def _changed(path: Path, overrides: Sequence[str], wish: TrainingWish) -> dict[str, Deck]:
-    """The deck of each of the wish's variants."""
-    return {
-        changes: _with_vocabulary(read_deck(path, [*overrides, *changes.split()], read_source=settled_keys))
-        for changes in wish.variants
-    }
-
-
 def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
     """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
     step: Callable[[], object]
@@ -197,12 +196,6 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
     else:
         step = torch_step(name, deck, world)
     return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
-
-
-def _peak_bytes(world: World) -> int:
-    """The most memory that a rank of the world has had in use: of its GPU, or resident. Collective."""
-    own = peak_bytes(world.device)
-    return int(world.everyone.all_reduce(torch.tensor(own), "max").item())
 
 
 def _layout_name(mesh: Mesh) -> str:

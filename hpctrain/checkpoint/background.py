@@ -89,5 +89,4 @@ class BackgroundSave:
 
 
 def _all(group: Group, here: bool) -> bool:
-    """Whether it holds on all ranks."""
     return here if group.size == 1 else not group.all_reduce(torch.tensor(0 if here else 1)).item()

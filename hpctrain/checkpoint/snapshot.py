@@ -36,17 +36,16 @@ class HostBuffer:
 
     def take(self, size: int) -> Words | None:
         """`size` bytes; None while there is no room for them in one place."""
-        total, asked = len(self.memory), size
+        asked = size
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         first = self._given[0][0] if self._given else 0
         last = self._given[-1][1] if self._given else 0
-        if self._given and last <= first:  # what is given out goes around the end
-            start = last if last + size <= first else None
-        elif last + size <= total:
+        around = bool(self._given) and last <= first  # what is given out goes around the end
+        if last + size <= (first if around else len(self.memory)):
             start = last
+        elif not around and size <= first:
+            start = 0
         else:
-            start = 0 if size <= first else None
-        if start is None:
             return None
         self._given.append((start, start + size))
         memory: Words = self.memory[start : start + asked]

@@ -52,13 +52,11 @@ def commit_of(repository: Path) -> str | None:
         for folder in (git, common):
             if (folder / reference).is_file():
                 return _hash((folder / reference).read_text(encoding="utf-8").strip())
-        for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines():
-            commit, _, name = line.partition(" ")
-            if name == reference:
-                return _hash(commit)
+        packed = (common / "packed-refs").read_text(encoding="utf-8").splitlines()
+        rows = (line.partition(" ") for line in packed)
+        return next((_hash(commit) for commit, _, name in rows if name == reference), None)
     except (OSError, UnicodeDecodeError):
-        pass
-    return None
+        return None
 
 
 def _hash(text: str) -> str | None:

@@ -36,7 +36,6 @@ class SampleOrder:
     seed: int
 
     def __post_init__(self) -> None:
-        """Check the count."""
         assert 0 < self.count <= 1 << 62, self.count
 
     def at(self, indices: Integers) -> Integers:

@@ -44,9 +44,5 @@ class Account:
 
 def storage_bytes(tensors: Iterable[Flat | None]) -> int:
     """Bytes of the memory behind tensors, each storage once; what lies in files takes none."""
-    storages = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

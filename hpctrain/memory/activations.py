@@ -153,12 +153,9 @@ class SavedSegment:
         tokens = tensor.dim() == 3 and tensor.shape[1] == self._batch and tensor.shape[0] >= self._rows
         return tokens or tensor.dim() == 4
 
-    def living(self) -> Iterator[StoredActivation]:
+    def living(self) -> list[StoredActivation]:
         """What backward has not used yet."""
-        for reference in self._stored:
-            stored = reference()
-            if stored is not None:
-                yield stored
+        return [stored for reference in self._stored if (stored := reference()) is not None]
 
     def close(self, shelf: Shelf | None) -> None:
         """Forward is over."""

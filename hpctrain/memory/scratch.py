@@ -221,7 +221,8 @@ class ScratchFiles:
         """Make a folder for this rank's files. HpctrainError where that cannot be."""
         with _reported(folder):
             _make(folder)
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{_owner()}-rank{rank}-", dir=folder))
+            process = f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{process}-rank{rank}-", dir=folder))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._descriptors: list[int] = []
         self._end = weakref.finalize(
@@ -326,10 +327,6 @@ def _reported(folder: Path) -> Iterator[None]:
             f"{folder}: cannot be written to for offloading: {describe(error)} "
             "(memory.offload_dir may name another folder)"
         ) from None
-
-
-def _owner() -> str:
-    return f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def _host() -> str:

@@ -32,9 +32,7 @@ class ModelCount:
 
         Of all blocks, or of the products of queries, keys and values alone ("selective").
         """
-        if recompute in {"none", "selective"}:
-            return self.core_forward if recompute == "selective" else 0.0
-        return self.block_forward
+        return {"none": 0.0, "selective": self.core_forward}.get(str(recompute), self.block_forward)
 
 
 @lru_cache

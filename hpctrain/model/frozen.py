@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.part import Part, blocks_of
-from hpctrain.parallel.shard import Parameter
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> Frozen:
     torn: list[tuple[str, str]] = []
     left = False
     for leaf in (leaf for part in parts for unit in part.units() for leaf in unit):
-        for fused in (_of_dims(leaf, 2), _of_dims(leaf, 1)):
+        for dims in (2, 1):  # a layer's matrices, or its vectors
+            fused = [parameter for parameter in leaf if parameter.dim() == dims]
             for parameter in fused:
                 matching = [p for p in patterns if fnmatchcase(parameter.shard.name, p)]
                 used.update(matching)
@@ -69,8 +69,3 @@ def silent_blocks(part: Part) -> int:
         return 0
     trained = [any(p.requires_grad for p in block.parameters()) for block in blocks_of(part)]
     return trained.index(True) if True in trained else len(trained)
-
-
-def _of_dims(leaf: Sequence[Parameter], dims: int) -> list[Parameter]:
-    """A layer's matrices, or its vectors."""
-    return [parameter for parameter in leaf if parameter.dim() == dims]

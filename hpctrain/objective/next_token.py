@@ -62,11 +62,8 @@ class CrossEntropy:
 
         at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
         maximum = logits.amax(1)
-        if tensor.size > 1:
-            # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
-            finite = maximum.clamp_min(torch.finfo(torch.float32).min)
-        else:
-            finite = maximum
+        # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
+        finite = maximum.clamp_min(torch.finfo(torch.float32).min) if tensor.size > 1 else maximum
         logits.sub_(finite.unsqueeze(1)).exp_()
         total = logits.sum(1)
         if tensor.size > 1:
@@ -74,8 +71,6 @@ class CrossEntropy:
             maximum = parts[:, 0].amax(0)
             total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
             at_target = parts[:, 2].amax(0)
-        else:
-            maximum = finite
         log_partition = total.log() + maximum
         loss = torch.where(predicted, log_partition - at_target, 0.0)
         if not learning:

@@ -117,22 +117,20 @@ class _Pass:
         ledger, training = self.executor.ledger, torch.is_grad_enabled()
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
-            self._do(action)
+            received = self._receive(action)
+            began = perf_counter()
+            passed_on = self._compute(action, received)
+            if (
+                ledger.timeline is not None
+            ):  # before its sending, so that it is over where its message arrives
+                ledger.timeline.action(str(action), began, training)
+            if passed_on is not None:
+                self._send(action, passed_on)
             self.sends = [send for send in self.sends if not send[0].test()]
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"
         return self.total
-
-    def _do(self, action: Action) -> None:
-        received = self._receive(action)
-        began = perf_counter()
-        passed_on = self._compute(action, received)
-        timeline = self.executor.ledger.timeline
-        if timeline is not None:  # before its sending, so that it is over where its message arrives
-            timeline.action(str(action), began, torch.is_grad_enabled())
-        if passed_on is not None:
-            self._send(action, passed_on)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Do an action on what it needs from another part; what the next part needs of it."""

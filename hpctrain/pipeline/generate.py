@@ -12,7 +12,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
 from hpctrain.pipeline.simulate import Times, peak_activations
-from hpctrain.pipeline.v_schedule import v_half, v_min, zb_v
+from hpctrain.pipeline.v_schedule import LIMITS, search
 from hpctrain.pipeline.zero_bubble import zb_h1, zb_h2
 from hpctrain.words import nearest
 
@@ -85,18 +85,10 @@ PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-# Two chunks a stage in the shape of a V, all but the last found with given times within a limit of
-# activations:
-# (stages, micro_batches, times, memory_limit).
-V_SHAPED: Mapping[str, Callable[[int, int, Times, float | None], Schedule]] = {
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    # The one that is written down, not searched for.
-    "dualpipe-v": lambda stages, micro_batches, _times, _limit: dual_pipe_v(stages, micro_batches),
-}
-SEARCHED = frozenset(V_SHAPED) - {"dualpipe-v"}
-"""Schedules for which the times matter."""
+SEARCHED = frozenset(LIMITS)
+"""Schedules that are searched for with given times, within a limit of activations."""
+# Two chunks a stage in the shape of a V.
+V_SHAPED = (*LIMITS, "dualpipe-v")
 NAMES = (*PLAIN, "interleaved", *V_SHAPED)
 
 
@@ -122,8 +114,10 @@ def generate(
         schedule = PLAIN[name](stages, micro_batches)
     elif name == "interleaved":
         schedule = interleaved(stages, micro_batches, 2 if chunks is None else chunks)
+    elif name in SEARCHED:
+        schedule = search(name, stages, micro_batches, times or Times(), memory_limit)
     else:
-        schedule = V_SHAPED[name](stages, micro_batches, times or Times(), memory_limit)
+        schedule = dual_pipe_v(stages, micro_batches)
     if memory_limit is not None:
         peaks = peak_activations(schedule)
         most = max(peaks)

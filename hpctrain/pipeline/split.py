@@ -55,12 +55,12 @@ def balanced_split(layers: int, block: float, first: float, last: float, schedul
     longest = longest_stage(count) * (1 + _ROUNDING)
     split, held = [1] * parts, [schedule.chunks] * schedule.stage_count
 
-    def has_room(part: int) -> bool:
-        stage = stage_of[part]
-        return (held[stage] + 1) * block + fixed_of_stage[stage] <= longest
-
     for _ in range(layers - parts):
-        roomy = [part for part in range(parts) if has_room(part)]
+        roomy = [
+            part
+            for part, stage in enumerate(stage_of)
+            if (held[stage] + 1) * block + fixed_of_stage[stage] <= longest
+        ]
         shortest = min(roomy, key=lambda part: (split[part] + 1) * block + fixed[part])
         split[shortest] += 1
         held[stage_of[shortest]] += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import cast
@@ -40,24 +40,15 @@ _FINALISTS = 4
 _ROUNDING = 1e-9
 
 
-def zb_v(stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
-    """No bubble where times are alike and micro-batches 2 p or more; p activations, as 1F1B's first stage.
-
-    Like the others, raises HpctrainError for a limit that a single micro-batch would exceed.
-    """
-    return _search("zb-v", stages, micro_batches, times, stages if memory_limit is None else memory_limit)
-
-
-def v_half(stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
-    """Activations of p/2 + 1 micro-batches, rounded down, and about half of 1F1B's bubble."""
-    limit = (stages + 2) // 2 if memory_limit is None else memory_limit
-    return _search("v-half", stages, micro_batches, times, limit)
-
-
-def v_min(stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
-    """Activations of (p + 4)/3 micro-batches, rounded down, and about two thirds of 1F1B's bubble."""
-    limit = (stages + 4) // 3 if memory_limit is None else memory_limit
-    return _search("v-min", stages, micro_batches, times, limit)
+LIMITS: Mapping[str, Callable[[int], int]] = {
+    # No bubble where times are alike and micro-batches 2 p or more; as many as 1F1B's first stage.
+    "zb-v": lambda stages: stages,
+    # About half of 1F1B's bubble.
+    "v-half": lambda stages: (stages + 2) // 2,
+    # About two thirds of 1F1B's bubble.
+    "v-min": lambda stages: (stages + 4) // 3,
+}
+"""Micro-batches whose activations each of so many stages may hold, by the schedule's name."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,12 @@ class _Block:
     hasty: bool = False
 
 
-def _search(name: str, stages: int, micro_batches: int, times: Times, memory_limit: float) -> Schedule:
+def search(name: str, stages: int, micro_batches: int, times: Times, memory_limit: float | None) -> Schedule:
+    """The quickest schedule found within a limit of activations, by default that of LIMITS.
+
+    Raises HpctrainError for a limit that a single micro-batch would exceed.
+    """
+    memory_limit = LIMITS[name](stages) if memory_limit is None else memory_limit
     limit = math.floor(2 * memory_limit + _ROUNDING)  # a chunk's activations are half of a stage's
     if limit < 2:
         raise HpctrainError(f"{name}: activations of {memory_limit:g} micro-batches: must be 1 or more")

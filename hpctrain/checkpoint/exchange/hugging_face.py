@@ -173,9 +173,8 @@ def shape_of(config: Config, where: str) -> ModelShape:
         for key, accepted, default in _FIXED[family]
         if key in config and config[key] not in accepted
     ]
-    sizes: dict[str, int] = {}
-    for own, (key, default) in _SIZES[family].items():
-        sizes[own] = _size(config, key, default, where, problems)
+    named = _SIZES[family].items()
+    sizes = {own: _size(config, key, default, where, problems) for own, (key, default) in named}
     # In their files null stands for what follows from other sizes.
     if family == "gpt2":
         sizes["mlp"] = _size(config, "n_inner", 4 * sizes["hidden"], where, problems)
