@@ -49,8 +49,7 @@ from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
 
-EXTRA_BYTES = 64 << 20
-"""What saving and loading may take of a rank's memory beyond `checkpoint.buffer`."""
+EXTRA_BYTES = 64 << 20  # what saving and loading may take of a rank's memory beyond `checkpoint.buffer`
 
 PLAIN_WRITE, PLAIN_READ = "plain write", "plain read"
 COLLECTIVE, BACKGROUND, TRAINING = "collective", "background", "in training"

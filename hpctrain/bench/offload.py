@@ -104,8 +104,8 @@ def _move(file: ScratchFile, buffers: Sequence[torch.Tensor]) -> None:
         transfers: list[Transfer] = []
         for number, first in enumerate(range(0, file.size, chunk)):
             if number >= len(buffers):
-                transfers[number - len(buffers)].wait()
+                transfers[number - len(buffers)].result()
             part = buffers[number % len(buffers)][: file.size - first]
             transfers.append(start(first, part))
         for transfer in transfers:
-            transfer.wait()
+            transfer.result()

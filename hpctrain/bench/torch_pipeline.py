@@ -47,12 +47,11 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
     ends = list(accumulate(split if len(split) == parts else even_split(shape.layers, parts)))
     torch.manual_seed(deck.run.seed)
     dtype, device = Precision.of(deck).storage, torch.device("cpu")
-    modules: list[TorchModel] = []
-    stages: list[_PipelineStageBase] = []
-    for part in range(world.rank, parts, world.size):
-        module = TorchModel(shape, ends[part - 1] if part else 0, ends[part]).to(dtype)
-        modules.append(module)
-        stages.append(PipelineStage(module, part, parts, device))
+    mine = range(world.rank, parts, world.size)
+    modules = [TorchModel(shape, ends[part - 1] if part else 0, ends[part]).to(dtype) for part in mine]
+    stages: list[_PipelineStageBase] = [
+        PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)
+    ]
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

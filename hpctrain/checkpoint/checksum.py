@@ -121,12 +121,7 @@ def _keys(count: int) -> Sums:
     keys = np.empty(-(-count // _KEYS) * _KEYS, np.uint64)
     keys[: known.size] = known
     for first in range(known.size, keys.size, _KEYS):
-        keys[first : first + _KEYS] = _make_keys(first, _KEYS)
+        positions = np.arange(first + 1, first + _KEYS + 1, dtype=np.uint64)
+        keys[first : first + _KEYS] = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
     _table[0] = keys
-    return keys
-
-
-def _make_keys(first: int, count: int) -> Sums:
-    positions = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
-    keys: Sums = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
     return keys

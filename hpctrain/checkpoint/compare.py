@@ -113,6 +113,4 @@ def _peak(values: Tensor) -> float:
 
 
 def _over(absolute: float, peak: float) -> float:
-    if absolute == 0.0:
-        return 0.0
-    return absolute / peak if peak else inf
+    return absolute and (absolute / peak if peak else inf)

@@ -75,8 +75,7 @@ class Draft:
     pieces: Sequence[Piece]
     sums: Sums
     descriptor: int
-    disk: ThreadPoolExecutor
-    """The thread that waits for the disk while others compute."""
+    disk: ThreadPoolExecutor  # the thread that waits for the disk while others compute
 
     @property
     def temporary(self) -> Path:

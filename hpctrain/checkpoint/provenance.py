@@ -12,8 +12,7 @@ from typing import Any
 from hpctrain.checkpoint.versions import library_versions, package_commit
 from hpctrain.files import finite
 
-SEGMENTS = 1000
-"""Of a history, at most: the first one and the newest."""
+SEGMENTS = 1000  # of a history, at most: the first one and the newest
 LOSSES = 100
 _TEXT = 300
 

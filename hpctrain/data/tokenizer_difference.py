@@ -14,8 +14,7 @@ from typing import Any
 
 from hpctrain.data.tokenizer import BYTES, bytes_json, load_library
 
-TOKEN_LENGTH = 24
-"""Of a token that is shown, at most."""
+TOKEN_LENGTH = 24  # of a token that is shown, at most
 
 
 @dataclass(frozen=True)

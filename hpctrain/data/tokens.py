@@ -17,9 +17,8 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,13 +182,16 @@ class TokenFile:
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare everything with its checksum, of the tokens this rank's share of `ranks`."""
-        first, last = (self.header.pieces * each // ranks for each in (rank, rank + 1))
-        checks: list[Callable[[], object]] = [self._compare_ends] if rank == 0 else []
-        checks += [partial(self._read_piece, piece) for piece in range(first, last)]
         problems: list[str] = []
-        for check in checks:
+        if rank == 0:
             try:
-                check()
+                self._compare_ends()
+            except InputOutputError as error:
+                problems += error.problems
+        pieces = self.header.pieces
+        for piece in range(pieces * rank // ranks, pieces * (rank + 1) // ranks):
+            try:
+                self._read_piece(piece)
             except InputOutputError as error:
                 problems += error.problems
         if problems:

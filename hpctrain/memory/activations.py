@@ -20,8 +20,7 @@ from hpctrain.memory.compress import ActivationFormat, compress, expand
 from hpctrain.memory.shelf import Shelf, Stay
 from hpctrain.parallel.shard import Parameter
 
-SMALLEST = 1 << 16
-"""Bytes of a storage that is worth the way."""
+SMALLEST = 1 << 16  # bytes of a storage that is worth the way
 
 UNDER_WAY = 2
 """Segments whose memory stays while they leave; the last ones of a forward pass need not come back."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 ActivationFormat = Literal["exact", "bf16", "int8"]
 
-BLOCK = 256
-"""Elements that share a scale."""
+BLOCK = 256  # elements that share a scale
 
 
 def compress(values: Tensor, form: ActivationFormat) -> Tensor:

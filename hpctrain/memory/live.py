@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class LiveActivations:
         self._without = without
         self._watched = [each for each in (queue, store) if each is not None]
         self._saved: Counter[int] = Counter()
+        self.save = partial(SavedTensor, self)  # counts a tensor for as long as its result is there
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, SavedTensor.unpack)
 
     def __enter__(self) -> LiveActivations:
@@ -43,10 +45,6 @@ class LiveActivations:
         self._hooks.__exit__(*exception)
         for each in self._watched:
             each.watch = None
-
-    def save(self, tensor: Tensor) -> SavedTensor:
-        """Count a tensor for as long as what this returns is there."""
-        return SavedTensor(self, tensor)
 
     def enter(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage that is kept once more; whether it counts at all."""

@@ -33,22 +33,13 @@ _PREFIX = "offload"
 _FOLDER = re.compile(rf"{_PREFIX}-.+-\d+-\d+-rank\d+-\w+")
 _FILE = files_named(r"[a-z]+(-\d+)?")
 
-_MADE = ".hpctrain-offload"
-_ENDED = ("Z", "X")
-"""How /proc calls processes that are no more."""
-"""Name of an empty file in an offload folder that was made for offloading."""
+_MADE = ".hpctrain-offload"  # name of an empty file in an offload folder that was made for offloading
+_ENDED = ("Z", "X")  # how /proc calls processes that are no more
 _LARGEST_CALL = 1 << 30
 
 
-class Transfer:
-    """A read or write under way."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Until it is complete. InputOutputError, naming the file and the cause, where it has failed."""
-        self._future.result()
+Transfer = Future[None]
+"""A read or write under way; `result` waits for it: InputOutputError, with file and cause, if it failed."""
 
 
 class ScratchFile:
@@ -60,11 +51,11 @@ class ScratchFile:
 
     def start_read(self, offset: int, tensor: Tensor) -> Transfer:
         """Start to fill a tensor from the file's byte `offset` on; it is not to be used until then."""
-        return Transfer(self._threads.submit(self._read, offset, _memory(tensor)))
+        return self._threads.submit(self._read, offset, _memory(tensor))
 
     def start_write(self, offset: int, tensor: Tensor) -> Transfer:
         """Start to write a tensor at the file's byte `offset`; it is not to be changed until then."""
-        return Transfer(self._threads.submit(self._write, offset, _memory(tensor)))
+        return self._threads.submit(self._write, offset, _memory(tensor))
 
     def _read(self, offset: int, memory: memoryview) -> None:
         self._check(offset, memory.nbytes)
@@ -168,19 +159,17 @@ class ScratchTensor(OnDisk):
     def load(self) -> Tensor:
         """Read into new memory."""
         tensor = torch.empty(self.length, dtype=self.dtype)
-        self.start_read(tensor).wait()
+        self.start_read(tensor).result()
         return tensor
 
     def store(self, tensor: Tensor) -> None:
         """Write, and wait for it."""
-        self.start_write(tensor).wait()
+        self.start_write(tensor).result()
 
 
-Flat = Tensor | ScratchTensor
-"""A flat tensor, in memory or in a file."""
+Flat = Tensor | ScratchTensor  # a flat tensor, in memory or in a file
 
-PIECE_BYTES = 16 << 20
-"""Memory for what is read or written a piece at a time, where speed does not matter."""
+PIECE_BYTES = 16 << 20  # memory for what is read or written a piece at a time, where speed does not matter
 
 
 def to_fill(flat: Flat) -> Iterator[tuple[int, Tensor]]:
@@ -198,7 +187,7 @@ def to_read(flat: Flat) -> Iterator[tuple[int, Tensor]]:
     """First element and contents of all pieces of a flat tensor, each valid until the next is asked for."""
     for first, tensor, part in _pieces(flat):
         if part is not None:
-            part.start_read(tensor).wait()
+            part.start_read(tensor).result()
         yield first, tensor
 
 

@@ -139,7 +139,7 @@ class DiskShelf:
         if free:
             region = free.pop(0)
             for transfer in region.busy:
-                transfer.wait()
+                transfer.result()
             region.busy.clear()
             return region
         if self._end + size > self._files[-1].size:
@@ -189,7 +189,7 @@ class _DiskStay(Stay):
     def settle(self) -> None:
         self.advance()
         assert self.writing is not None
-        self.writing.wait()
+        self.writing.result()
         self._give_host()
 
     def start_fetch(self) -> None:
@@ -202,7 +202,7 @@ class _DiskStay(Stay):
     def fetch(self) -> Tensor:
         self.start_fetch()
         assert self.reading is not None and self.host is not None
-        self.reading.wait()
+        self.reading.result()
         host, copies = self.host, self.shelf.copies
         if copies is None:
             self.host = None  # from now on the caller's

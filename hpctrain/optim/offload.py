@@ -144,7 +144,7 @@ class _Slot:
         failed: HpctrainError | None = None
         for transfer in self._transfers:
             try:
-                transfer.wait()
+                transfer.result()
             except HpctrainError as error:
                 failed = failed or error
         self._transfers.clear()

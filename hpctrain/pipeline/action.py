@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -171,6 +171,17 @@ def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
     ]
     if problems:
         raise HpctrainError(problems)
+
+
+def live_activations(actions: Iterable[Action]) -> Iterator[int]:
+    """Chunks' micro-batches whose activations a stage holds after each of its actions.
+
+    They live from F to the end of B, or of W where backward is split.
+    """
+    alive = 0
+    for action in actions:
+        alive += 1 if action.kind == "F" else -1 if action.kind != "I" else 0
+        yield alive
 
 
 def accumulation(micro_batches: int) -> Schedule:

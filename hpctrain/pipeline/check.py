@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.action import Action, Kind, Schedule, live_activations
 
 _MOST_A_STAGE = 10
 
@@ -18,8 +18,7 @@ class ScheduleProblem:
     """What is wrong with one action of a schedule."""
 
     stage: int
-    index: int | None
-    """Its place among the actions of the stage, from 0; None where it is missing."""
+    index: int | None  # its place among the actions of the stage, from 0; None where it is missing
     action: Action
     reason: str
 
@@ -125,8 +124,7 @@ class _Wait:
     """Why a stage goes no further: what it waits for, and the stage that it waits for."""
 
     index: int
-    sends: bool
-    """Whether it cannot send the result of the action at `index`, or cannot start that action."""
+    sends: bool  # whether it cannot send the result of the action at `index`, or cannot start that action
     channel: _Channel
     other: int
 
@@ -251,9 +249,7 @@ def _deadlock(schedule: Schedule, *, blocking: bool) -> list[ScheduleProblem]:
 def _activations(schedule: Schedule, limit: float) -> Iterator[ScheduleProblem]:
     """On each stage the first action that holds too many."""
     for stage, actions in enumerate(schedule.stages):
-        alive = 0
-        for index, action in enumerate(actions):
-            alive += 1 if action.kind == "F" else -1 if action.kind != "I" else 0
+        for index, (action, alive) in enumerate(zip(actions, live_activations(actions), strict=True)):
             if alive > limit * schedule.chunks:
                 held = f"{alive / schedule.chunks:g} micro-batches"
                 yield ScheduleProblem(

@@ -28,11 +28,9 @@ from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
-AHEAD = 2
-"""Receives posted ahead, for each stage that sends to this one."""
+AHEAD = 2  # receives posted ahead, for each stage that sends to this one
 
-Key = tuple[int, int]
-"""Chunk and micro-batch."""
+Key = tuple[int, int]  # chunk and micro-batch
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.action import Schedule, live_activations
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,14 @@ class Times:
 class Simulation:
     """The schedule in time; the unit is that of the times given. Tuples hold one entry a stage."""
 
-    start: tuple[tuple[float, ...], ...]
-    """When each action of each stage starts."""
-    end: tuple[tuple[float, ...], ...]
-    """When each action of each stage ends."""
+    start: tuple[tuple[float, ...], ...]  # when each action of each stage starts
+    end: tuple[tuple[float, ...], ...]  # when each action of each stage ends
     cost: float
     """Longest span of a stage, from the start of its first to the end of its last action: what a step takes
     where steps follow one another."""
-    finish: float
-    """End of the last action of all."""
-    ideal: float
-    """Work of the stage that has most: m (T_F + T_B + T_W)."""
-    idle: tuple[float, ...]
-    """Time out of `cost` in which the stage does not work."""
+    finish: float  # end of the last action of all
+    ideal: float  # work of the stage that has most: m (T_F + T_B + T_W)
+    idle: tuple[float, ...]  # time out of `cost` in which the stage does not work
     peak_activations: tuple[float, ...]
     """Most micro-batches whose activations a stage holds at once, see `peak_activations`."""
 
@@ -135,20 +130,10 @@ def reached(schedule: Schedule, times: Times) -> tuple[list[list[float]], list[l
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """Most micro-batches of which each stage holds activations at once.
 
-    They live from F to the end of B, or of W where backward is split. A micro-batch in one chunk counts
-    1/chunks, so that the unit is always what one micro-batch leaves in the whole stage.
+    A micro-batch in one chunk counts 1/chunks, so that the unit is always what one micro-batch leaves in the
+    whole stage.
     """
-    peaks = []
-    for actions in schedule.stages:
-        alive = peak = 0
-        for action in actions:
-            if action.kind == "F":
-                alive += 1
-                peak = max(peak, alive)
-            elif action.kind != "I":
-                alive -= 1
-        peaks.append(peak / schedule.chunks)
-    return tuple(peaks)
+    return tuple(max(live_activations(actions), default=0) / schedule.chunks for actions in schedule.stages)
 
 
 def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:

@@ -61,8 +61,7 @@ class _Block:
     """How much of the slack on the way is spent in forward, the rest in backward."""
     turns: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Rest at the last stage, at the first one, and at the last one again, in periods."""
-    stretch: float = 1.0
-    """Time from one micro-batch to the next over the time of its work."""
+    stretch: float = 1.0  # time from one micro-batch to the next over the time of its work
     patience: float = 0.5
     hasty: bool = False
 

@@ -15,8 +15,7 @@ from hpctrain.pipeline.generate import NAMES, V_SHAPED, generate
 from hpctrain.pipeline.simulate import Times
 from hpctrain.words import nearest
 
-SCHEDULE_BYTES = 64 << 20
-"""Of a schedule's file at most."""
+SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
 
 
 def outline(deck: Deck) -> Schedule:

@@ -173,7 +173,7 @@ class Bucket:
             self.start_fetch()
             assert self._fetched is not None
             own, transfer = self._fetched
-            transfer.wait()
+            transfer.result()
         whole = self.sharding.pool.take(self.length, self.dtype)
         if self._fetched is not None or own.device != whole.device:
             own = whole[self.slice].copy_(own, non_blocking=True)
@@ -195,7 +195,7 @@ class Bucket:
         """Forget what `start_fetch` has read: the values may change."""
         if self._fetched is not None:
             memory, transfer = self._fetched
-            transfer.wait()
+            transfer.result()
             if not memory.is_pinned():
                 self.sharding.pool.give(memory)
             self._fetched = None

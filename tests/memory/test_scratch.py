@@ -32,11 +32,11 @@ def test_what_is_written_is_read(scratch: ScratchFiles, dtype: torch.dtype) -> N
     other = torch.arange(500, dtype=torch.int32)
     transfers = [file.start_write(64, values), file.start_write(50_000, other)]
     for transfer in transfers:
-        transfer.wait()
+        transfer.result()
     found, found_other = torch.empty_like(values), torch.empty_like(other)
     transfers = [file.start_read(64, found), file.start_read(50_000, found_other)]
     for transfer in transfers:
-        transfer.wait()
+        transfer.result()
     assert torch.equal(found, values)
     assert torch.equal(found_other, other)
 
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full(scratch: ScratchFiles) -> None:
     with limited_files(10_000):
         transfer = file.start_write(12_000, torch.ones(10))
         with pytest.raises(InputOutputError, match=r"/other: .* cannot be written: File too large"):
-            transfer.wait()
+            transfer.result()
 
 
 def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
@@ -164,13 +164,13 @@ def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
     os.truncate(file.path, 5000)
     for transfer in (file.start_read(4000, values), file.start_write(0, values)):
         with pytest.raises(InputOutputError, match=r"/state: .* was cut short"):
-            transfer.wait()
+            transfer.result()
     os.truncate(file.path, 8000)
     file.start_write(0, values).wait()
     file.path.unlink()
     for transfer in (file.start_read(0, values), file.start_write(0, values)):
         with pytest.raises(InputOutputError, match=r"/state: .* was removed"):
-            transfer.wait()
+            transfer.result()
 
 
 def test_what_others_put_there_stays(tmp_path: Path) -> None:

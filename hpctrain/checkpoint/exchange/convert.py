@@ -56,15 +56,13 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
 from hpctrain.units import format_bytes, format_count
 
-PIECE_BYTES = 16 << 20
-"""Of a tensor that are in memory at a time."""
+PIECE_BYTES = 16 << 20  # of a tensor that are in memory at a time
 
 _OWN_FILE = files_named(
     r"(generation_)?config\.json|tokenizer(_config)?\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
 
-MODEL_ONLY = "model_only"
-"""In the state of a checkpoint that holds no training state."""
+MODEL_ONLY = "model_only"  # in the state of a checkpoint that holds no training state
 
 
 def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None, most: int) -> str:

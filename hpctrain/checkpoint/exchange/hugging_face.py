@@ -217,31 +217,25 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
                 f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers has as many "
                 f"heads of keys and values as of queries ({shape.heads}), so this model cannot be exported"
             )
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            **sizes,
+        own: dict[str, Any] = {
             "n_inner": shape.mlp,
             "layer_norm_epsilon": shape.norm_epsilon,
             "embd_pdrop": shape.dropout,
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
-            **fixed,
-            **shared,
         }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **sizes,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_size,
-        "rms_norm_eps": shape.norm_epsilon,
-        "rope_theta": shape.rope_base,
-        "rope_parameters": {"rope_theta": shape.rope_base, "rope_type": "default"},
-        "attention_dropout": 0.0,
-        **fixed,
-        **shared,
-    }
+    else:
+        own = {
+            "num_key_value_heads": shape.key_value_heads,
+            "head_dim": shape.head_size,
+            "rms_norm_eps": shape.norm_epsilon,
+            "rope_theta": shape.rope_base,
+            "rope_parameters": {"rope_theta": shape.rope_base, "rope_type": "default"},
+            "attention_dropout": 0.0,
+        }
+    architectures = [name for name, family in ARCHITECTURES.items() if family == shape.family]
+    named = {"architectures": architectures, "model_type": shape.family}
+    return named | sizes | own | fixed | shared
 
 
 def _family(config: Config, where: str) -> Family:
