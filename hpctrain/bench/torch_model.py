@@ -135,6 +135,11 @@ class TorchModel(nn.Module):
         return x if self.head is None or self.final_norm is None else self.head(self.final_norm(x))
 
 
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of logits [b, s, V] where targets [b, s] come next."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def torch_step(rival: str, deck: Deck, world: World) -> Callable[[], None]:
     """One optimizer step of the deck's global batch by one of RIVALS, parallel over all ranks, over gloo."""
     assert deck.model.vocabulary is not None
@@ -156,9 +161,7 @@ def torch_step(rival: str, deck: Deck, world: World) -> Callable[[], None]:
 
     def step() -> None:
         for batch in tokens:
-            logits = model(batch[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-            (loss / count).backward()
+            (loss_of(model(batch[:, :-1]), batch[:, 1:]) / count).backward()
         optimizer.step()
         optimizer.zero_grad()
 

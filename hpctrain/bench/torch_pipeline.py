@@ -7,12 +7,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.nn import functional
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -52,9 +50,6 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
     stages: list[_PipelineStageBase] = [
         PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)
     ]
-
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     schedule = (
         ScheduleInterleaved1F1B(stages, count, loss_of)

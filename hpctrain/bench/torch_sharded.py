@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -60,10 +59,6 @@ def rank_tokens(deck: Deck, rank: int, count: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(deck.run.seed + rank))
 
 
-def _loss(logits: Tensor, batch: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
 def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
     """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
     if deck.precision.compute == "fp16":
@@ -81,7 +76,7 @@ def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Te
         total = torch.zeros(())
         for index, batch in enumerate(tokens):
             model.set_requires_gradient_sync(not once or index == len(tokens) - 1)
-            loss = _loss(model(batch[:, :-1]), batch) / len(tokens)
+            loss = loss_of(model(batch[:, :-1]), batch[:, 1:]) / len(tokens)
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -123,7 +118,7 @@ def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor]
     def step(tokens: Tensor) -> Tensor:
         total = torch.zeros(())
         for batch in tokens:
-            loss = _loss(engine(batch[:, :-1]), batch)
+            loss = loss_of(engine(batch[:, :-1]), batch[:, 1:])
             engine.backward(loss)
             engine.step()
             total += loss.detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -128,7 +129,8 @@ def bench_train(
             split = variants[0].split if variants else ()
             variants.append(_rival(name, deck, world, split))
         elif name == "no-sync":
-            variants.append(_independent(deck, world))
+            alone = world.alone()
+            variants.append(_training(name, on_one_rank(deck), alone, Mesh(alone, {}), share=world.size))
         elif name == "data-parallel":
             copies = Mesh(world, {"data": world.size})
             variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
@@ -212,9 +214,6 @@ def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -
     trainer = Trainer(deck, engine, batches)
     batch = deck.batch.global_size // share
 
-    def one() -> None:
-        trainer.train_step(batch)
-
     def phases() -> dict[str, float]:
         seconds = dict(world.ledger.phase_seconds)
         world.ledger.reset()
@@ -222,13 +221,7 @@ def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -
 
     probe = StageProbe(engine, trainer.step) if mesh.size("pipeline") > 1 else None
     tokens = batch * deck.batch.sequence / world.size
-    return Variant(name, one, tokens, phases, engine.placement.split, probe)
-
-
-def _independent(deck: Deck, world: World) -> Variant:
-    """Every rank trains alone on its share of the batch: what there is to reach without communication."""
-    alone = world.alone()
-    return _training("no-sync", on_one_rank(deck), alone, Mesh(alone, {}), share=world.size)
+    return Variant(name, partial(trainer.train_step, batch), tokens, phases, engine.placement.split, probe)
 
 
 def _measure(

@@ -66,13 +66,8 @@ class SequenceSource:
 class Sequences(Protocol):
     """What Batches reads: `count` sequences of `length` tokens, each with its targets (see MicroBatch)."""
 
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence."""
-
-    @property
-    def count(self) -> int:
-        """Sequences there are."""
+    length: int
+    count: int
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one sequence, each int64 [length]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class SyntheticSource:
     """`count` sequences of `length` tokens below `vocabulary`; `masked` is the share of targets of -1."""
 

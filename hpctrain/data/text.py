@@ -130,7 +130,7 @@ def _read_stream(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes
     """All pieces of a compressed file, cut where the same text, not compressed, is cut."""
     block, begin, end = b"", 0, piece.step
     while True:
-        wanted = end + _search(piece) - begin
+        wanted = end + min(SEARCH, piece.step) - begin
         while len(block) < wanted and (more := file.read(wanted - len(block))):
             block += more
         if begin + len(block) <= end:
@@ -185,16 +185,12 @@ def _lines_before(piece: TextPiece) -> int:
     return count
 
 
-def _search(piece: TextPiece) -> int:
-    return min(SEARCH, piece.step)
-
-
 def _seek_cut(file: BufferedIOBase, offset: int, piece: TextPiece) -> int:
     """Where the cut at the nominal `offset` really is."""
     if offset in {0, piece.source.size}:
         return offset
     file.seek(offset)
-    return offset + _cut(file.read(_search(piece)))
+    return offset + _cut(file.read(min(SEARCH, piece.step)))
 
 
 def _cut(block: bytes) -> int:

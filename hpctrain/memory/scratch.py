@@ -209,7 +209,13 @@ class ScratchFiles:
     def __init__(self, folder: Path, rank: int) -> None:
         """Make a folder for this rank's files. HpctrainError where that cannot be."""
         with _reported(folder):
-            _make(folder)
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                if not folder.is_dir():
+                    raise
+            else:
+                (folder / _MADE).touch()
             process = f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
             self.folder = Path(tempfile.mkdtemp(prefix=f"{process}-rank{rank}-", dir=folder))
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
@@ -294,16 +300,6 @@ def delete_offload_folder(folder: Path) -> None:
     with suppress(OSError):
         if os.listdir(folder) == [_MADE]:  # noqa: PTH208  (names are all that is wanted)
             delete_folder(folder, files_named(re.escape(_MADE)))
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise
-    else:
-        (folder / _MADE).touch()
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class _Run:
         self.asked: dict[_Channel, list[int]] = defaultdict(list)  # micro-batches in the receiver's order
         for stage, actions in enumerate(schedule.stages):
             for action in actions:
-                channel, _ = self._incoming(stage, action)
+                channel, _ = self._channel(stage, action, incoming=True)
                 if channel is not None:
                     self.asked[channel].append(action.micro_batch)
         self.there: dict[_Channel, set[int]] = defaultdict(set)  # arrived, not yet worked on
@@ -157,7 +157,7 @@ class _Run:
                 index = self.at[stage]
                 action = schedule.stages[stage][index]
                 if not worked[stage]:
-                    channel, other = self._incoming(stage, action)
+                    channel, other = self._channel(stage, action, incoming=True)
                     if channel is not None:
                         if action.micro_batch not in self.there[channel]:
                             self.waits[stage] = _Wait(index, False, channel, other)
@@ -168,7 +168,7 @@ class _Run:
                         if (channel, True) in waiting:
                             runnable.append(waiting.pop((channel, True)))
                     worked[stage] = True
-                channel, other = self._outgoing(stage, action)
+                channel, other = self._channel(stage, action, incoming=False)
                 if channel is not None:
                     if not self._is_ready(channel, action.micro_batch):
                         self.waits[stage] = _Wait(index, True, channel, other)
@@ -214,22 +214,14 @@ class _Run:
         kind = "deadlock where sends block" if self.blocking else "deadlock"
         return ScheduleProblem(stage, wait.index, action, f"{kind}: {reason}")
 
-    def _incoming(self, stage: int, action: Action) -> tuple[_Channel | None, int]:
-        """Where the tensor that an action needs comes from; None where no other stage sends one."""
-        forward = action.kind == "F"
-        return self._channel(stage, action, self.schedule.part(stage, action.chunk) + (-1 if forward else 1))
-
-    def _outgoing(self, stage: int, action: Action) -> tuple[_Channel | None, int]:
-        """Where the result of an action goes, and to which stage."""
-        part = self.schedule.part(stage, action.chunk)
-        channel, other = self._channel(stage, action, part + (1 if action.kind == "F" else -1))
-        return (None if channel is None else (channel[0], part)), other
-
-    def _channel(self, stage: int, action: Action, part: int) -> tuple[_Channel | None, int]:
-        if action.kind == "W" or not 0 <= part < self.schedule.parts:
+    def _channel(self, stage: int, action: Action, *, incoming: bool) -> tuple[_Channel | None, int]:
+        """The way of what an action needs, or makes, and the stage at its other end; None where it stays."""
+        forward, part = action.kind == "F", self.schedule.part(stage, action.chunk)
+        other_part = part + (1 if forward != incoming else -1)
+        if action.kind == "W" or not 0 <= other_part < self.schedule.parts:
             return None, stage
-        other = self.schedule.home(part)[0]
-        return (None if other == stage else (action.kind == "F", part)), other
+        other = self.schedule.home(other_part)[0]
+        return (None if other == stage else (forward, other_part if incoming else part)), other
 
     def _is_ready(self, channel: _Channel, micro_batch: int) -> bool:
         """Whether a send ends: at once, or because its receive is the next one that is posted."""

@@ -201,15 +201,12 @@ def arrange(
 
 def _following(stage: int, stream: int, times: PartTimes) -> tuple[int, int, float] | None:
     """Stage and stream that wait for a piece of this one, and what it takes to get there."""
-    last, final = times.stages - 1, 2 * times.stages - 1
-    if stream == FORWARD_0:
-        return (stage, FORWARD_1, 0.0) if stage == last else (stage + 1, stream, times.communication[stage])
-    if stream == FORWARD_1:
-        part = final - stage
-        return (stage, GRADIENT_1, 0.0) if stage == 0 else (stage - 1, stream, times.communication[part])
-    if stream == GRADIENT_1:
-        part = final - stage
-        return (
-            (stage, GRADIENT_0, 0.0) if stage == last else (stage + 1, stream, times.communication[part - 1])
-        )
-    return None if stage == 0 else (stage - 1, stream, times.communication[stage - 1])
+    forward, final = stream < GRADIENT_0, 2 * times.stages - 1
+    part = final - stage if stream % 2 else stage
+    if part == (final if forward else 0):
+        return (stage, GRADIENT_1, 0.0) if forward else None
+    after = part + 1 if forward else part - 1
+    chunk = int(after >= times.stages)
+    receiver = final - after if chunk else after
+    delay = 0.0 if receiver == stage else times.communication[min(part, after)]
+    return receiver, chunk if forward else GRADIENT_0 + chunk, delay
