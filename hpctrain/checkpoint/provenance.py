@@ -73,7 +73,6 @@ class Provenance:
     def __init__(
         self, title: str, run_dir: str, layout: Layout, ranks: int, steps: int | None = None
     ) -> None:
-        now = datetime.now(timezone.utc)
         self._here = HistorySegment(
             title=_cut(title),
             run_dir=_cut(run_dir),
@@ -83,7 +82,7 @@ class Provenance:
             last_step=0,
             versions={name: _cut(version) for name, version in library_versions().items()},
             commit=package_commit(),
-            started=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             steps=steps,
         )
         self._earlier: list[HistorySegment] = []

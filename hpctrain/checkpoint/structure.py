@@ -136,14 +136,14 @@ def _examine(path: Path) -> Structure:
         _require(isinstance(state, dict), f"{STATE} is not an object")
         if "deck" not in state and DECK in file:
             state["deck"] = _text(file, DECK, size)
-        state["versions"] = json.loads(_label(file.attrs, "versions"))
+        state["versions"] = json.loads(bytes(file.attrs["versions"]))
         datasets = _datasets(file, size)
         sums = _sums(file, sum(pieces(stored.elements) for stored in datasets.values()))
     return Structure(path, datasets, sums, state)
 
 
 def _check_kind(path: Path, attributes: Any) -> None:
-    if "format" not in attributes or _label(attributes, "format") != FORMAT:
+    if "format" not in attributes or bytes(attributes["format"]).decode() != FORMAT:
         raise HpctrainError(f"{path}: an HDF5 file, but not a checkpoint of hpctrain")
     version = int(attributes["version"])
     if version > VERSION:
@@ -231,10 +231,6 @@ def _sums(file: h5py.File, count: int) -> Sums:
     sums: Sums = dataset[()]
     _require(crc32(sums.tobytes()) == int(dataset.attrs["crc32"]), f"{CHECKSUMS} differs from its checksum")
     return sums
-
-
-def _label(attributes: Any, name: str) -> str:
-    return bytes(attributes[name]).decode()
 
 
 def _require(holds: bool, what: str) -> None:

@@ -134,15 +134,14 @@ class SavedSegment:
         """What autograd is to hold in place of a tensor: itself, where it stays."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if isinstance(tensor, Parameter) or address in self._without or storage.nbytes() < smallest:
-            return watch(tensor) if watch is not None else tensor
         stored = self._open.get(address)
+        stays = isinstance(tensor, Parameter) or address in self._without or storage.nbytes() < smallest
+        if stays or (stored is not None and stored.dtype != tensor.dtype):
+            return watch(tensor) if watch is not None else tensor
         if stored is None:
             stored = StoredActivation(self, tensor, form if self._is_activation(tensor) else "exact", watch)
             self._open[address] = stored
             self._stored.append(weakref.ref(stored))
-        elif stored.dtype != tensor.dtype:
-            return watch(tensor) if watch is not None else tensor
         return View(stored, tensor)
 
     def _is_activation(self, tensor: Tensor) -> bool:

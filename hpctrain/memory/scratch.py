@@ -272,13 +272,11 @@ def check_room(folder: Path, need: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the files of processes of this host that are no more."""
-    host = f"{_PREFIX}-{_host()}-"
+    process = re.compile(rf"{_PREFIX}-{re.escape(_host())}-(\d+)-([^-]*)-.*")
     for left in folder.glob(f"{_PREFIX}-*"):
-        pid, _, rest = left.name.removeprefix(host).partition("-")
-        if left.name.startswith(host) and pid.isdigit():
-            started = rest.partition("-")[0]
-            if _start_time(int(pid)) != started:
-                delete_scratch(left)
+        match = process.fullmatch(left.name)
+        if match and _start_time(int(match[1])) != match[2]:
+            delete_scratch(left)
 
 
 def delete_scratch(folder: Path) -> bool:

@@ -96,8 +96,6 @@ class Executor:
 
 
 class _Pass:
-    """One run of a schedule."""
-
     def __init__(
         self, executor: Executor, schedule: Schedule, micro_batches: Sequence[PreparedBatch]
     ) -> None:

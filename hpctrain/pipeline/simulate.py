@@ -152,16 +152,16 @@ def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], 
         return []
 
     def of_boundaries(value: float | Sequence[float]) -> list[float]:
-        boundaries = range(schedule.parts - 1)
-        if not isinstance(value, (int, float)) and len(value) != len(boundaries):
+        count = schedule.parts - 1
+        numbers = [value] * count if isinstance(value, (int, float)) else value
+        if len(numbers) != count:
             problems.append(
-                f"times: communication has {len(value)} numbers; the schedule needs one or {len(boundaries)}"
+                f"times: communication has {len(numbers)} numbers; the schedule needs one or {count}"
             )
             return []
-        numbers = [value] * len(boundaries) if isinstance(value, (int, float)) else value
         return [
-            0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else numbers[part]
-            for part in boundaries
+            0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else number
+            for part, number in enumerate(numbers)
         ]
 
     spread = (

@@ -76,7 +76,8 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     group = world.everyone
     structure = examine(checkpoint, group)
     with together(group):
-        _require_empty(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise HpctrainError(f"{folder}: holds something already; name a new folder, or empty this one")
         shape = stored_shape(structure)
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
@@ -175,11 +176,6 @@ class FolderTensor(OnDisk):
         """Read into new memory."""
         cut = rectangles(self.shape, self.first, self.first + self.length)
         return torch.cat([self.model.read(self.name, start, shape).reshape(-1) for start, shape in cut])
-
-
-def _require_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HpctrainError(f"{folder}: holds something already; name a new folder, or empty this one")
 
 
 def _delete_left(temporary: Path) -> None:
