@@ -17,7 +17,7 @@ LOSSES = 100
 _TEXT = 300
 
 Layout = dict[str, int]
-"""Ranks along each axis of the mesh, and the stage of ZeRO under "zero"."""
+"""Ranks along each axis of the mesh, and what ZeRO cuts (0-3) under "zero"."""
 
 
 @dataclass(frozen=True)

@@ -195,14 +195,14 @@ def _tokenize(
 
 
 def _documents(
-    pieces: Sequence[TextPiece], text_key: str, stage: str, report: Report
+    pieces: Sequence[TextPiece], text_key: str, activity: str, report: Report
 ) -> Iterator[tuple[TextSource, str, bool]]:
     """Parts of documents in order, with their source, and whether the document ends there.
 
     All problems are raised together.
     """
     with _collecting() as complain:
-        for piece in _progress(pieces, stage, report):
+        for piece in _progress(pieces, activity, report):
             for text, ends in read_piece(piece, text_key, complain):
                 yield piece.source, text, ends
 
@@ -221,10 +221,10 @@ def _collecting() -> Iterator[Complaint]:
     raise_all(problems)
 
 
-def _progress(pieces: Sequence[TextPiece], stage: str, report: Report) -> Iterator[TextPiece]:
+def _progress(pieces: Sequence[TextPiece], activity: str, report: Report) -> Iterator[TextPiece]:
     """The pieces, each reported when it is done."""
     done, total = 0, sum(piece.size for piece in pieces)
     for piece in pieces:
         yield piece
         done += piece.size
-        report(stage, done, total)
+        report(activity, done, total)
