@@ -166,7 +166,7 @@ def test_a_file_that_vanishes_or_shrinks(scratch: ScratchFiles) -> None:
         with pytest.raises(InputOutputError, match=r"/state: .* was cut short"):
             transfer.result()
     os.truncate(file.path, 8000)
-    file.start_write(0, values).wait()
+    file.start_write(0, values).result()
     file.path.unlink()
     for transfer in (file.start_read(0, values), file.start_write(0, values)):
         with pytest.raises(InputOutputError, match=r"/state: .* was removed"):
