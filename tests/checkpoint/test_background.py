@@ -1,4 +1,7 @@
-"""Saving while training goes on: the file of the moment it began, whatever happens to the values."""
+"""Saving while training goes on: the file of the moment it began, whatever happens to the values.
+
+Tests of checkpoint/snapshot.py beside checkpoint/background.py.
+"""
 
 from __future__ import annotations
 

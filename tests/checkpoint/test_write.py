@@ -1,4 +1,7 @@
-"""Saving: the same file from every layout, whole or not there, whatever fails."""
+"""Saving: the same file from every layout, whole or not there, whatever fails.
+
+Tests of checkpoint/create.py and checkpoint/draft.py beside checkpoint/write.py.
+"""
 
 from __future__ import annotations
 

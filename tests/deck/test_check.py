@@ -1,3 +1,8 @@
+"""What a deck says that cannot be: layouts, ranks, sizes.
+
+Tests of deck/check_layout.py and deck/check_world.py beside deck/check.py.
+"""
+
 from __future__ import annotations
 
 import re

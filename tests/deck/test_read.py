@@ -1,4 +1,7 @@
-"""A deck from its text and back, and all that is wrong with it at once."""
+"""A deck from its text and back, and all that is wrong with it at once.
+
+Tests of deck/schema.py beside deck/read.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Saved activations in files, and in fewer bits: the same training, and memory that is free meanwhile.
 
-Tests of memory/activations.py and engine/recompute.py.
+Tests of memory/shelf.py, memory/activations.py and engine/recompute.py.
 """
 
 from __future__ import annotations

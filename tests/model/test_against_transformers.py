@@ -1,4 +1,7 @@
-"""Our transformer against GPT2LMHeadModel and LlamaForCausalLM with the same random weights."""
+"""Our transformer against GPT2LMHeadModel and LlamaForCausalLM with the same random weights.
+
+Tests of model/attention.py, model/part.py and model/transformer.py.
+"""
 
 from __future__ import annotations
 

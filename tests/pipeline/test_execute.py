@@ -1,4 +1,7 @@
-"""The executor: every schedule computes what one rank computes, and moves what it must."""
+"""The executor: every schedule computes what one rank computes, and moves what it must.
+
+Tests of pipeline/wanted.py beside pipeline/execute.py.
+"""
 
 from __future__ import annotations
 

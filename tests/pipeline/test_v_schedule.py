@@ -1,4 +1,7 @@
-"""The V schedules: complete, within the papers' activations, with the papers' bubbles."""
+"""The V schedules: complete, within the papers' activations, with the papers' bubbles.
+
+Tests of pipeline/list_scheduling.py beside pipeline/v_schedule.py.
+"""
 
 from __future__ import annotations
 

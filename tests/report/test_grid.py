@@ -1,3 +1,8 @@
+"""A schedule as a grid of letters on a terminal.
+
+Tests of report/picture.py beside report/grid.py.
+"""
+
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,7 @@
-"""What `inspect` tells of files whose contents are known."""
+"""What `inspect` tells of files whose contents are known.
+
+Tests of report/contents.py and report/differences.py beside report/inspect.py.
+"""
 
 from __future__ import annotations
 

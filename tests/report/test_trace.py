@@ -1,4 +1,7 @@
-"""Traces: a file that Perfetto reads, and the steps and bubbles that are read from it."""
+"""Traces: a file that Perfetto reads, and the steps and bubbles that are read from it.
+
+Tests of report/recorded.py beside report/trace.py.
+"""
 
 from __future__ import annotations
 

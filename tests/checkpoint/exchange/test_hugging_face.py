@@ -1,4 +1,8 @@
-"""Hugging Face folders made by `transformers`, imported and exported; folders that are refused."""
+"""Hugging Face folders made by `transformers`, imported and exported; folders that are refused.
+
+Tests of checkpoint/exchange/convert.py, checkpoint/exchange/safetensors_folder.py and
+checkpoint/exchange/source.py beside checkpoint/exchange/hugging_face.py.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,88 @@
+"""`hpctrain bench` as a user starts it: every benchmark with its options; mistakes are sentences."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+DECK = """
+[run]
+title = "bench"
+steps = 1
+[model]
+family = "gpt2"
+layers = 1
+hidden = 16
+heads = 2
+vocabulary = 64
+[data]
+tokens = "none.h5"
+[batch]
+global_size = 4
+micro_size = 1
+sequence = 16
+[machine]
+peak_flops = 1e10
+"""
+ONCE = ("--rounds", "1")
+BENCHMARKS = {
+    "collectives": ("--max-bytes", "1 KiB", "--operations", "all_reduce,send_recv", "--gloo"),
+    "train": (
+        *("deck.toml", *ONCE, "--steps", "1", "--no-sync", "--data-parallel", "--variant", "layout.zero=1"),
+        *("--set", "layout.tensor=2"),
+    ),
+    "offload": ("deck.toml", *ONCE, "--set", "memory.optimizer=disk", "--set", "model.hidden=32"),
+    "checkpoint": (
+        "deck.toml",
+        *ONCE,
+        "--set",
+        "layout.zero=1",
+        "--dir",
+        "there",
+        "--warm",
+        "--against",
+        "dcp",
+    ),
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder with a deck, and one for files."""
+    (tmp_path / "deck.toml").write_text(DECK)
+    (tmp_path / "there").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_benchmark_runs_and_writes_its_figures(launch: Launch, work: Path, benchmark: str) -> None:
+    done = launch(2, "-m", "hpctrain", "bench", benchmark, *BENCHMARKS[benchmark], "--json", "figures.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((work / "figures.json").read_text())
+    assert len(done.stdout.splitlines()) > 3
+    files = sorted(path.name for path in work.rglob("*") if path.is_file())
+    assert files == ["deck.toml", "figures.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("collectives", "--operations", "sum"), "sum"),
+        (("train", "deck.toml", "--variant", "layout.zeros=1"), "did you mean layout.zero?"),
+        (("train", "gone.toml"), "gone.toml: cannot be read"),
+        (("train", "deck.toml", "--against", "megatron"), "--against"),
+        (("checkpoint", "deck.toml", "--rounds", "0"), "--rounds"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    launch: Launch, work: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = launch(0, "-m", "hpctrain", "bench", *arguments)
+    assert done.returncode == (3 if "gone" in sentence else 2), done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
