@@ -15,19 +15,23 @@ LATEST = "latest"
 """Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
 
 
+def agreed_checkpoints(folder: str | Path, group: Group) -> list[Path]:
+    """The checkpoints of a folder as rank 0 sees them, newest first; collective. Raises InputOutputError."""
+    names: list[str] = []
+    with together(group):
+        if group.rank == 0:
+            names = [path.name for path in checkpoints(folder)]
+    return [Path(folder) / name for name in group.broadcast_object(names)]
+
+
 def newest_good(folder: str | Path, group: Group, strict: bool = False) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and a warning for every newer one that is not; collective.
 
     Each candidate is read, spread over the ranks, and all its checksums are compared. All ranks return the
     same. InputOutputError if the folder cannot be listed or, with `strict`, if the newest is not complete.
     """
-    names: list[str] = []
-    with together(group):
-        if group.rank == 0:
-            names = [path.name for path in checkpoints(folder)]
     warnings: list[str] = []
-    for name in group.broadcast_object(names):
-        path = Path(folder) / name
+    for path in agreed_checkpoints(folder, group):
         try:
             verify(path, group)
         except HpctrainError as error:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.names import checkpoint_step, checkpoints
+from hpctrain.checkpoint.keep import agreed_checkpoints
+from hpctrain.checkpoint.names import checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
-from hpctrain.checkpoint.structure import Structure, examine
+from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
@@ -50,9 +51,10 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
             )
     if target.is_dir():
         return _inspect_folder(group, target, wish, show)
-    structure = _read(group, target, wish.verify)
+    read = verify if wish.verify else examine
+    structure = read(target, group)
     if wish.other is not None:
-        differing = differences(structure, _read(group, wish.other, wish.verify), group)
+        differing = differences(structure, read(wish.other, group), group)
         if group.rank == 0:
             show(_json(differing) if wish.as_json else "\n".join(differences_text(differing, wish.tensors)))
         return EXIT_DONE if differing["equal"] else EXIT_DIFFERENT
@@ -70,18 +72,10 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
     return EXIT_DONE
 
 
-def _read(group: Group, path: Path, thorough: bool) -> Structure:
-    return verify(path, group) if thorough else examine(path, group)
-
-
 def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
     """A table of the checkpoints, newest first, good or damaged; the newest good one is marked."""
     folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
-    names: list[str] = []
-    with together(group):
-        if group.rank == 0:
-            names = [path.name for path in checkpoints(folder)]
-    paths = [folder / name for name in group.broadcast_object(names)]
+    paths = agreed_checkpoints(folder, group)
     if not paths:
         raise InputOutputError(f"{folder}: holds no checkpoint (files such as step-00000100.h5)")
     rows: list[dict[str, Any]] = []
@@ -89,7 +83,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     for path in paths:
         row: dict[str, Any] = {"file": path.name, "step": checkpoint_step(path), "problems": []}
         try:
-            structure = _read(group, path, wish.verify)
+            structure = (verify if wish.verify else examine)(path, group)
         except HpctrainError as error:
             row["problems"] = [problem.removeprefix(f"{path}: ") for problem in error.problems]
         else:
