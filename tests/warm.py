@@ -80,6 +80,8 @@ def serve(address: str) -> Request:
     clients: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([0, listener, woken, *clients.values()], [], [])
+        if woken in ready:  # first, or whoever ends meanwhile would be missed
+            os.read(woken, MOST)
         for pid, client in list(clients.items()):
             if client in ready or 0 in ready:  # whoever asked is gone
                 os.kill(pid, signal.SIGKILL)
@@ -93,8 +95,6 @@ def serve(address: str) -> Request:
             del clients[pid]
         if 0 in ready:
             sys.exit()
-        if woken in ready:
-            os.read(woken, MOST)
         if listener in ready:
             client, _ = listener.accept()
             words, streams, _, _ = socket.recv_fds(client, MOST, 3)
