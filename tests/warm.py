@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -90,7 +91,8 @@ def serve(address: str) -> Request:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if not done:
                     continue
-                client.sendall(str(status).encode())
+                with suppress(OSError):  # as above
+                    client.sendall(str(status).encode())
             client.close()
             del clients[pid]
         if 0 in ready:
@@ -98,10 +100,10 @@ def serve(address: str) -> Request:
         if listener in ready:
             client, _ = listener.accept()
             words, streams, _, _ = socket.recv_fds(client, MOST, 3)
-            while not words.endswith(b"\n"):
-                words += client.recv(MOST)
-            pid = os.fork()
-            if not pid:
+            while not words.endswith(b"\n") and (more := client.recv(MOST)):
+                words += more
+            pid = os.fork() if words.endswith(b"\n") else -1
+            if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for own, stream in enumerate(streams):
@@ -117,7 +119,10 @@ def serve(address: str) -> Request:
                 return Request(*json.loads(words))
             for stream in streams:
                 os.close(stream)
-            clients[pid] = client
+            if pid > 0:
+                clients[pid] = client
+            else:
+                client.close()
 
 
 def become(request: Request) -> None:
