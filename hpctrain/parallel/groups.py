@@ -37,6 +37,8 @@ class LayerGroups:
 
     def start_sum(self, x: Tensor, blocking: bool = False) -> Work[Tensor]:
         """Sum x [s, ...] over the tensor axis: a piece of it under sequence parallelism, else in place."""
+        if self.tensor.size == 1:
+            return Work(x)
         start = self.tensor.start_reduce_scatter if self.sequence_parallel else self.tensor.start_all_reduce
         return start(x, blocking=blocking)
 
