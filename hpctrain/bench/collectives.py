@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from math import log
+from itertools import count, product, takewhile
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -77,13 +77,11 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
     if gloo:
         start_gloo(world)
     rows = []
-    with _progress(world, len(names) * (1 + int(log(last / first, 4) + 1e-9))) as progress:
-        for name in names:
-            size = first
-            while size <= last:
-                progress(f"{name} {format_bytes(size, binary=True)}")
-                rows.append(_measure(world.everyone, name, size, gloo))
-                size *= 4
+    sizes = list(takewhile(lambda size: size <= last, (first * 4**power for power in count())))
+    with _progress(world, len(names) * len(sizes)) as progress:
+        for name, size in product(names, sizes):
+            progress(f"{name} {format_bytes(size, binary=True)}")
+            rows.append(_measure(world.everyone, name, size, gloo))
     if gloo:
         stop_gloo()
     return rows

@@ -201,8 +201,7 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
 
 
 def _layout_name(mesh: Mesh) -> str:
-    used = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
-    return " x ".join(used) or "one rank"
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one rank"
 
 
 def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:

@@ -26,12 +26,19 @@ _BATCH = 1 << 18
 _MODULUS = 1 << 64
 # Keys made at a time: the temporaries stay small.
 _KEYS = 1 << 15
-_memory = local()
 # The keys of the first positions, as far as any were asked for.
 _table: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
 
 Words = NDArray[np.unsignedinteger]
 Sums = NDArray[np.uint64]
+
+
+class _Memory(local):
+    def __init__(self) -> None:  # once in each thread
+        self.products: Sums = np.empty(_BATCH, np.uint64)
+
+
+_memory = _Memory()
 
 
 def pieces(elements: int) -> int:
@@ -96,18 +103,10 @@ def _accumulate(sums: Sums, piece: int, words: Words, keys: Sums) -> None:
         # Times an odd key a top bit moves nothing but the top bit: fold it down, or two would cancel.
         words = words ^ (words >> np.uint64(32))
     # Three passes over memory that stays in the cache take less than one that converts as it multiplies.
-    products = _products()[: words.size].reshape(words.shape)
+    products = _memory.products[: words.size].reshape(words.shape)
     np.copyto(products, words)
     np.multiply(products, keys, out=products)
     sums[piece] = (int(sums[piece]) + int(np.add.reduce(products, axis=None))) % _MODULUS
-
-
-def _products() -> Sums:
-    """Memory of this thread for a batch."""
-    products: Sums | None = getattr(_memory, "products", None)
-    if products is None:
-        products = _memory.products = np.empty(_BATCH, np.uint64)
-    return products
 
 
 def _keys(count: int) -> Sums:

@@ -186,7 +186,6 @@ def _agree_on_tokenizer(
 def _tokenize(
     pieces: Sequence[TextPiece], tokenizer: Tokenizer, text_key: str, part: TokenPart, report: Report
 ) -> None:
-    """All documents of the pieces into `part`."""
     for source, text, ends in _documents(pieces, text_key, "tokenize", report):
         part.add(tokenizer.encode_array(text, "surrogateescape" if source.raw else "replace"))
         if ends:

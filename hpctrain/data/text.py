@@ -113,7 +113,7 @@ def _complaining(piece: TextPiece, complain: Complaint) -> Iterator[None]:
 
 def _blocks(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:
     """The bytes of a piece, where they begin in the file, and whether they are its last ones."""
-    yield from (_read_stream if piece.source.compressed else _read_plain)(file, piece)
+    return (_read_stream if piece.source.compressed else _read_plain)(file, piece)
 
 
 def _read_plain(file: BufferedIOBase, piece: TextPiece) -> Iterator[tuple[bytes, int, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class Account:
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind, in order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     def row(self) -> dict[str, int]:
         """As written into JSON: `parameter_bytes` and so on, and `total_bytes`."""

@@ -192,7 +192,8 @@ class ActivationStore:
         segment = SavedSegment(x, shared, before)
         watch = self.watch
         with saved_tensors_hooks(
-            lambda tensor: segment.pack(tensor, self.form, self.smallest, watch), _unpack
+            lambda tensor: segment.pack(tensor, self.form, self.smallest, watch),
+            lambda held: held if isinstance(held, Tensor) else held.unpack(),
         ):
             yield segment
         segment.close(self.shelf)
@@ -204,7 +205,3 @@ class ActivationStore:
             if len(self._leaving) > UNDER_WAY:
                 for stored in self._leaving.popleft().living():
                     stored.settle()
-
-
-def _unpack(held: Tensor | Held) -> Tensor:
-    return held if isinstance(held, Tensor) else held.unpack()

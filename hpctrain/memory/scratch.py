@@ -51,31 +51,23 @@ class ScratchFile:
 
     def start_read(self, offset: int, tensor: Tensor) -> Transfer:
         """Start to fill a tensor from the file's byte `offset` on; it is not to be used until then."""
-        return self._threads.submit(self._read, offset, _memory(tensor))
+        return self._threads.submit(self._move, offset, _memory(tensor), writing=False)
 
     def start_write(self, offset: int, tensor: Tensor) -> Transfer:
         """Start to write a tensor at the file's byte `offset`; it is not to be changed until then."""
-        return self._threads.submit(self._write, offset, _memory(tensor))
+        return self._threads.submit(self._move, offset, _memory(tensor), writing=True)
 
-    def _read(self, offset: int, memory: memoryview) -> None:
+    def _move(self, offset: int, memory: memoryview, *, writing: bool) -> None:
         self._check(offset, memory.nbytes)
+        move = os.pwritev if writing else os.preadv
         try:
             while memory:
-                count = os.preadv(self._descriptor, [memory[:_LARGEST_CALL]], offset)
+                count = move(self._descriptor, [memory[:_LARGEST_CALL]], offset)
                 if count == 0:
                     raise self._lost("was cut short while the run needed it")
                 memory, offset = memory[count:], offset + count
         except OSError as error:
-            raise self._lost("cannot be read", error) from None
-
-    def _write(self, offset: int, memory: memoryview) -> None:
-        self._check(offset, memory.nbytes)
-        try:
-            while memory:
-                count = os.pwrite(self._descriptor, memory[:_LARGEST_CALL], offset)
-                memory, offset = memory[count:], offset + count
-        except OSError as error:
-            raise self._lost("cannot be written", error) from None
+            raise self._lost(f"cannot be {'written' if writing else 'read'}", error) from None
 
     def _check(self, offset: int, count: int) -> None:
         """A file that was removed can still be read here, yet its contents would vanish with this process."""

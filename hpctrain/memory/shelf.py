@@ -62,10 +62,6 @@ class DeviceCopies:
         """Start to copy to the host."""
         return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
-    def start_in(self, host: Tensor) -> tuple[Tensor, Launched]:
-        """Start to copy to the device."""
-        return self.stream.bring(host, self.device)
-
 
 class HostShelf:
     """Pinned memory of a GPU's host, for flat tensors of bytes [n] uint8."""
@@ -93,7 +89,7 @@ class _HostStay(Stay):
 
     def start_fetch(self) -> None:
         if self.coming is None:
-            self.coming = self.copies.start_in(self.host)
+            self.coming = self.copies.stream.bring(self.host, self.copies.device)
 
     def fetch(self) -> Tensor:
         self.start_fetch()
@@ -207,7 +203,7 @@ class _DiskStay(Stay):
         if copies is None:
             self.host = None  # from now on the caller's
             return host
-        memory, copy = copies.start_in(host)
+        memory, copy = copies.stream.bring(host, copies.device)
         self._give_host()
         return copy.deliver(memory)
 

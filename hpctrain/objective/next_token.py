@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -42,18 +43,14 @@ class CrossEntropy:
 
     def __call__(self, head: VocabularyHead, hidden: Tensor) -> Losses:
         """Sum over the rank's tokens; the gradients are those of `scale` times it, plus z-loss."""
-        targets = self.targets.reshape(-1)
-
-        def of_chunk(logits: Tensor, rows: slice, learning: bool) -> tuple[Tensor, Tensor | None]:
-            return self.of_chunk(head, logits, targets[rows], learning)
-
-        loss = head(hidden, of_chunk)
+        loss = head(hidden, partial(self.of_chunk, head, self.targets.reshape(-1)))
         return Losses(loss, (loss.detach(),))
 
     def of_chunk(
-        self, head: VocabularyHead, logits: Tensor, targets: Tensor, learning: bool
+        self, head: VocabularyHead, targets: Tensor, logits: Tensor, rows: slice, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Loss of tokens [n] and, when learning, the gradient of their logits [n, V/t] in these' memory."""
+        """Losses of `rows` of the targets; when learning, the gradient of `logits` [n, V/t] too, in place."""
+        targets = targets[rows]
         tensor = head.groups.tensor
         predicted = targets >= 0
         local = targets - head.table.shard.start[0]

@@ -97,30 +97,23 @@ def _explore(times: PartTimes, micro_batches: int, limit: int, ideal: float) -> 
     candidates = max(4, min(_MOST_CANDIDATES, _WORK // (6 * times.stages * trial)))
     generator = random.Random(0)
     best: list[tuple[float, int, _Block]] = []
+
+    def attempt(number: int, block: _Block) -> None:
+        bound = best[-1][0] if len(best) == _FINALISTS else math.inf
+        result = arrange(_plan(block, times, trial, limit), times, trial, limit, bound)
+        if result is not None:
+            best.append((result[0], number, block))
+            best.sort(key=lambda entry: entry[:2])
+            del best[_FINALISTS:]
+
     for number, block in enumerate(_draw(generator, candidates // 2)):
-        _try(best, number, block, times, trial, limit)
+        attempt(number, block)
     for number in range(candidates - candidates // 2):
         if not best or best[0][0] <= ideal * trial * (1 + _ROUNDING):
             break
         parent = best[min(number % 6 // 2, len(best) - 1)][2]
-        _try(best, candidates + number, _near(generator, parent), times, trial, limit)
+        attempt(candidates + number, _near(generator, parent))
     return [block for _, _, block in best]
-
-
-def _try(
-    best: list[tuple[float, int, _Block]],
-    number: int,
-    block: _Block,
-    times: PartTimes,
-    micro_batches: int,
-    limit: int,
-) -> None:
-    bound = best[-1][0] if len(best) == _FINALISTS else math.inf
-    result = arrange(_plan(block, times, micro_batches, limit), times, micro_batches, limit, bound)
-    if result is not None:
-        best.append((result[0], number, block))
-        best.sort(key=lambda entry: entry[:2])
-        del best[_FINALISTS:]
 
 
 def _draw(generator: random.Random, count: int) -> Iterator[_Block]:

@@ -188,8 +188,8 @@ def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTen
 def index_of(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
     """What the index says of several files."""
     size = sum(tensor.nbytes for file in files.values() for tensor in file)
-    mapped = {tensor.name: name for name, file in files.items() for tensor in file}
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(mapped.items()))}
+    mapped = sorted((tensor.name, name) for name, file in files.items() for tensor in file)
+    return {"metadata": {"total_size": size}, "weight_map": dict(mapped)}
 
 
 def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
