@@ -76,12 +76,8 @@ class StageProbe:
         measured = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
         times = share_parts(measured, schedule, engine.mesh, self.replay.hidden)
         # The stage that ends last does not wait for others before it synchronizes.
-        figures = [
-            -phases.get("synchronize", 0.0),
-            phases.get("step", 0.0),
-            phases.get("other", 0.0),
-            seconds,
-        ]
+        synchronize, *others = (phases.get(name, 0.0) for name in ("synchronize", "step", "other"))
+        figures = [-synchronize, *others, seconds]
         shared = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
         rest = -shared[0] + shared[1] + shared[2]
         self.rounds.append(_Round(times, simulate(schedule, times).cost, rest, shared[3]))

@@ -29,8 +29,7 @@ from hpctrain.model.attention import Rotary, turned
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
-RIVALS = ("torch-tensor", "torch-sequence")
-"""Torch's tensor parallelism, without and with sequence parallelism."""
+RIVALS = ("torch-tensor", "torch-sequence")  # tensor parallelism without and with sequence parallelism
 
 
 class _Attention(nn.Module):

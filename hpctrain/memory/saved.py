@@ -84,8 +84,7 @@ class ActivationBytes:
 
     def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
         """What a part of the model keeps from a micro-batch's forward to its backward."""
-        size = self.segments(blocks) * total(self.segment)
-        size += self.shared if blocks else 0
+        size = self.segments(blocks) * total(self.segment) + (self.shared if blocks else 0)
         return size + (self.embedding if embeds else 0) + (self.head if predicts else 0)
 
     def again(self, blocks: int) -> int:

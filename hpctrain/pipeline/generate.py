@@ -85,10 +85,8 @@ PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
 }
-SEARCHED = frozenset(LIMITS)
-"""Schedules that are searched for with given times, within a limit of activations."""
-# Two chunks a stage in the shape of a V.
-V_SHAPED = (*LIMITS, "dualpipe-v")
+SEARCHED = frozenset(LIMITS)  # with given times, within a limit of activations
+V_SHAPED = (*LIMITS, "dualpipe-v")  # two chunks a stage
 NAMES = (*PLAIN, "interleaved", *V_SHAPED)
 
 
