@@ -61,6 +61,6 @@ def test_the_sample_of_mistakes_is_what_is_told(tmp_path: Path, monkeypatch: pyt
     wrong = re.sub(r"(preset = .*\n)", r"\1layer = 12\n", first_deck()).replace("tensor = 2", "tensor = 5")
     Path("first.toml").write_text(wrong)
     with pytest.raises(HpctrainError) as caught:
-        read_deck("first.toml")
+        read_deck("first.toml", ranks=8)
     shown = re.findall(r"^hpctrain: error: (first\.toml:.*)$", README, re.MULTILINE)
     assert tuple(shown) == caught.value.problems

@@ -87,7 +87,7 @@ def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Te
 
 
 def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
-    """DeepSpeed's ZeRO of the deck's stage, 3 where the deck has none, with its defaults.
+    """DeepSpeed's ZeRO as the deck's `layout.zero`, 3 where the deck has none, with its defaults.
 
     These sum the gradients of a 16-bit format in that format, which halves what travels.
     """

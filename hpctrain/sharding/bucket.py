@@ -1,7 +1,7 @@
 """Buckets: flat buffers of neighbouring layers' parameters, gradients and optimizer state.
 
 A bucket's buffers live whole on every rank of its data x context group, or cut into one slice a rank
-(ZeRO, arXiv 1910.02054): optimizer state from stage 1 on, gradients from stage 2 on, parameters in stage 3.
+(ZeRO, arXiv 1910.02054): optimizer state from ZeRO-1 on, gradients from ZeRO-2 on, parameters with ZeRO-3.
 What is cut is whole for a while: gradients from the first addition of a step until they are summed,
 parameters while they are gathered.
 """
@@ -117,8 +117,8 @@ class Bucket:
     """One BucketLayout in memory.
 
     `own` is that of the layout, `slice` its share; `own_values` and `own_gradients` are the own elements.
-    `values` is None in stage 3 while not gathered.
-    In stage 3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
+    `values` is None with ZeRO-3 while not gathered.
+    With ZeRO-3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
     Without `trained`, for a model that is not trained, there are no gradients and the parameters have none.
     """
 
@@ -167,7 +167,7 @@ class Bucket:
     # Parameters
 
     def start_gather(self) -> Work[Tensor]:
-        """Start to make the values whole, in stage 3; hand the result to `show_values`."""
+        """Start to make the values whole, with ZeRO-3; hand the result to `show_values`."""
         group, own = self.sharding.group, self.own_values
         if isinstance(own, ScratchTensor):
             self.start_fetch()
@@ -206,7 +206,7 @@ class Bucket:
         self._show(whole)
 
     def hide_values(self) -> None:
-        """Take the whole values away from the parameters, in stage 3."""
+        """Take the whole values away from the parameters, with ZeRO-3."""
         if self.values is not None:
             self.sharding.pool.give(self.values)
             self.values = None
@@ -340,7 +340,7 @@ def bucket_layouts(
     """Cut a model into bucket layouts, in the order of the forward pass.
 
     `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
-    with another Sharding have buckets of their own. In stage 3 of ZeRO every unit is one bucket; else layers
+    with another Sharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
     are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
     bucket of its own.
     """

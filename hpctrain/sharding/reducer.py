@@ -90,5 +90,5 @@ class ReduceIntoSlice:
 
 
 def make_reducer(bucket: Bucket) -> Reducer:
-    """As the stage of ZeRO asks for."""
+    """As `layout.zero` asks for."""
     return (AllReduce, ReduceScatter, ReduceIntoSlice, ReduceIntoSlice)[bucket.sharding.zero](bucket)

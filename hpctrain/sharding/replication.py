@@ -32,8 +32,9 @@ class Axes(Protocol):
 class Sharding:
     """How buckets lie on the ranks that train them on other tokens.
 
-    `zero` is the stage of ZeRO. Slices are cut over `group`, all of these ranks or, in hybrid sharding, a
-    part of them; `replicas` are the ranks of all parts that hold the same slice, one where there is one part.
+    `zero` is that of the deck's layout, 0 to 3. Slices are cut over `group`, all of these ranks or, in hybrid
+    sharding, a part of them; `replicas` are the ranks of all parts that hold the same slice, one where there
+    is one part.
     """
 
     zero: int

@@ -19,7 +19,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     """Fill the weights of a new engine from what `model.from` names; in words, what was taken. Collective.
 
     The optimizer stays as it is, at its beginning; new rows of a larger vocabulary keep their initial values.
-    Errors, the same on all ranks, as in `checkpoint.source.load_source`.
+    Errors, the same on all ranks, as in `checkpoint.exchange.source.load_source`.
     """
     assert deck.model.source is not None
     path = Path(deck.model.source)
