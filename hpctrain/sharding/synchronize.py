@@ -144,9 +144,8 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
     held: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
     for bucket in buckets:
         for segment, values, _ in bucket.owned(bucket.own_values):
-            if not segment.parameter.shard.split:
-                held.setdefault(segment.replication.holders, []).append((segment, values))
-            held.setdefault(bucket.sharding.replicas, []).append((segment, values))
+            for holders in (segment.replication.holders, bucket.sharding.replicas):
+                held.setdefault(holders, []).append((segment, values))
         if bucket.sharding.zero < 3 and bucket.values is not None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
             held.setdefault(bucket.sharding.group, []).extend(of_all)

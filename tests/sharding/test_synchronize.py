@@ -14,7 +14,7 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
-from tests.engines import alone, small_deck, trainer
+from tests.engines import LLAMA, alone, small_deck, trainer
 
 
 @pytest.mark.mpi(min_size=2)
@@ -38,6 +38,20 @@ def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
             engine.model.predictor.norm.weight[0] += 1e-6
     with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
         check_replicas(engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_heads_that_tensor_ranks_share_are_compared_over_those(world: World) -> None:
+    heads = f"model.key_value_heads={world.size // 2}"
+    engine = trainer(world, small_deck(*LLAMA, heads, f"layout.tensor={world.size}")).engine
+    check_replicas(engine.buckets, world.everyone)
+    if world.rank == 1:
+        with torch.no_grad():
+            engine.model.blocks[1].attention.inner.weights[1][0, 0] += 1e-6
+    with pytest.raises(HpctrainError) as caught:
+        check_replicas(engine.buckets, world.everyone)
+    assert len(caught.value.problems) == 1
+    assert "parameter blocks.1.attention.key.weight differs" in caught.value.problems[0]
 
 
 @pytest.mark.mpi(min_size=2)
