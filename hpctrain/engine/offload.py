@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import torch
 
-from hpctrain.comm.device import gpu_count, host_empty, on_host
+from hpctrain.comm.device import choose_device, gpu_count, host_empty, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
-from hpctrain.deck.schema import Deck
+from hpctrain.deck.schema import Deck, OptimizerSection
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor, check_room
 from hpctrain.model.part import Part
@@ -22,6 +22,11 @@ from hpctrain.optim.optimizer import STATE_BYTES, Agreement, Optimizer, Resident
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
+
+RULES: Mapping[str, Callable[[OptimizerSection], UpdateRule]] = {
+    "adamw": lambda keys: AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+}
+"""What makes each optimizer of a deck, by its name."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,12 @@ def file_store(scratch: ScratchFiles, name: str) -> Store:
 
 def host_store(length: int, dtype: torch.dtype) -> Flat:
     """Makes zeros in host memory that a GPU reads and writes directly."""
-    return host_empty((length,), dtype, torch.device("cuda" if gpu_count() else "cpu")).zero_()
+    return host_empty((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
 
 
 def make_rule(deck: Deck) -> UpdateRule:
     """How the deck's optimizer updates."""
-    keys = deck.optimizer
-    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+    return RULES[deck.optimizer.name](deck.optimizer)
 
 
 def make_optimizer(

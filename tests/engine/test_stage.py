@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.deck.schema import OptimizerSection
+from hpctrain.engine.offload import RULES
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_replications, zero_group_size
 from hpctrain.errors import HpctrainError
@@ -37,3 +41,7 @@ def test_parts_of_a_group_have_peers() -> None:
     replications = make_replications(deck, PlannedMesh(axis_sizes(deck, 8), 0, 8))
     sharding = replications.of(Shard.whole("weight", (4, 4))).sharding
     assert (sharding.zero, sharding.group.size, sharding.replicas.size) == (1, 2, 4)
+
+
+def test_every_optimizer_of_a_deck_has_a_rule() -> None:
+    assert set(RULES) == set(get_args(OptimizerSection.model_fields["name"].annotation))
