@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Mapping
 from math import prod
-from typing import Literal
 
 from hpctrain.comm.device import identity_of
 from hpctrain.comm.group import Group
-from hpctrain.comm.transports import Name
+from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -34,9 +31,7 @@ class Mesh:
     Making one is collective: every group's communicator is made here, on all ranks in one order.
     """
 
-    def __init__(
-        self, world: World, sizes: Mapping[str, int], transport: Literal["auto", "mpi", "nccl"] = "auto"
-    ) -> None:
+    def __init__(self, world: World, sizes: Mapping[str, int], transport: str = "auto") -> None:
         assert set(sizes) <= set(AXES), sizes
         self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
         assert prod(self.sizes.values()) == world.size, (self.sizes, world.size)
@@ -98,34 +93,19 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: inwards[axis] for axis in AXES}
 
 
-def choose_transport(world: World, wish: Literal["auto", "mpi", "nccl"]) -> Name:
-    """What tensors travel over: NCCL where every rank has a GPU of its own, else MPI.
+def choose_transport(world: World, wish: str) -> str:
+    """What tensors travel over: with "auto" the first of TRANSPORTS that suits the ranks' GPUs.
 
-    Collective. Errors (HpctrainError, on all ranks) where NCCL is asked for and cannot be used.
+    Collective. Errors (HpctrainError, on all ranks) where it cannot be used.
     """
-    devices = world.everyone.all_gather_object(_identity(world))
-    cuda = None not in devices
-    shared = len(set(devices)) < len(devices)
-    if wish == "mpi" or (wish == "auto" and (not cuda or shared or world.size == 1)):
-        return "mpi"
-    problems = []
-    if not cuda:
-        problems.append('communication.transport = "nccl": not every rank has a GPU; use "mpi" or "auto"')
-    if cuda and shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        problems.append(
-            'communication.transport = "nccl": several ranks share a GPU; start one rank a GPU, use "mpi", '
-            "or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer"
-        )
-    if importlib.util.find_spec("nccl") is None:
-        problems.append(
-            f'communication.transport = "{wish}": the Python package nccl4py is missing; install '
-            'hpctrain[gpu] (pip install nccl4py), or use "mpi"'
-        )
-    of_ranks = world.everyone.all_gather_object(problems)
-    distinct = list(dict.fromkeys(problem for rank in of_ranks for problem in rank))
-    if distinct:
-        raise HpctrainError(distinct)
-    return "nccl"
+    gpus = world.everyone.all_gather_object(_identity(world))
+    automatic = (name for name, carrier in TRANSPORTS.items() if carrier.suits(gpus))
+    name = next(automatic) if wish == "auto" else wish
+    with world.agreement():
+        obstacles = TRANSPORTS[name].obstacles(gpus)
+        if obstacles:
+            raise HpctrainError([f'communication.transport = "{wish}": {each}' for each in obstacles])
+    return name
 
 
 def _identity(world: World) -> str | None:

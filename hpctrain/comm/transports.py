@@ -1,9 +1,11 @@
-"""What tensors travel over, by name: for each, what carries those in host memory and those of a GPU."""
+"""What tensors travel over, by the names that a deck gives, and which of it serves the ranks of a world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
@@ -11,8 +13,23 @@ from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
 
-Name = Literal["mpi", "nccl"]
+Gpus = Sequence[str | None]
+"""Of every rank the name of its GPU, which no other GPU has; None on a CPU."""
+
 Pair = tuple[Transport, Transport]
+
+
+class Carrier(NamedTuple):
+    """What carries tensors in host memory and those of a GPU: `pair` makes both for a communicator.
+
+    `suits` says whether "auto" takes it for these ranks, of several carriers the first; `obstacles` why this
+    rank cannot use it, as ends of sentences; `on_host` whether a call takes the host's time until it is done.
+    """
+
+    pair: Callable[[MPI.Intracomm, ReductionScratch], Pair]
+    suits: Callable[[Gpus], bool]
+    obstacles: Callable[[Gpus], list[str]]
+    on_host: bool
 
 
 def _mpi(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
@@ -26,4 +43,28 @@ def _nccl(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
     return MpiTransport(communicator, scratch), NcclTransport(communicator, scratch)
 
 
-TRANSPORTS: Mapping[Name, Callable[[MPI.Intracomm, ReductionScratch], Pair]] = {"mpi": _mpi, "nccl": _nccl}
+def _own_gpus(gpus: Gpus) -> bool:
+    """Whether every rank has a GPU of its own, and there are several."""
+    return None not in gpus and len(set(gpus)) == len(gpus) > 1
+
+
+def _nccl_obstacles(gpus: Gpus) -> list[str]:
+    obstacles = []
+    if None in gpus:
+        obstacles.append('not every rank has a GPU; use "mpi" or "auto"')
+    elif len(set(gpus)) < len(gpus) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        obstacles.append(
+            'several ranks share a GPU; start one rank a GPU, use "mpi", '
+            "or set NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer"
+        )
+    if importlib.util.find_spec("nccl") is None:
+        obstacles.append(
+            'the Python package nccl4py is missing; install hpctrain[gpu] (pip install nccl4py), or use "mpi"'
+        )
+    return obstacles
+
+
+TRANSPORTS: Mapping[str, Carrier] = {
+    "nccl": Carrier(_nccl, _own_gpus, _nccl_obstacles, on_host=False),
+    "mpi": Carrier(_mpi, lambda _: True, lambda _: [], on_host=True),
+}

@@ -28,7 +28,7 @@ from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, 
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
-from hpctrain.comm.transports import TRANSPORTS, Name
+from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import format_bytes
@@ -137,7 +137,7 @@ class World:
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        transport: Name,
+        transport: str,
         among: Group | None = None,
     ) -> Group:
         """The Group of these ranks of this world, in rising order.
@@ -153,9 +153,9 @@ class World:
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
         communicator: MPI.Intracomm,
-        transport: Name,
+        transport: str,
     ) -> Group:
-        host, accelerator = TRANSPORTS[transport](communicator, self._scratch)
+        host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
         group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._under_way)
         if self._checks is not None:
             self._checks.check_group(group)

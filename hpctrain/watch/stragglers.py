@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.units import format_seconds
 
 WINDOW = 20  # steps after which the ranks compare their times
@@ -37,14 +38,14 @@ class Straggler:
 class Stragglers:
     """Compares the ranks' times once a window of steps: the step's less those inside communication.
 
-    Of each rank the median of its steps counts, so that a single slow step is none. Over NCCL the times of
-    the host tell nothing of the GPU's, so nothing is compared there.
+    Of each rank the median of its steps counts, so that a single slow step is none. Where
+    the host does not wait for a call, as over NCCL, its times tell nothing, and nothing is compared.
     """
 
     def __init__(self, mesh: Mesh, factor: float) -> None:
         """Named are ranks above `factor` times the median; 0: never. Collective."""
         self.world, self.factor = mesh.world, factor
-        self.on = factor > 0 and mesh.world.size > 1 and mesh.transport == "mpi"
+        self.on = factor > 0 and mesh.world.size > 1 and TRANSPORTS[mesh.transport].on_host
         self.nodes = self.world.everyone.all_gather_object(self.world.hostname) if self.on else []
         self.stages = [mesh.coordinates(rank)["pipeline"] for rank in range(self.world.size)]
         self._seconds: list[float] = []

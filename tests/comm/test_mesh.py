@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpctrain.comm.mesh import AXES, JOINED, Mesh, choose_transport
+from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
@@ -73,3 +74,20 @@ def test_nccl_is_refused_without_gpus(world: World) -> None:
     assert choose_transport(world, "auto") == "mpi"
     with pytest.raises(HpctrainError, match="not every rank has a GPU"):
         Mesh(world, {"data": world.size}, "nccl")
+
+
+def test_what_the_table_holds_can_be_chosen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = TRANSPORTS["mpi"]
+    monkeypatch.setitem(TRANSPORTS, "other", other)
+    assert Mesh(world, {"data": world.size}, "other").transport == "other"
+    monkeypatch.setitem(TRANSPORTS, "other", other._replace(obstacles=lambda _: ["is not here"]))
+    with pytest.raises(HpctrainError, match='"other": is not here'):
+        choose_transport(world, "other")
+
+
+def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
+    suits, obstacles = TRANSPORTS["nccl"].suits, TRANSPORTS["nccl"].obstacles
+    assert suits(["a", "b"])
+    assert not any(map(suits, (["a"], ["a", "a"], ["a", None], [None, None])))
+    assert "several ranks share a GPU" in obstacles(["a", "a"])[0]
+    assert "not every rank has a GPU" in obstacles([None, None])[0]
