@@ -102,8 +102,9 @@ def activation_bytes(deck: Deck, shape: ModelShape, gpu: bool, recompute: Recomp
     model = bare_model(replace(shape, layers=1), tensor, split, layout.context, layout.context_form)
     tokens = shape.sequence // layout.context * micro_size
     rows = tokens // tensor if split else tokens
-    itemsize = Precision.of(deck).storage.itemsize
-    at = Saving(tokens, rows, micro_size, itemsize, gpu, recompute == "selective")
+    formats = Precision.of(deck)
+    itemsizes = formats.storage.itemsize, formats.gradient.itemsize
+    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective")
     (block,) = model.blocks
     assert model.embedding is not None
     waiting, waiting_first, waiting_core = block.waiting(at)

@@ -117,7 +117,7 @@ class Block(Layer):
         and of their weights.
         """
         widest = sum(self.feed_forward.up.split_sizes)
-        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at.itemsize)
+        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
 
     def waiting(self, at: Saving) -> tuple[int, int, int]:
         """Bytes that weight gradients hold which are computed later; what is there besides before anything
@@ -180,7 +180,7 @@ class Predictor(Layer):
         rows, hidden = self.head.table.shape
         logits = 2 * chunk_rows(at.tokens, rows) * rows
         converted = at.itemsize if at.itemsize < 4 else 0
-        return logits * (4 + converted) + apart_bytes(rows * hidden, at.itemsize)
+        return logits * (4 + converted) + apart_bytes(rows * hidden, at)
 
 
 class Transformer(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.parallel.saved import Saving
 from hpctrain.parallel.shard import Parameter
 
 PRODUCT_ELEMENTS = 1 << 23
@@ -54,7 +55,7 @@ class Product:
         return torch.matmul(output_gradient, self.weight(), out=out)
 
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """[n, k] += output_gradient [..., n]^T inputs [..., k], summed in fp32; not yet told as added."""
+        """[n, k] += output_gradient [..., n]^T inputs [..., k]; not yet told as added."""
         left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
         right = inputs.reshape(-1, inputs.shape[-1])
         first = [buffer for weight in self.weights if (buffer := weight.first_gradient()) is not None]
@@ -71,9 +72,9 @@ class Product:
                 into.add_(part @ right)
 
 
-def apart_bytes(elements: int, itemsize: int) -> int:
-    """What the product for a weight's gradient takes beside the fp32 sum to which it is added."""
-    return min(elements, PRODUCT_ELEMENTS) * itemsize if itemsize < 4 else 0
+def apart_bytes(elements: int, at: Saving) -> int:
+    """What the product for a weight's gradient takes beside a sum in another format to which it is added."""
+    return min(elements, PRODUCT_ELEMENTS) * at.itemsize if at.itemsize != at.gradient_itemsize else 0
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -22,14 +22,15 @@ class Saving:
     """A micro-batch as the layers of one rank see it.
 
     `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
-    `itemsize` of weights and activations; `gpu` tells which of torch's kernels save; `selective` says that
-    the core of attention is computed again.
+    `itemsize` of weights and activations, `gradient_itemsize` of weights' gradients; `gpu` tells which of
+    torch's kernels save; `selective` says that the core of attention is computed again.
     """
 
     tokens: int
     rows: int
     micro_size: int
     itemsize: int
+    gradient_itemsize: int
     gpu: bool = False
     selective: bool = False
 

@@ -80,9 +80,9 @@ class Shard:
 
 
 class Parameter(nn.Parameter):
-    """A model parameter with its Shard, its fp32 gradient buffer and its share in the schedule.
+    """A model parameter with its Shard, its gradient buffer and its share in the schedule.
 
-    It is made without memory of its own; its Bucket gives it some. `gradient` is the fp32 buffer, of the
+    It is made without memory of its own; its Bucket gives it some. `gradient` is the buffer, of the
     parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
     parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
     `decayed` says whether weight decay applies, `uses` how many additions to `gradient` one

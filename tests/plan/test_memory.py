@@ -5,6 +5,8 @@ Tests of plan/memory.py, plan/model.py and plan/activations.py, and of train/mem
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -211,6 +213,17 @@ def test_checkpoints_in_the_background_take_memory_of_what_they_copy() -> None:
     large = plan(2, *deck, "model.hidden=512").stages[0].memory.other
     assert large - plan(2, "model.hidden=512").stages[0].memory.other == 2_000_000
     assert plan(2, *deck, "checkpoint.every=0").stages[0].memory.other == plain.memory.other
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_gradients_in_the_format_of_products_take_none_beside_their_sum(compute: str) -> None:
+    half = (f"precision.compute={compute}", "model.hidden=512", "model.heads=8")
+    summed, direct = (
+        plan(1, *half, f"precision.gradients={kind}").stages[0].memory for kind in ("fp32", "compute")
+    )
+    assert direct.gradient == summed.gradient // 2
+    assert summed.other - direct.other == 2 * 4 * 512 * 512  # of a block's widest matrix
+    assert replace(direct, gradient=summed.gradient, other=summed.other) == summed
 
 
 def test_slices_within_nodes_need_to_know_nodes() -> None:
