@@ -68,7 +68,7 @@ class StageProbe:
 
     def __call__(self, seconds: float, phases: dict[str, float]) -> None:
         """Take note of a round: seconds a step, and of each phase of it, on this rank. Collective."""
-        engine, schedule = self.engine, self.engine.plan
+        engine, schedule = self.engine, self.engine.schedule
         world = engine.world
         # One backward pass more than will come, so that no bucket is ever final.
         engine.synchronizer.start(schedule.micro_batches + 1)
@@ -97,7 +97,7 @@ class StageProbe:
         return Prediction(forward, backward, communication, pipeline, rest, predicted, measured, ratio)
 
     def _of_stages(self, times: Times, backward: bool) -> list[float]:
-        schedule = self.engine.plan
+        schedule = self.engine.schedule
         seconds = [0.0] * schedule.stage_count
         for part in range(schedule.parts):
             passes = (times.input_gradient, times.weight_gradient) if backward else (times.forward,)

@@ -301,7 +301,7 @@ class LearningRateSection(Section):
     )
 
 
-class Precision(Section):
+class PrecisionSection(Section):
     """Number formats. Master weights and moments are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = key(
@@ -421,7 +421,7 @@ class Deck(Section):
     batch: Batch
     optimizer: OptimizerSection
     learning_rate: LearningRateSection
-    precision: Precision
+    precision: PrecisionSection
     memory: Memory
     communication: Communication
     checkpoint: Checkpoint

@@ -48,14 +48,14 @@ class Arrangement:
     groups: LayerGroups
     shape: ModelShape
     placement: Placement
-    plan: Schedule
+    schedule: Schedule
 
 
 @dataclass
 class Engine(Stage):
     """Everything that computes: model, gradients, optimizer, on one mesh.
 
-    `plan` is the pipeline schedule of the deck's batch.
+    `schedule` is the pipeline schedule of the deck's batch.
     """
 
     world: World
@@ -69,7 +69,7 @@ class Engine(Stage):
     learning_rate: LearningRate
     positions: torch.Tensor
     placement: Placement
-    plan: Schedule
+    schedule: Schedule
 
     @property
     def model(self) -> Part:
@@ -125,8 +125,8 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
     groups = make_groups(deck, mesh, recompute)
     shape = ModelShape.of(deck, deck.model.vocabulary)
     placement = place_layers(deck, shape, groups, mesh)
-    plan = placement.schedule(micro_batches(deck, mesh.size("data")))
-    return Arrangement(recompute, groups, shape, placement, plan)
+    schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
+    return Arrangement(recompute, groups, shape, placement, schedule)
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
@@ -141,10 +141,10 @@ def assemble(
     deck: Deck, world: World, mesh: Mesh, arrangement: Arrangement, roughness: float = 0.0
 ) -> Engine:
     """As `build_engine`, of what was arranged for this deck."""
-    groups, shape, plan = arrangement.groups, arrangement.shape, arrangement.plan
+    groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
     precision = Precision.of(deck)
     number = mesh.coordinate("pipeline")
-    models = build_parts(shape, groups, plan, arrangement.placement.split, number)
+    models = build_parts(shape, groups, schedule, arrangement.placement.split, number)
     freeze(deck, world, models)
     replications = make_replications(deck, mesh)
     offload = open_offload(deck, world, models, replications, precision.storage)
@@ -162,10 +162,10 @@ def assemble(
         shape=shape,
         objective=make_objective(deck),
         placement=arrangement.placement,
-        plan=plan,
+        schedule=schedule,
         optimizer=optimizer,
         offload=offload,
-        activation_files=open_shelf(deck, world, arrangement.recompute, shape, models, plan, number),
+        activation_files=open_shelf(deck, world, arrangement.recompute, shape, models, schedule, number),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,

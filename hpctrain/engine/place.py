@@ -19,12 +19,12 @@ from hpctrain.pipeline.wanted import make_schedule, outline
 
 @dataclass(frozen=True)
 class Placement:
-    """The schedule of a number of micro-batches, and the blocks of each part of the model, in order.
+    """The schedule of any number of micro-batches, and the blocks of each part of the model, in order.
 
     `times` are those that were measured for them, None where none were needed.
     """
 
-    schedule: Callable[[int], Schedule]
+    schedule_of: Callable[[int], Schedule]
     split: tuple[int, ...]
     times: LayerTimes | None = None
 

@@ -39,7 +39,7 @@ def open_shelf(
     recompute: Recompute,
     shape: ModelShape,
     models: Sequence[Part],
-    plan: Schedule,
+    schedule: Schedule,
     stage: int,
 ) -> ScratchFiles | None:
     """Make the place where activations wait; the files, where there are any. Collective.
@@ -54,7 +54,7 @@ def open_shelf(
         return None
     sizes = activation_bytes(deck, shape, not on_host(world.device), deck.memory.recompute)
     most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
-    need = ceil(peak_activations(plan)[stage] * plan.chunks) * most
+    need = ceil(peak_activations(schedule)[stage] * schedule.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
         store.shelf = DiskShelf(scratch, need, world.device)
@@ -62,11 +62,11 @@ def open_shelf(
 
 
 def introduce_recompute(
-    deck: Deck, shape: ModelShape, models: Sequence[Part], plan: Schedule, stage: int
+    deck: Deck, shape: ModelShape, models: Sequence[Part], schedule: Schedule, stage: int
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
-    device, alive = models[0].layers[0].held[0].device, peak_activations(plan)[stage]
+    device, alive = models[0].layers[0].held[0].device, peak_activations(schedule)[stage]
     parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
 
     def saved(recompute: Recomputed) -> int:

@@ -37,7 +37,7 @@ def build_within_memory(
     libraries = library_bytes() if on_host(world.device) else 0
     arrangement = arrange(deck, world, mesh)
     numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
-    plan = plan_memory(deck, *numbers, arrangement.placement.split, arrangement.plan)
+    plan = plan_memory(deck, *numbers, arrangement.placement.split, arrangement.schedule)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 
     def advice(room: Room) -> str:

@@ -77,7 +77,7 @@ class Step:
         ]
         engine.synchronizer.start(len(prepared))
         with engine.residency.step(("train", len(prepared))):
-            sums = self.executor.run(engine.placement.schedule(len(prepared)), prepared)
+            sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
         figures, norm = self.agree(sums, tokens)
         engine.world.ledger.phase = "step"
@@ -103,7 +103,7 @@ class Step:
         tokens = self.count(micro_batches)
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
-        forward = forward_only(self.engine.plan, len(prepared))
+        forward = forward_only(self.engine.schedule, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
             sums = self.executor.evaluate(forward, prepared)
         objective, device = self.engine.objective, self.engine.world.device

@@ -40,7 +40,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
         )
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    lines += introduce_recompute(deck, shape, engine.models, engine.plan, mesh.coordinate("pipeline"))
+    lines += introduce_recompute(deck, shape, engine.models, engine.schedule, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 
 

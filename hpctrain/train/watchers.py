@@ -82,7 +82,7 @@ class Trace(Hook):
 
     def after_save(self) -> None:
         """Write the trace so far."""
-        write_trace(self.path, self.timeline, self.engine.mesh, self.engine.plan)
+        write_trace(self.path, self.timeline, self.engine.mesh, self.engine.schedule)
         if self.timeline.dropped:
             logging.getLogger("hpctrain").warning(
                 "%s leaves out some communication: this rank alone had %d operations too many in the "

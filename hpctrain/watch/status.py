@@ -18,7 +18,7 @@ from hpctrain.files import parse_json, read_text, strict_json
 STATUS_FILE = "status.json"
 STATUS_BYTES = 1 << 20
 
-State = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
+RunState = Literal["starting", "running", "checkpointing", "evaluating", "stopped", "done", "failed"]
 
 ACTIVE = ("starting", "running", "checkpointing", "evaluating")  # states of a run that has a job
 
@@ -47,7 +47,7 @@ class Status:
         self._fields |= {"host": socket.gethostname(), "pid": os.getpid(), "job": job_name(os.environ)}
         self.change("starting", started=now_text())
 
-    def change(self, state: State, **fields: Any) -> None:
+    def change(self, state: RunState, **fields: Any) -> None:
         """Write a new state at once, with whatever else has changed."""
         self._fields |= {"state": state, **fields}
         self._write()

@@ -103,7 +103,7 @@ def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...])
     run = trainer(world, deck)
     placement = run.engine.placement
     chosen = world.everyone.all_gather_object(
-        (placement.split, placement.times, str(placement.schedule(4)), str(run.engine.plan))
+        (placement.split, placement.times, str(placement.schedule_of(4)), str(run.engine.schedule))
     )
     assert placement.times is not None
     assert len(set(chosen)) == 1

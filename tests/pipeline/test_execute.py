@@ -130,7 +130,7 @@ def test_bytes_are_b_s_h_a_boundary_micro_batch_and_direction(world: World) -> N
         run.train(1)
         moved = {(e.axis, e.operation, e.phase): e.bytes for e in world.ledger.rows()}
         size = 2 * 32 * 32 * 4
-        schedule = run.engine.placement.schedule(4)
+        schedule = run.engine.placement.schedule_of(4)
         stage = world.rank
         crossings = {"forward": 0, "backward": 0}
         for chunk in range(schedule.chunks):

@@ -84,7 +84,7 @@ def demand_equality(
             }
             tried = []
             for count in counts:
-                if not can_be_had(run.engine.placement.schedule, count):
+                if not can_be_had(run.engine.placement.schedule_of, count):
                     continue
                 tried.append(count)
                 case = f"{name}, {stages} stages, tensor {tensor}, data {data}, {count} micro-batches"

@@ -110,7 +110,7 @@ def expect_activations(world: World, deck: Deck) -> None:
     """Plan and count of what a rank keeps agree to 1%."""
     training = trainer(world, deck)
     engine = training.engine
-    planned = plan_memory(deck, world.size, VOCABULARY, schedule=engine.plan)
+    planned = plan_memory(deck, world.size, VOCABULARY, schedule=engine.schedule)
     training.train(1)
     here = planned.stages[engine.mesh.coordinate("pipeline")].memory
     engine.close()
