@@ -13,8 +13,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hpctrain.characters import control_problem, escaped
+from hpctrain.errors import HpctrainError
+
 JSON_BYTES = 64 << 20  # of a JSON file at most; the largest tokenizers have half of it
 _CHUNK = 1 << 20
+
+
+def check_output(path: Path, replace: bool) -> None:
+    """HpctrainError where no file can be made of this name, or one is there that is not to be replaced."""
+    problem = control_problem(str(path))
+    if not problem and path.is_dir():
+        problem = "is a folder; name the file to be made"
+    if not problem and path.exists() and not replace:
+        problem = "exists already; --force replaces it"
+    if problem:
+        raise HpctrainError(f"{escaped(str(path))}: {problem}")
 
 
 def open_regular(path: str | Path) -> BinaryIO:

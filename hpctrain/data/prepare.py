@@ -29,6 +29,7 @@ from hpctrain.data.text import (
 from hpctrain.data.tokenizer import BYTES, Tokenizer
 from hpctrain.data.write import Report, TokenPart, write_tokens
 from hpctrain.errors import HpctrainError
+from hpctrain.files import check_output
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -78,10 +79,10 @@ def prepare(
     begun = time.perf_counter()
     sources: list[TextSource] = []
     left = LeftOut()
-    temporary = out.with_name(f".{out.name}.part-{world.rank}")
     with world.agreement():
         if world.rank == 0:
-            _check_output(out, replace)
+            check_output(out, replace)
+            out.parent.mkdir(parents=True, exist_ok=True)
             sources, left = find_sources(paths, globs, without=[out])
     rows = world.everyone.broadcast_object([[source.path, source.size, source.named] for source in sources])
     sources = [TextSource(*row) for row in rows]
@@ -99,7 +100,7 @@ def prepare(
     if used.text == BYTES:
         sources = [dataclasses.replace(each, raw=each.path in faults and not each.lines) for each in sources]
         pieces = cut_into_pieces(sources, piece_bytes)
-    with TokenPart(temporary, used) as part:
+    with TokenPart(out.with_name(f".{out.name}.part-{world.rank}"), used) as part:
         with world.agreement():
             _tokenize(share_of(pieces, world.rank, world.size), used, text_key, part, report)
         header = write_tokens(world, out, part, used, ", ".join([*paths, *globs]), report)
@@ -143,15 +144,6 @@ def _text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: 
             left.files[source.path] = faults[source.path]
     raise_all(refused)
     return [source for source in sources if source.path not in faults]
-
-
-def _check_output(out: Path, replace: bool) -> None:
-    """Refuse an output that is in the way; make its folder."""
-    if out.is_dir():
-        raise HpctrainError(f"{out}: is a folder; name the file to be made")
-    if out.exists() and not replace:
-        raise HpctrainError(f"{out}: exists already; --force replaces it")
-    out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _agree_on_tokenizer(

@@ -66,6 +66,8 @@ def _title(deck: Deck) -> Iterator[Problem]:
         why = 'names a folder, so it must not be "." or contain "/" or ".."'
     elif len(title.encode("utf-8", "replace")) > _TITLE_BYTES:
         why = f"names a folder, so it must have {_TITLE_BYTES} bytes at most"
+    elif not title.strip():
+        why = "names a folder, so it must be more than blanks"
     if why:
         yield Problem("run.title", why, for_writers=True)
 

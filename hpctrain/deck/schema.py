@@ -143,7 +143,10 @@ class Model(Section):
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
     norm_epsilon: float = key("Added to the variance in norms.", 1e-5, gt=0)
     initial_std: float = key(
-        "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).", 0.02, gt=0
+        "Standard deviation of initial weights; residual outputs divide it by sqrt(2 layers).",
+        0.02,
+        gt=0,
+        le=100,
     )
 
 
@@ -271,14 +274,14 @@ class OptimizerSection(Section):
     beta1: float = key("Decay of the gradient's mean.", 0.9, ge=0, lt=1)
     beta2: float = key("Decay of the gradient's square.", 0.95, ge=0, lt=1)
     epsilon: float = key("Added to the root of the square.", 1e-8, gt=0)
-    weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0)
+    weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0, le=1000)
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
 
 
 class LearningRateSection(Section):
     """The rate of every step: linear warm-up to the peak, then decay to the floor."""
 
-    peak: float = key("Highest learning rate.", 3e-4, gt=0)
+    peak: float = key("Highest learning rate.", 3e-4, gt=0, le=1000)
     warmup: int = key(
         "Steps of linear warm-up.",
         unit="steps",

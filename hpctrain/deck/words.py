@@ -120,7 +120,9 @@ def _bounds(field: FieldInfo) -> str:
         for name in ("ge", "gt", "le", "lt")
         if hasattr(mark, name)
     }
+    if "gt" in limits:
+        return f" above {limits['gt']}" + (f", at most {limits['le']}" if "le" in limits else "")
     if "ge" not in limits:
-        return f" above {limits['gt']}" if "gt" in limits else ""
+        return ""
     high = f"{limits['le']}" if "le" in limits else f"below {limits['lt']}" if "lt" in limits else ""
     return f" from {limits['ge']} to {high}" if high else f" of at least {limits['ge']}"

@@ -14,7 +14,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck, OptimizerSection
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor, check_room
+from hpctrain.memory.offload_folder import check_room
+from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor
 from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import OffloadedOptimizer, state_elements

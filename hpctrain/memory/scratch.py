@@ -1,40 +1,27 @@
 """Files that stand in for memory: flat tensors that wait on a disk, read and written by threads of their own.
 
-Every rank has a folder of its own in the offload folder, named after its host and process. It goes when
-the rank leaves; what a crash leaves behind goes when the next run starts there. The offload folder goes
-with the last of them, where it was made for them. Nothing else that lies in these folders is deleted.
+Every rank has them in a folder of its own (`memory/offload_folder.py`), which goes when the rank leaves.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from errno import EACCES, ENOTDIR
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.device import on_host
-from hpctrain.comm.outcome import describe
-from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import delete_folder, files_named
+from hpctrain.errors import InputOutputError
+from hpctrain.memory.offload_folder import FILE_NAME, delete_offload_folder, delete_scratch, make_scratch
 from hpctrain.units import format_bytes
 
 THREADS = 4
-_PREFIX = "offload"
-_FOLDER = re.compile(rf"{_PREFIX}-.+-\d+-\d+-rank\d+-\w+")
-_FILE = files_named(r"[a-z]+(-\d+)?")
-
-_MADE = ".hpctrain-offload"  # name of an empty file in an offload folder that was made for offloading
-_ENDED = ("Z", "X")  # how /proc calls processes that are no more
 _LARGEST_CALL = 1 << 30
 
 
@@ -200,16 +187,7 @@ class ScratchFiles:
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Make a folder for this rank's files. HpctrainError where that cannot be."""
-        with _reported(folder):
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                if not folder.is_dir():
-                    raise
-            else:
-                (folder / _MADE).touch()
-            process = f"{_PREFIX}-{_host()}-{os.getpid()}-{_start_time(os.getpid())}"
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{process}-rank{rank}-", dir=folder))
+        self.folder = make_scratch(folder, rank)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
         self._descriptors: list[int] = []
         self._end = weakref.finalize(
@@ -222,7 +200,7 @@ class ScratchFiles:
         InputOutputError where the disk does not have it.
         """
         path = self.folder / name
-        assert re.fullmatch(r"[a-z]+(-\d+)?", name), name
+        assert re.fullmatch(FILE_NAME, name), name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._descriptors.append(descriptor)
@@ -238,92 +216,6 @@ class ScratchFiles:
     def close(self) -> None:
         """Wait for what is under way and remove all files."""
         self._end()
-
-
-def check_room(folder: Path, need: int) -> None:
-    """Look whether `need` bytes will fit into a folder that may not be there yet; nothing is made.
-
-    `need` is what all ranks that share the disk will ask for. HpctrainError if the folder cannot be written
-    to or is too small. What earlier processes left there is removed first.
-    """
-    with _reported(folder):
-        remove_leftovers(folder)
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(there))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(EACCES, os.strerror(EACCES), str(there))
-        status = os.statvfs(there)
-        free = status.f_bavail * status.f_frsize
-        if free < need:
-            raise HpctrainError(
-                f"{folder}: offloading needs {format_bytes(need)} on this disk, which has "
-                f"{format_bytes(free)} free (memory.offload_dir may name another folder)"
-            )
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the files of processes of this host that are no more."""
-    process = re.compile(rf"{_PREFIX}-{re.escape(_host())}-(\d+)-([^-]*)-.*")
-    for left in folder.glob(f"{_PREFIX}-*"):
-        match = process.fullmatch(left.name)
-        if match and _start_time(int(match[1])) != match[2]:
-            delete_scratch(left)
-
-
-def delete_scratch(folder: Path) -> bool:
-    """Delete the files of one process and their folder; whether it was such a folder and is gone."""
-    if not _FOLDER.fullmatch(folder.name):
-        return False
-    with suppress(OSError):
-        return not delete_folder(folder, _FILE)
-    return False
-
-
-def is_scratch(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry of an offload folder was made here, by its name."""
-    return entry.name == _MADE or bool(_FOLDER.fullmatch(entry.name))
-
-
-def delete_offload_folder(folder: Path) -> None:
-    """Delete an offload folder, if it was made for offloading and nothing is in it any more."""
-    with suppress(OSError):
-        if os.listdir(folder) == [_MADE]:  # noqa: PTH208  (names are all that is wanted)
-            delete_folder(folder, files_named(re.escape(_MADE)))
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    """What the system refuses, as the user's mistake."""
-    try:
-        yield
-    except OSError as error:
-        raise HpctrainError(
-            f"{folder}: cannot be written to for offloading: {describe(error)} "
-            "(memory.offload_dir may name another folder)"
-        ) from None
-
-
-def _host() -> str:
-    return socket.gethostname().replace("/", "_")
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process of this host started, so that a later one of the same number is another one; None where
-    there is none, or one that has ended and waits for its parent to look."""
-    try:
-        # The second field, the command's name in parentheses, may hold blanks.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return None if fields[0] in _ENDED else fields[19]
-    except (OSError, IndexError):
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return "0"
 
 
 def _remove(

@@ -20,7 +20,8 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
 from hpctrain.report.contents import contents, contents_text, loss_text
 from hpctrain.report.differences import differences, differences_text
-from hpctrain.table import table
+from hpctrain.report.terminal import columns
+from hpctrain.table import fitted
 from hpctrain.units import format_bytes
 
 
@@ -38,7 +39,7 @@ class InspectionWish:
 def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
     """Tell of a checkpoint, or of all those of a run's folder; the exit code. Collective, rank 0 shows.
 
-    1 where the tensors of two files differ, 3 where a checkpoint of a folder is found damaged by `verify`;
+    1 where the tensors of two files differ, 3 where a checkpoint of a folder is damaged;
     errors are raised on all ranks as `examine`, `verify` and `compare` raise them.
     """
     with together(group):
@@ -102,7 +103,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
         name = newest["file"] if newest else None
         held = {"folder": str(folder), "newest": name, "checkpoints": rows}
         show(_json(held) if wish.as_json else _folder_text(folder, rows, name, by_file))
-    return EXIT_INPUT_OUTPUT if wish.verify and damaged else EXIT_DONE
+    return EXIT_INPUT_OUTPUT if damaged else EXIT_DONE
 
 
 def _folder_text(
@@ -122,7 +123,7 @@ def _folder_text(
         for row in rows
     ]
     problems = [f"{row['file']}: {problem}" for row in rows for problem in row["problems"]]
-    lines = [f"{folder}:", "", *table(cells, left=(0, 3, 5))]
+    lines = [f"{folder}:", "", *fitted(cells, (0, 3, 5), columns())]
     return "\n".join([*lines, "", *problems] if problems else lines)
 
 

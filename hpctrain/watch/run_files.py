@@ -15,7 +15,7 @@ from typing import NoReturn
 from hpctrain.characters import escaped
 from hpctrain.errors import HpctrainError
 from hpctrain.files import delete_files, delete_folder, files_named
-from hpctrain.memory.scratch import delete_offload_folder, delete_scratch, is_scratch
+from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch, is_scratch
 
 MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
 LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one

@@ -17,6 +17,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.folder import is_free, way_on
+from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import ACTIVE, STATUS_BYTES, STATUS_FILE, stored_status
 from hpctrain.words import command
 
@@ -30,15 +31,19 @@ LATE_SECONDS = 30.0
 def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], None]) -> int:
     """Show a table, or a JSON list, of the runs in these folders; the exit code.
 
-    InputOutputError, once the others are shown, with every folder that has no readable status.
+    InputOutputError, once the others are shown, with every folder that has no readable status. Beside runs,
+    as in `runs/*`, folders of other things are passed over.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
+    others: list[str] = []
     for folder in folders:
         try:
             rows.append(read_status(folder))
         except InputOutputError as error:
-            problems += error.problems
+            (others if _is_of_another(folder) else problems).extend(error.problems)
+    if not rows:
+        problems = others + problems
     if as_json:
         show(json.dumps(rows, indent=1))
     elif rows:
@@ -70,6 +75,11 @@ def read_status(folder: Path) -> dict[str, Any]:
     if status["state"] in ENDED:
         status["go_on"] = way_on(folder, newest)
     return status
+
+
+def _is_of_another(folder: Path) -> bool:
+    """Whether a folder is there that no run has marked or written a status in."""
+    return folder.is_dir() and not any((folder / name).exists() for name in (MARKER, STATUS_FILE))
 
 
 def _has_runs(folder: Path) -> bool:

@@ -65,6 +65,9 @@ def test_there_and_back(folder: Path, launch: Launch, tmp_path: Path) -> None:
         ("import nowhere out.h5", 2, "nowhere: no Hugging Face folder, it has no config.json"),
         ("import cut out.h5", 3, "cut/model.safetensors: damaged or truncated safetensors: "),
         ("export theirs/config.json out", 2, "theirs/config.json: not an HDF5 file, so not a checkpoint"),
+        ("import cut .", 2, ".: is a folder; name the file to be made"),
+        ("import cut / --force", 2, "/: is a folder; name the file to be made"),
+        ("import cut theirs --force", 2, "theirs: is a folder; name the file to be made"),
         ("export theirs/config.json out --max-shard-size=much", 2, '--max-shard-size: "much" is not a size'),
     ],
 )

@@ -47,3 +47,24 @@ def test_a_mistake_is_said_once(launch: Launch, tmp_path: Path) -> None:
     assert done.stderr.count("gone: no such file or folder") == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.h5").exists()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (".", ".: is a folder; name the file to be made"),
+        ("/", "/: is a folder; name the file to be made"),
+        ("", ".: is a folder; name the file to be made"),
+        ("a\nb.h5", "a\\nb.h5: has a control character (U+000A); leave it out"),
+    ],
+)
+def test_an_output_that_is_no_file_is_a_sentence(
+    launch: Launch, tmp_path: Path, ranks: int, name: str, problem: str
+) -> None:
+    (tmp_path / "a.txt").write_text("hello\n")
+    done = launch(ranks, "-c", PROGRAM, name, "a.txt", "--force")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(f"hpctrain: error: {problem}\n") == 1
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -231,6 +231,14 @@ def test_what_fits(overrides: list[str]) -> None:
                 "batch.ramp_from=16: must be at most batch.global_size = 8, to which it grows",
             ],
         ),
+        (
+            ["model.initial_std=1e300", "learning_rate.peak=1e308", "optimizer.weight_decay=1e9"],
+            [
+                "model.initial_std=1e300: must be a number above 0, at most 100",
+                "learning_rate.peak=1e308: must be a number above 0, at most 1000",
+                "optimizer.weight_decay=1e9: must be a number from 0 to 1000",
+            ],
+        ),
         (["batch.ramp_from=4"], ["batch.ramp_from=4: needs batch.ramp_steps of at least 1"]),
         (["batch.ramp_steps=4"], ["batch.ramp_steps=4: needs batch.ramp_from of at least 1"]),
         (
@@ -371,6 +379,11 @@ def test_a_stored_deck_may_ask_for_what_never_happens() -> None:
 def test_a_title_names_a_folder(title: str) -> None:
     (problem,) = problems(f"run.title={title}")
     assert re.match(r"run\.title=.*: names a folder, so it must ", problem)
+
+
+def test_a_title_of_blanks_is_none() -> None:
+    with pytest.raises(HpctrainError, match="must be more than blanks"):
+        parse_deck(DECK.replace("steps", 'title = " "\nsteps'))
 
 
 def test_a_stored_title_has_named_its_folder_already() -> None:

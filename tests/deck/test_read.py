@@ -63,7 +63,7 @@ LINES = some.text(min_size=1, max_size=20).filter(lambda text: not control_probl
     title=LINES.filter(lambda text: "/" not in text and ".." not in text and text != "."),
     tokens=LINES,
     seed=some.integers(0, 2**63 - 1),
-    peak=some.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    peak=some.floats(min_value=0, max_value=1000, exclude_min=True),
     flops=some.none() | some.floats(min_value=0, exclude_min=True, allow_infinity=False),
     vocabulary=some.none() | some.integers(2, 10**6),
     family=some.sampled_from(["gpt2", "llama"]),

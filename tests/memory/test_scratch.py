@@ -1,4 +1,7 @@
-"""Files in place of memory: what is written is read, faults are told, and nothing stays behind."""
+"""Files in place of memory: what is written is read, faults are told, and nothing stays behind.
+
+Tests of memory/offload_folder.py beside memory/scratch.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import pytest
 import torch
 
 from hpctrain.errors import EXIT_INPUT_OUTPUT, EXIT_USER, HpctrainError, InputOutputError
-from hpctrain.memory.scratch import ScratchFiles, ScratchTensor, check_room
+from hpctrain.memory.offload_folder import check_room
+from hpctrain.memory.scratch import ScratchFiles, ScratchTensor
 
 
 @pytest.fixture

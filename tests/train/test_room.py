@@ -127,7 +127,7 @@ def test_a_run_that_no_node_has_the_memory_for_leaves_with_2(deck: Path, launch:
 
 def test_the_plan_of_a_tiny_model_is_what_its_run_held(deck: Path, launch: Launch) -> None:
     """Neither the measurement of the peak rate nor the first checkpoint decides it."""
-    done = launch(0, "-m", "hpctrain", "run", deck, "--set", "machine.peak_flops=", timeout=120)
+    done = launch(0, "-m", "hpctrain", "run", deck, "--set", "machine.peak_flops=", timeout=120, cold=True)
     assert done.returncode == 0, done.stderr
     (path,) = (deck.parent / "runs").glob("*/plan.json")
     found = json.loads(path.read_text())

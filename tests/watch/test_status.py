@@ -9,7 +9,9 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import threading
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import run_deck
 from hpctrain.watch import status as module
 from hpctrain.watch.folder import lock_folder
+from hpctrain.watch.run_files import MARKER
 from hpctrain.watch.status import Status, job_name
 from hpctrain.watch.statuses import read_status, statuses_text
 from tests.checkpoint.conftest import entry
@@ -292,3 +295,23 @@ def test_the_verb_shows_all_it_can_read(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, folders[:1], standalone_mode=False)
     assert done.exit_code == 0
     assert done.output.splitlines()[1].split()[:3] == [str(good), "done", "30/100"]
+
+
+def test_folders_of_other_things_beside_runs_are_passed_over(tmp_path: Path) -> None:
+    """As in `hpctrain status runs/*`."""
+    good, other, begun = write(tmp_path / "good", state="done"), tmp_path / "tokens", tmp_path / "begun"
+    other.mkdir()
+    begun.mkdir()
+    (begun / MARKER).touch()
+    done = CliRunner().invoke(command, [str(good), str(other), "--json"], standalone_mode=False)
+    assert done.exit_code == 0
+    assert [row["folder"] for row in json.loads(done.output)] == [str(good)]
+    for folders in ([other], [good, begun], [good, tmp_path / "none"]):
+        done = CliRunner().invoke(command, list(map(str, folders)), standalone_mode=False)
+        assert isinstance(done.exception, InputOutputError)
+        assert str(folders[-1] / "status.json") in done.exception.problems[0]
+
+
+def test_status_does_without_torch(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    program = "import sys, hpctrain.watch.statuses; print('torch' in sys.modules)"
+    assert launch(0, "-c", program, cold=True).stdout == "False\n"

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpctrain.characters import control_problem, escaped
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import first_of, together
 from hpctrain.checkpoint.exchange.hugging_face import Counterpart, config_of, counterparts
@@ -48,7 +49,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.files import delete_folder, files_named, synchronize
+from hpctrain.files import check_output, delete_folder, files_named, synchronize
 from hpctrain.memory.scratch import Flat, OnDisk
 from hpctrain.model.count import count
 from hpctrain.model.precision import DTYPES
@@ -76,8 +77,13 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     group = world.everyone
     structure = examine(checkpoint, group)
     with together(group):
+        problem = control_problem(str(folder))
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise HpctrainError(f"{folder}: holds something already; name a new folder, or empty this one")
+            problem = "holds something already; name a new folder, or empty this one"
+        elif folder.name in {"", ".."}:
+            problem = "has no name of its own that a new folder could take; name a new one"
+        if problem:
+            raise HpctrainError(f"{escaped(str(folder))}: {problem}")
         shape = stored_shape(structure)
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
@@ -127,8 +133,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     """
     group = world.everyone
     with together(group):
-        if out.exists() and not replace:
-            raise HpctrainError(f"{out}: exists already; --force replaces it")
+        check_output(out, replace)
         model = open_model(folder)
         text, missing = tokenizer_text(folder, model.shape.vocabulary)
         state = {
