@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.bucket import Bucket, bucket_layouts
+from hpctrain.sharding.replication import Replications
 from hpctrain.train import trainer as trainer_module
 from hpctrain.train.step import StepResult
 from hpctrain.train.verify import ROUGHNESS, on_one_rank
@@ -106,3 +109,15 @@ def shared_losses(world: World, values: Sequence[float]) -> list[float]:
 def one_thread() -> None:
     """Sums must not depend on the machine's cores."""
     torch.set_num_threads(1)
+
+
+def make_buckets(
+    units: Iterable[Sequence[Sequence[Parameter]]],
+    replications: Replications,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    trained: bool = True,
+) -> list[Bucket]:
+    """Buckets without a deck, with gradients in fp32. Arguments as in `bucket_layouts` and Bucket."""
+    layouts = bucket_layouts(units, replications, bucket_bytes)
+    return [Bucket(layout, dtype, torch.float32, trained) for layout in layouts]

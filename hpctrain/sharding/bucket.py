@@ -389,17 +389,3 @@ def gradient_bytes(buckets: Sequence[Bucket]) -> int:
 def pool_bytes(buckets: Iterable[Bucket]) -> int:
     """Bytes of the memory that these buckets take turns in."""
     return sum(sharding.pool.bytes for sharding in {bucket.sharding for bucket in buckets})
-
-
-def make_buckets(
-    units: Iterable[Sequence[Sequence[Parameter]]],
-    replications: Replications,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    gradient_dtype: torch.dtype = torch.float32,
-    trained: bool = True,
-    store: Store | None = None,
-) -> list[Bucket]:
-    """The buckets of `bucket_layouts` in memory. Arguments as there and in Bucket."""
-    layouts = bucket_layouts(units, replications, bucket_bytes)
-    return [Bucket(layout, dtype, gradient_dtype, trained, store) for layout in layouts]

@@ -13,12 +13,11 @@ from hpctrain.model.part import Inputs, parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.objective.next_token import CrossEntropy
-from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.outer import EveryStep
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import GradientSynchronizer
-from tests.engines import alone
+from tests.engines import alone, make_buckets
 
 transformers = pytest.importorskip("transformers")
 

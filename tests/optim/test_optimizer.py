@@ -11,9 +11,9 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.optim.optimizer import MASTER, Elements, ResidentOptimizer, decay_ranges
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.sharding.bucket import Bucket, make_buckets
+from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replications
-from tests.engines import alone
+from tests.engines import alone, make_buckets
 
 
 class Momentum:

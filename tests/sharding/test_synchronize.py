@@ -11,10 +11,9 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
-from tests.engines import LLAMA, alone, small_deck, trainer
+from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 
 
 @pytest.mark.mpi(min_size=2)

@@ -34,9 +34,8 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Shard
-from hpctrain.sharding.bucket import make_buckets
 from hpctrain.sharding.replication import Replications
-from tests.engines import small_deck
+from tests.engines import make_buckets, small_deck
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
