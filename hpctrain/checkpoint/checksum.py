@@ -26,8 +26,6 @@ _BATCH = 1 << 18
 _MODULUS = 1 << 64
 # Keys made at a time: the temporaries stay small.
 _KEYS = 1 << 15
-# The keys of the first positions, as far as any were asked for.
-_table: list[NDArray[np.uint64]] = [np.empty(0, np.uint64)]
 
 Words = NDArray[np.unsignedinteger]
 Sums = NDArray[np.uint64]
@@ -38,7 +36,28 @@ class _Memory(local):
         self.products: Sums = np.empty(_BATCH, np.uint64)
 
 
+class _Keys:
+    """The keys of the positions of a piece, made as far as they are asked for: small tensors need few."""
+
+    def __init__(self) -> None:
+        self._known: Sums = np.empty(0, np.uint64)
+
+    def first(self, count: int) -> Sums:
+        """Those of `count` positions or of more: splitmix64 of the position, made odd."""
+        known = self._known
+        if known.size >= count:
+            return known
+        keys = np.empty(-(-count // _KEYS) * _KEYS, np.uint64)
+        keys[: known.size] = known
+        for first in range(known.size, keys.size, _KEYS):
+            positions = np.arange(first + 1, first + _KEYS + 1, dtype=np.uint64)
+            keys[first : first + _KEYS] = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
+        self._known = keys
+        return keys
+
+
 _memory = _Memory()
+_keys = _Keys()
 
 
 def pieces(elements: int) -> int:
@@ -79,7 +98,7 @@ def _add_runs(sums: Sums, rows: Words, group: Runs) -> None:
             continue
         count = min(fitting, group.count - row, _BATCH // group.length)
         keys = np.lib.stride_tricks.as_strided(
-            _keys(position + (count - 1) * group.stride + group.length)[position:],
+            _keys.first(position + (count - 1) * group.stride + group.length)[position:],
             (count, group.length),
             (8 * group.stride, 8),
             writeable=False,
@@ -93,7 +112,7 @@ def _add_run(sums: Sums, words: Words, first: int) -> None:
     while done < words.size:
         piece, position = divmod(first + done, PIECE)
         count = min(_BATCH, PIECE - position, words.size - done)
-        keys = _keys(position + count)[position : position + count]
+        keys = _keys.first(position + count)[position : position + count]
         _accumulate(sums, piece, words[done : done + count], keys)
         done += count
 
@@ -107,20 +126,3 @@ def _accumulate(sums: Sums, piece: int, words: Words, keys: Sums) -> None:
     np.copyto(products, words)
     np.multiply(products, keys, out=products)
     sums[piece] = (int(sums[piece]) + int(np.add.reduce(products, axis=None))) % _MODULUS
-
-
-def _keys(count: int) -> Sums:
-    """The keys of the first `count` positions of a piece or of more: splitmix64 of the position, made odd.
-
-    They are made as far as they are asked for: small tensors need few.
-    """
-    (known,) = _table
-    if known.size >= count:
-        return known
-    keys = np.empty(-(-count // _KEYS) * _KEYS, np.uint64)
-    keys[: known.size] = known
-    for first in range(known.size, keys.size, _KEYS):
-        positions = np.arange(first + 1, first + _KEYS + 1, dtype=np.uint64)
-        keys[first : first + _KEYS] = mix(positions * np.uint64(GOLDEN)) | np.uint64(1)
-    _table[0] = keys
-    return keys
