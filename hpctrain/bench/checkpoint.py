@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.table import Table
 
 from hpctrain.bench.files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, slowest, write_json
@@ -44,6 +43,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stdout_console
+from hpctrain.table import table
 from hpctrain.train.hook import Hook
 from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
@@ -326,21 +326,8 @@ def _show(
         f"{deck.layout.zero}, {world.size} ranks, {wish.rounds} rounds; what is read "
         + ("may be in the page cache" if wish.warm else "is not in the page cache")
     )
-    table = Table("", box=None)
-    for title in ("MB/s", "of plain", "", "target", "of dcp", "target", "extra"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{median(row.bytes / seconds for seconds in row.seconds) / 1e6:.0f}",
-            f"{median(row.of_plain):.0%}",
-            f"{min(row.of_plain):.0%} to {max(row.of_plain):.0%}",
-            f"{OF_PLAIN[row.name]:.0%}" if row.name in OF_PLAIN else "",
-            f"{median(row.of_dcp):.2f}" if row.of_dcp and row.name not in (PLAIN_WRITE, PLAIN_READ) else "",
-            f"{OF_DCP[row.name]:.2f}" if row.of_dcp and row.name in OF_DCP else "",
-            "n/a" if row.extra_bytes is None else format_bytes(row.extra_bytes, binary=True),
-        )
-    console.print(table)
+    head = ["", "MB/s", "of plain", "", "target", "of dcp", "target", "extra"]
+    console.print("\n".join(table([head, *map(_cells, rows)])))
     limit = format_bytes(deck.checkpoint.buffer + EXTRA_BYTES, binary=True)
     console.print(
         f"{TRAINING}: a background save beside training steps; extra: memory of a rank beyond what it held, "
@@ -355,3 +342,16 @@ def _show(
         f"it lasts {median(training.steps):.0f} steps, which take {median(training.slower):.2f} times "
         f"as long as without it ({min(training.slower):.2f} to {max(training.slower):.2f})"
     )
+
+
+def _cells(row: CheckpointRow) -> list[str]:
+    return [
+        row.name,
+        f"{median(row.bytes / seconds for seconds in row.seconds) / 1e6:.0f}",
+        f"{median(row.of_plain):.0%}",
+        f"{min(row.of_plain):.0%} to {max(row.of_plain):.0%}",
+        f"{OF_PLAIN[row.name]:.0%}" if row.name in OF_PLAIN else "",
+        f"{median(row.of_dcp):.2f}" if row.of_dcp and row.name not in (PLAIN_WRITE, PLAIN_READ) else "",
+        f"{OF_DCP[row.name]:.2f}" if row.of_dcp and row.name in OF_DCP else "",
+        "n/a" if row.extra_bytes is None else format_bytes(row.extra_bytes, binary=True),
+    ]

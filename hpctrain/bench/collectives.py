@@ -11,9 +11,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from rich.box import SIMPLE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
@@ -21,6 +19,7 @@ from hpctrain.comm.peers import OPERATIONS, Once, gloo_call, group_call, plain_c
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
+from hpctrain.table import table
 from hpctrain.units import format_bytes, parse_bytes
 
 # What the wrapper may cost: a share of plain MPI's time from these bytes up, so much time below.
@@ -145,15 +144,13 @@ def _sample(group: Group, call: Once, repeats: int) -> float:
 
 def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
     """The rows as a table on stdout, and how many of them keep the limits."""
-    table = Table(title=f"collectives on {ranks} ranks, fp32, medians", title_justify="left", box=SIMPLE)
     gloo = any(row.gloo is not None for row in rows)
     names = ["operation", "size", "time", "bandwidth", "mpi4py", "bandwidth", "ratio", "more"]
-    for name in [*names, *(["gloo", "ratio"] if gloo else []), ""]:
-        table.add_column(name, justify="left" if name == "operation" else "right")
+    lines = [[*names, *(["gloo", "ratio"] if gloo else []), ""]]
     previous = ""
     for row in rows:
         if previous not in {"", row.operation}:
-            table.add_section()
+            lines.append([""] * len(lines[0]))
         cells = [
             row.operation if row.operation != previous else "",
             format_bytes(row.bytes, binary=True),
@@ -169,10 +166,11 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
                 _microseconds(row.gloo) if row.gloo is not None else "-",
                 f"{row.hpctrain / row.gloo:.2f}" if row.gloo is not None else "-",
             ]
-        table.add_row(*cells, "" if row.good else "over")
+        lines.append([*cells, "" if row.good else "over"])
         previous = row.operation
     console = stdout_console()
-    console.print(table)
+    console.print(f"collectives on {ranks} ranks, fp32, medians")
+    console.print("\n".join(table(lines)))
     console.print(
         f"within the limits ({LARGE_RATIO:.2f} times mpi4py's from {format_bytes(LARGE_BYTES, binary=True)} "
         f"up, {SMALL_SECONDS * 1e6:.0f} us more below): {sum(row.good for row in rows)} of {len(rows)}"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from rich.table import Table
 
 from hpctrain.engine.build import Engine
 from hpctrain.engine.layer_times import Replay, share_parts
 from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.table import table
 from hpctrain.train.step import Step, TrainState
 
 
@@ -107,14 +107,12 @@ class StageProbe:
         return seconds
 
 
-def table(prediction: Prediction) -> Table:
-    """The stages, a row each."""
-    rows = Table("stage, alone", box=None)
-    for title in ("forward ms", "backward ms"):
-        rows.add_column(title, justify="right")
+def stage_lines(prediction: Prediction) -> list[str]:
+    """A table of the stages, a row each."""
+    rows = [["stage, alone", "forward ms", "backward ms"]]
     for stage, (forward, backward) in enumerate(zip(prediction.forward, prediction.backward, strict=True)):
-        rows.add_row(str(stage), f"{forward:.2f}", f"{backward:.2f}")
-    return rows
+        rows.append([str(stage), f"{forward:.2f}", f"{backward:.2f}"])
+    return table(rows)
 
 
 def sentence(prediction: Prediction) -> str:

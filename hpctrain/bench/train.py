@@ -14,9 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.table import Table
 
-from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
+from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
 from hpctrain.bench.timing import DEFAULT_VOCABULARY, write_json
 from hpctrain.bench.torch_model import torch_step
 from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
@@ -41,6 +40,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.report.terminal import stdout_console
+from hpctrain.table import table
 from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
@@ -294,31 +294,23 @@ def _show(deck: Deck, world: World, figures: Sequence[TrainingFigures], peak: fl
         f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
         f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
     )
-    rates = Table("variant", box=None)
-    for title in ("tokens/s", "lowest", "highest", "mfu", "ratio"):
-        rates.add_column(title, justify="right")
+    rates = [["variant", "tokens/s", "lowest", "highest", "mfu", "ratio"]]
     for row in figures:
         ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
-        rates.add_row(
-            row.name,
-            format_count(median(row.tokens_per_s)),
-            format_count(min(row.tokens_per_s)),
-            format_count(max(row.tokens_per_s)),
-            f"{row.mfu:.1%}",
-            f"{median(ratios):.1%}",
-        )
-    console.print(rates)
+        speeds = [format_count(of(row.tokens_per_s)) for of in (median, min, max)]
+        rates.append([row.name, *speeds, f"{row.mfu:.1%}", f"{median(ratios):.1%}"])
+    console.print("\n".join(table(rates)), markup=False)
     console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
-    phases = Table("ms a step", box=None)
-    for phase in PHASES:
-        phases.add_column(phase, justify="right")
-    for row in figures:
-        if row.phase_ms:
-            phases.add_row(row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES))
-    console.print(phases)
+    phases = [["ms a step", *PHASES]]
+    phases += (
+        [row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)]
+        for row in figures
+        if row.phase_ms
+    )
+    console.print("\n".join(table(phases)), markup=False)
     for row in figures:
         if row.pipeline is not None:
-            console.print(table(row.pipeline))
+            console.print("\n".join(stage_lines(row.pipeline)))
             console.print(sentence(row.pipeline))
         if row.peak_bytes is not None:
             console.print(f"{row.name}: a rank had at most {format_bytes(row.peak_bytes)} of memory in use")

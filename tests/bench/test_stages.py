@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.bench.stages import Prediction, StageProbe, sentence, table
+from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_pipeline import pipeline_step
 from hpctrain.bench.train import TrainingWish, bench_train
@@ -41,7 +41,11 @@ def test_the_prediction_in_words() -> None:
     prediction = Prediction([1.0, 2.0], [3.0, 4.0], 0.25, 40.0, 10.0, 50.0, 55.0, 1.1)
     assert sentence(prediction).startswith("a step: 50.0 ms predicted (40.0 simulated")
     assert sentence(prediction).endswith("55.0 measured: 1.100 of the prediction")
-    assert table(prediction).row_count == 2
+    assert stage_lines(prediction) == [
+        "stage, alone  forward ms  backward ms",
+        "0                   1.00         3.00",
+        "1                   2.00         4.00",
+    ]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
