@@ -14,14 +14,7 @@ from hpctrain.errors import HpctrainError
 AXES = ("pipeline", "data", "context", "expert", "tensor")
 
 # Axes that are joined into one group, besides each axis by itself.
-JOINED = (
-    ("data", "context"),
-    ("context", "tensor"),
-    ("pipeline", "tensor"),
-    ("data", "context", "expert"),
-    ("data", "context", "tensor"),
-    AXES,
-)
+JOINED = (("data", "context"), ("context", "tensor"))
 
 
 class Mesh:

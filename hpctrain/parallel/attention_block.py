@@ -8,6 +8,8 @@ have fewer heads; the log-sum-exp is [b, heads, s] fp32.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,11 +19,13 @@ aten = torch.ops.aten
 HEAD_ALIGNMENT, LOG_SUM_ALIGNMENT = 8, 32
 """Elements of a head, and log-sum-exps of one, to which kernels of GPUs pad."""
 
+NO_DROPOUT = 0.0
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block."""
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, 0.0, causal)
+    output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, is_causal=causal)
     return _sequence_first(output), log_sum
 
 
@@ -40,54 +44,54 @@ def attend_backward(
     """
     g, q, k, v, o = (_heads_first(x) for x in (output_gradient, query, key, value, output))
     backward = _on_host_backward if q.is_cpu else _on_gpu_backward
-    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, 0.0, causal)
+    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, is_causal=causal)
     return _sequence_first(of_query), _sequence_first(of_key), _sequence_first(of_value)
 
 
 # Torch's flash attention for the CPU; all tensors [b, heads, s, d].
 _on_host = aten._scaled_dot_product_flash_attention_for_cpu
-_on_host_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+_on_host_backward = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=NO_DROPOUT)
 
 
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """The same by torch's kernels for GPUs: flash attention, or the memory-efficient one of any type."""
     size, scale, rows = q.shape[-1], q.shape[-1] ** -0.5, q.shape[2]
     q, k, v = (_padded(x) for x in (q, _repeated(k, q), _repeated(v, q)))
-    if _flash(q, k, v, causal):
+    if _flash(q, k, v, is_causal):
         kernel = aten._scaled_dot_product_flash_attention
-        output, log_sum, *_ = kernel(q, k, v, dropout, causal, False, scale=scale)
+        output, log_sum, *_ = kernel(q, k, v, NO_DROPOUT, is_causal, False, scale=scale)
     else:
         kernel = aten._scaled_dot_product_efficient_attention
-        output, log_sum, *_ = kernel(q, k, v, None, True, dropout, causal, scale=scale)
+        output, log_sum, *_ = kernel(q, k, v, None, True, NO_DROPOUT, is_causal, scale=scale)
     return output[..., :size], log_sum[..., :rows]
 
 
 def _on_gpu_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, dropout: float, causal: bool
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     size, scale, held = q.shape[-1], q.shape[-1] ** -0.5, k
     g, q, k, v, o = (_padded(x) for x in (g, q, _repeated(k, q), _repeated(v, q), o))
     rows, columns = q.shape[2], k.shape[2]
     random = [torch.empty(2, dtype=torch.int64, device=q.device)] * 2  # the state of no dropout
-    if _flash(q, k, v, causal):
+    if _flash(q, k, v, is_causal):
         log_sum, kernel = log_sum.contiguous(), aten._scaled_dot_product_flash_attention_backward
         of_query, of_key, of_value = kernel(
-            g, q, k, v, o, log_sum, None, None, rows, columns, dropout, causal, *random, scale=scale
+            g, q, k, v, o, log_sum, None, None, rows, columns, NO_DROPOUT, is_causal, *random, scale=scale
         )
     else:
         # This kernel's log-sum-exps lie in rows of whole alignments; beyond the queries nothing has weight.
         log_sum = functional.pad(log_sum, (0, -rows % LOG_SUM_ALIGNMENT), value=torch.inf)
         kernel, wanted = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
         of_query, of_key, of_value, _ = kernel(
-            g, q, k, v, None, o, log_sum, *random, dropout, wanted, causal, scale=scale
+            g, q, k, v, None, o, log_sum, *random, NO_DROPOUT, wanted, is_causal, scale=scale
         )
     return of_query[..., :size], _summed(of_key[..., :size], held), _summed(of_value[..., :size], held)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether this GPU has flash attention for these tensors."""
     cuda = torch.backends.cuda
-    return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, False))
+    return cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, NO_DROPOUT, is_causal, False))
 
 
 def merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> None:

@@ -34,7 +34,6 @@ class Rows:
     size: int
     start: int
     local: int
-    copy: int = 0
     copies: int = 1
 
     @staticmethod
@@ -46,7 +45,7 @@ class Rows:
             return Rows(size, group.rank * local, local)
         assert ranks % units == 0, (size, unit, ranks)
         copies = ranks // units
-        return Rows(size, group.rank // copies * unit, unit, group.rank % copies, copies)
+        return Rows(size, group.rank // copies * unit, unit, copies)
 
 
 def add_bias_gradient(biases: Sequence[Parameter], output_gradient: Tensor) -> None:
@@ -67,7 +66,6 @@ def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
         (rows.local, *others),
         split=frozenset({"tensor"}),
         partial=frozenset({"tensor"}) if rows.copies > 1 else frozenset(),
-        copy=rows.copy,
         copies=rows.copies,
     )
 

@@ -28,8 +28,8 @@ class Shard:
     `partial` names the axes besides data and context over which the gradient arrives in parts that
     must be summed, although the parameter itself is replicated there (the norms under sequence
     parallelism, key/value heads shared by several tensor ranks).
-    `copy` and `copies` number the ranks of the split axes that hold this same piece, `stage_copy` and
-    `stage_copies` the pipeline stages that do (tied embeddings, on the first and the last one).
+    `copies` is how many neighbours along the split axes hold this same piece; `stage_copy` and
+    `stage_copies` number the pipeline stages that do (tied embeddings, on the first and the last one).
     """
 
     name: str
@@ -38,7 +38,6 @@ class Shard:
     local: tuple[int, ...]
     split: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
-    copy: int = 0
     copies: int = 1
     stage_copy: int = 0
     stage_copies: int = 1

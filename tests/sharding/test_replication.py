@@ -57,7 +57,7 @@ def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
     return {
         "matrix": (Shard("m", (8,), (2 * tensor,), (2,), split), tensor),
         "norm": (Shard.whole("n", (8,), frozenset({"tensor"})), 0),
-        "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, tensor % 2, 2), tensor // 2),
+        "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, 2), tensor // 2),
         "tied": (Shard("t", (8,), (2 * tensor,), (2,), split, stage_copy=last, stage_copies=2), tensor),
     }
 
