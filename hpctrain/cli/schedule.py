@@ -129,7 +129,8 @@ def find_schedule(
 
     A bad file is drawn to `png`, with its bad places framed, before the HpctrainError.
     """
-    from hpctrain.pipeline.generate import NAMES, generate
+    from hpctrain.deck.schedules import NAMES
+    from hpctrain.pipeline.generate import generate
 
     if source in NAMES:
         if stages is None or microbatches is None:

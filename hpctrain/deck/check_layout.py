@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hpctrain.deck.defaults import TWO_CHUNKS
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
+from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
-
-ONE_CHUNK = frozenset({"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"})  # schedules of one part a stage
-SCHEDULES = ONE_CHUNK | TWO_CHUNKS  # those that have a name; all others are in files
 
 
 def layout_problems(deck: Deck) -> list[Problem]:
@@ -133,7 +130,7 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
             f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"',
             ("layout.schedule",),
         )
-    elif layout.schedule in TWO_CHUNKS - {"interleaved"} and layout.chunks != 2:
+    elif layout.schedule in V_SHAPED and layout.chunks != 2:
         yield Problem(
             "layout.chunks", f'must be 2 with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
         )

@@ -8,11 +8,9 @@ from pathlib import PurePath
 from typing import Any, TypeGuard
 
 from hpctrain.deck.presets import PRESETS, Preset
+from hpctrain.deck.schedules import TWO_CHUNKS
 
 Tables = dict[str, dict[str, Any]]
-
-TWO_CHUNKS = frozenset({"interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"})
-"""Schedules that need two parts of the model on each stage, or more."""
 
 
 def find_preset(tables: Tables) -> Preset | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from hpctrain.deck.schedules import NAMES
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.dual_pipe import dual_pipe_v
@@ -86,8 +87,6 @@ PLAIN: Mapping[str, Callable[[int, int], Schedule]] = {
     "zb-h2": zb_h2,
 }
 SEARCHED = frozenset(LIMITS)  # with given times, within a limit of activations
-V_SHAPED = (*LIMITS, "dualpipe-v")  # two chunks a stage
-NAMES = (*PLAIN, "interleaved", *V_SHAPED)
 
 
 def generate(

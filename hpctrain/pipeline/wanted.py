@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+from hpctrain.deck.schedules import NAMES, V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
 from hpctrain.pipeline.action import Action, Schedule, accumulation, stage_lines
 from hpctrain.pipeline.check import check, refusal
-from hpctrain.pipeline.generate import NAMES, V_SHAPED, generate
+from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Times
 from hpctrain.words import nearest
 

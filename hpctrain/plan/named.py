@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from hpctrain.deck.check_layout import SCHEDULES
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.problem import Problem
+from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
@@ -25,7 +25,7 @@ def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
         yield from _tokens(deck)
     if deck.model.frozen:
         yield from _frozen(deck)
-    if deck.layout.schedule not in SCHEDULES:
+    if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
 
 

@@ -13,12 +13,13 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.execute import Message, forward_only, messages
-from hpctrain.pipeline.generate import PLAIN, V_SHAPED, generate
+from hpctrain.pipeline.generate import PLAIN, generate
 from hpctrain.pipeline.split import even_split, spans_of
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer

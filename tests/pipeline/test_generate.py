@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.deck import schedules
+from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.errors import HpctrainError
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.check import check
-from hpctrain.pipeline.generate import PLAIN, V_SHAPED, generate
+from hpctrain.pipeline.generate import PLAIN, generate
 from hpctrain.pipeline.simulate import peak_activations
+from hpctrain.pipeline.v_schedule import LIMITS
 
 NAMES = [*PLAIN, "interleaved", *V_SHAPED]
+
+
+def test_each_name_has_its_generator() -> None:
+    assert (*PLAIN, "interleaved", *LIMITS, "dualpipe-v") == schedules.NAMES
+    assert tuple(PLAIN) == schedules.ONE_CHUNK
 
 
 @pytest.mark.parametrize("name", NAMES)
