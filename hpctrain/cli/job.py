@@ -94,8 +94,9 @@ def command(
     Ranks, binding, memory and signals follow from the deck's layout and its [machine]. Without --output
     and --submit the script is printed.
     """
-    from hpctrain.job.ranks import Wish, parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
+    from hpctrain.job.ranks import parse_nodes, parse_shared_memory, parse_time, parse_volume, plan_job
     from hpctrain.job.script import SUBMIT, script, submission
+    from hpctrain.job.wish import Wish
 
     wish = Wish(
         nodes=parse_nodes(nodes),

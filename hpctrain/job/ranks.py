@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, gcd
 from pathlib import Path
-from typing import Literal
 
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.job.wish import Launcher, Wish
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 from hpctrain.words import command
-
-Scheduler = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
-Launcher = Literal["srun", "mpirun"]
 
 ON_A_RANGE = ("slurm", "lsf")  # schedulers that start a job on as many nodes of a range as they have
 
@@ -30,31 +27,6 @@ MEMORY_MARGIN = 1.25  # asked for, over what is predicted: the file cache of wha
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm in a pod, and as much for every four ranks
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))?")
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user says of a job, beside the deck; None: by the deck's [machine], or a default.
-
-    `nodes` are the fewest and the most; `variants` are further `--set` arguments, one tuple for each task
-    of an array of jobs; `directives` are further options for the scheduler, `modules` what the script loads.
-    On Kubernetes, `volume` is a claim and where it is mounted, `shared_memory` the size of /dev/shm in bytes.
-    """
-
-    scheduler: Scheduler
-    nodes: tuple[int, int] = (1, 1)
-    seconds: int | None = None
-    launcher: Launcher | None = None
-    ranks_per_node: int | None = None
-    gpus_per_node: int | None = None
-    account: str | None = None
-    partition: str | None = None
-    variants: tuple[tuple[str, ...], ...] = ()
-    directives: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    image: str | None = None
-    volume: tuple[str, str] | None = None
-    shared_memory: int | None = None
 
 
 @dataclass(frozen=True)

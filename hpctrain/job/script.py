@@ -13,7 +13,8 @@ from hpctrain.characters import control_problem
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
-from hpctrain.job.ranks import Job, Scheduler
+from hpctrain.job.ranks import Job
+from hpctrain.job.wish import Scheduler
 from hpctrain.words import counted
 
 SUBMIT: dict[Scheduler, tuple[str, ...]] = {

@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.characters import control_problem
-
-if TYPE_CHECKING:
-    from hpctrain.job.ranks import Wish
+from hpctrain.job.wish import Wish
 
 _WORD = re.compile(r"\w[\w.,:@+/-]*")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
