@@ -31,7 +31,7 @@ def command(target: Path, folder: Path, dtype: str | None, max_shard_size: str) 
     from hpctrain.checkpoint.exchange.convert import export_model
     from hpctrain.comm.verb import run_verb
     from hpctrain.comm.world import World
-    from hpctrain.train.checkpoints import find_checkpoint
+    from hpctrain.watch.newest import find_checkpoint
 
     try:
         most = parse_bytes(max_shard_size)

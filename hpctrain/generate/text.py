@@ -33,9 +33,9 @@ from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.plan.room import demand_room
 from hpctrain.sharding.replication import Replications
-from hpctrain.train.checkpoints import find_checkpoint
-from hpctrain.train.room import demand_room
+from hpctrain.watch.newest import find_checkpoint
 
 SAMPLES_AT_A_TIME = 8  # share a forward pass, which bounds the memory of activations
 

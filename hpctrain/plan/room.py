@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain.comm.device import on_host, total_bytes
-from hpctrain.comm.host_memory import Limit, node_limits
+from hpctrain.comm.host_memory import Limit, available_bytes, node_limits, resident_bytes, shared_bytes
+from hpctrain.comm.world import World
 from hpctrain.deck.schema import Machine
+from hpctrain.errors import HpctrainError
 from hpctrain.units import format_bytes
 
 
@@ -70,3 +74,36 @@ def limits_of(machine: Machine, device: torch.device, environment: Mapping[str, 
     if machine.memory is not None:
         return (Limit("node", machine.memory, "of memory (machine.memory)"),)
     return tuple(node_limits(environment))
+
+
+def demand_room(
+    world: World, machine: Machine, name: str, needed: int, advice: Callable[[Room], str]
+) -> None:
+    """HpctrainError on all ranks where those of some node need more than it has. Collective.
+
+    `needed` are the bytes that this rank will hold in all; the error begins with `name` and ends with
+    `advice` for the node that lacks most. Where there is as much, but others hold it at present, that is a
+    warning.
+    """
+    on_cpu = on_host(world.device)
+    shared = min(needed, shared_bytes()) if on_cpu else 0
+    limits = limits_of(machine, world.device, os.environ)
+    claim = Claim(world.node, world.hostname, needed, shared, limits)
+    room = tightest(world.everyone.all_gather_object(claim))
+    with world.agreement():
+        if room is not None and not room.fits and world.rank == 0:
+            raise HpctrainError(f"{name}: does not fit into memory: {room}; {advice(room)}")
+    if not on_cpu or machine.memory is not None:
+        return
+    more = max(0, needed - resident_bytes())
+    ranks = world.everyone.all_gather_object((world.node, world.hostname, more, available_bytes()))
+    for node in sorted({rank[0] for rank in ranks}) if world.rank == 0 else ():
+        _, hostname, _, free = next(rank for rank in ranks if rank[0] == node)
+        wanted = sum(rank[2] for rank in ranks if rank[0] == node)
+        if free is not None and wanted > free:
+            logging.getLogger("hpctrain").warning(
+                "%s has only %s of its memory free, of which its ranks will need %s",
+                hostname,
+                format_bytes(free),
+                format_bytes(wanted),
+            )

@@ -14,7 +14,7 @@ from hpctrain import __version__
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, training_entries
-from hpctrain.checkpoint.keep import keep, newest_good, point_to
+from hpctrain.checkpoint.keep import keep, point_to
 from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load
@@ -22,16 +22,13 @@ from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
-from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
-from hpctrain.errors import InputOutputError
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
-from hpctrain.watch.folder import no_way_on
 
 
 class Checkpoints(Hook):
@@ -173,23 +170,3 @@ class Checkpoints(Hook):
             "code_version": __version__,
             **self.provenance.stored(state.step),
         }
-
-
-def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
-    """The checkpoint meant by a file, or by a run's folder: the newest good one.
-
-    With `strict`, the newest one or none.
-    """
-    with world.agreement():
-        if not target.exists():
-            raise InputOutputError(f"{target}: no such run folder or checkpoint")
-    if not target.is_dir():
-        return target
-    path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)
-    for warning in warnings if world.rank == 0 else ():
-        logging.getLogger("hpctrain").warning("%s", warning)
-    with world.agreement():
-        if path is None and world.rank == 0:
-            raise InputOutputError(no_way_on(target))
-    assert path is not None
-    return path

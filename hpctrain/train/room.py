@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 
 from hpctrain.comm.device import on_host
-from hpctrain.comm.host_memory import available_bytes, resident_bytes, shared_bytes
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck
-from hpctrain.deck.schema import Deck, Machine
+from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
-from hpctrain.errors import HpctrainError
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
-from hpctrain.plan.room import Claim, Room, limits_of, tightest
+from hpctrain.plan.room import Room, demand_room
 from hpctrain.plan.savings import LEAST_SAVING, find_savings
 from hpctrain.plan.words import largest_kinds
 from hpctrain.units import format_bytes
@@ -63,36 +59,3 @@ def build_within_memory(
     world.planned_bytes = here
     ready()
     return assemble(deck, world, mesh, arrangement), plan
-
-
-def demand_room(
-    world: World, machine: Machine, name: str, needed: int, advice: Callable[[Room], str]
-) -> None:
-    """HpctrainError on all ranks where those of some node need more than it has. Collective.
-
-    `needed` are the bytes that this rank will hold in all; the error begins with `name` and ends with
-    `advice` for the node that lacks most. Where there is as much, but others hold it at present, that is a
-    warning.
-    """
-    on_cpu = on_host(world.device)
-    shared = min(needed, shared_bytes()) if on_cpu else 0
-    limits = limits_of(machine, world.device, os.environ)
-    claim = Claim(world.node, world.hostname, needed, shared, limits)
-    room = tightest(world.everyone.all_gather_object(claim))
-    with world.agreement():
-        if room is not None and not room.fits and world.rank == 0:
-            raise HpctrainError(f"{name}: does not fit into memory: {room}; {advice(room)}")
-    if not on_cpu or machine.memory is not None:
-        return
-    more = max(0, needed - resident_bytes())
-    ranks = world.everyone.all_gather_object((world.node, world.hostname, more, available_bytes()))
-    for node in sorted({rank[0] for rank in ranks}) if world.rank == 0 else ():
-        _, hostname, _, free = next(rank for rank in ranks if rank[0] == node)
-        wanted = sum(rank[2] for rank in ranks if rank[0] == node)
-        if free is not None and wanted > free:
-            logging.getLogger("hpctrain").warning(
-                "%s has only %s of its memory free, of which its ranks will need %s",
-                hostname,
-                format_bytes(free),
-                format_bytes(wanted),
-            )

@@ -25,7 +25,7 @@ from hpctrain.engine.place import with_split
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
-from hpctrain.train.checkpoints import Checkpoints, find_checkpoint
+from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
@@ -40,6 +40,7 @@ from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder
 from hpctrain.watch.machine import Peak
+from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
 from hpctrain.watch.stragglers import Stragglers

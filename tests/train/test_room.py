@@ -1,4 +1,7 @@
-"""Runs that do not fit into memory: refused by their plan, or ended in one sentence."""
+"""Runs that do not fit into memory: refused by their plan, or ended in one sentence.
+
+Tests of train/room.py and plan/room.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from hpctrain.comm import host_memory
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.plan import room as plan_room
+from hpctrain.plan.room import demand_room
 from hpctrain.train import room
 from hpctrain.train.room import build_within_memory
 from tests.engines import DECK, small_deck
@@ -88,12 +93,12 @@ def test_ranks_of_a_node_count_together(
 ) -> None:
     """A limit that one rank would keep, two do not."""
     needed = 10**9
-    monkeypatch.setattr(room, "shared_bytes", lambda: 10**8)
+    monkeypatch.setattr(plan_room, "shared_bytes", lambda: 10**8)
     limit(tmp_path, 1_900_000_000, monkeypatch)
-    room.demand_room(world, small_deck().machine, "deck", needed, str)
+    demand_room(world, small_deck().machine, "deck", needed, str)
     limit(tmp_path, 1_899_999_999, monkeypatch)
     with pytest.raises(HpctrainError, match=r"2 ranks need 1\.9 GB"):
-        room.demand_room(world, small_deck().machine, "deck", needed, str)
+        demand_room(world, small_deck().machine, "deck", needed, str)
 
 
 @pytest.mark.mpi(max_size=2)
@@ -102,7 +107,7 @@ def test_memory_that_others_hold_is_warned_of(
 ) -> None:
     limit(tmp_path, 10**12, monkeypatch, free=10)
     monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
-    room.demand_room(world, small_deck().machine, "deck", 10**10, str)
+    demand_room(world, small_deck().machine, "deck", 10**10, str)
     assert ("has only 10.2 kB of its memory free" in caplog.text) == (world.rank == 0)
 
 

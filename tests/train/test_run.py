@@ -18,8 +18,8 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.report.rows import read_metrics
-from hpctrain.train.checkpoints import find_checkpoint
 from hpctrain.train.run import resume, run_deck
+from hpctrain.watch.newest import find_checkpoint
 
 DECK = """
 [run]

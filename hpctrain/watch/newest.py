@@ -1,0 +1,31 @@
+"""The checkpoint that a user means by a run's folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from hpctrain.checkpoint.keep import newest_good
+from hpctrain.comm.world import World
+from hpctrain.errors import InputOutputError
+from hpctrain.watch.folder import no_way_on
+
+
+def find_checkpoint(world: World, target: Path, strict: bool = False) -> Path:
+    """The checkpoint meant by a file, or by a run's folder: the newest good one.
+
+    With `strict`, the newest one or none.
+    """
+    with world.agreement():
+        if not target.exists():
+            raise InputOutputError(f"{target}: no such run folder or checkpoint")
+    if not target.is_dir():
+        return target
+    path, warnings = newest_good(target / "checkpoints", world.everyone, strict=strict)
+    for warning in warnings if world.rank == 0 else ():
+        logging.getLogger("hpctrain").warning("%s", warning)
+    with world.agreement():
+        if path is None and world.rank == 0:
+            raise InputOutputError(no_way_on(target))
+    assert path is not None
+    return path
