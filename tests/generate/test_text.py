@@ -292,7 +292,12 @@ def test_a_checkpoint_that_will_not_do(
 
 def test_logits_that_are_not_finite_are_a_sentence(world: World, tmp_path: Path) -> None:
     alone, path = world.alone(), tmp_path / "a.h5"
-    make_checkpoint(alone, path, "model.initial_std=1e30")
+
+    def ruin(model: Transformer) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(1e30)
+
+    make_checkpoint(alone, path, change=ruin)
     with pytest.raises(HpctrainError, match="logits are not finite"):
         texts(alone, path, "a", GREEDY)
 
