@@ -251,10 +251,10 @@ def test_a_model_trains_with_more_optimizer_state_than_it_has_memory(work: Path,
     }
     sets = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
     arguments = ("limited.py", "75_000_000", *sets)
-    done = launch(0, *arguments, "--set", "memory.optimizer=device", timeout=120)
+    done = launch(0, *arguments, "--set", "memory.optimizer=device", timeout=120, cold=True)
     assert done.returncode != 0
     assert "memory" in done.stderr.lower()
     subprocess.run(["rm", "-rf", work / "runs"], check=True)
-    done = launch(0, *arguments, timeout=120)
+    done = launch(0, *arguments, timeout=120, cold=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"optimizer state \(90\d MB a rank\) in runs/offloaded/offload", done.stdout)

@@ -161,7 +161,7 @@ main()
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_memory_that_ends_all_the_same_is_one_sentence(deck: Path, launch: Launch, ranks: int) -> None:
     (deck.parent / "limited.py").write_text(LIMITED.replace("\\\\", "\\"))
-    done = launch(ranks, "limited.py", "run", deck, "--set", "model.hidden=1024", timeout=120)
+    done = launch(ranks, "limited.py", "run", deck, "--set", "model.hidden=1024", timeout=120, cold=True)
     assert done.returncode == 70, done.stderr
     assert "Traceback" not in done.stderr
     rank, size = (1, 2) if ranks else (0, 1)
