@@ -76,7 +76,8 @@ def launch(tmp_path: Path, warm: Server) -> Callable[..., subprocess.CompletedPr
     """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, cold=False, **environment)`: `python *arguments`.
 
     Under mpirun with `ranks` ranks, or without mpirun where `ranks` is 0; for tests without the mpi mark.
-    Where it matters what is imported when, or how the process ends, it has to be started `cold`.
+    Where it matters what is imported when, how the process ends, how much memory it takes, or which launcher
+    hands on what it prints, it has to be started `cold`.
     Returns the CompletedProcess with its text; when the time is up the job is killed and the test fails.
     """
 

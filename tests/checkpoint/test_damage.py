@@ -74,7 +74,8 @@ def test_resume_says_what_it_passes_over(
         assert strict.returncode == 3, strict.stderr
         assert strict.stderr.count("hpctrain: error: ") == 1
         assert "Traceback" not in strict.stderr
-        done = launch(2, "-m", "hpctrain", "resume", run, "--set", "run.steps=3", timeout=SECONDS)
+        command = ("-m", "hpctrain", "resume", run, "--set", "run.steps=3")
+        done = launch(2, *command, timeout=SECONDS, cold=True)  # whose lines no terminal shows
         assert done.returncode == 0, done.stderr
         assert "passed over" in done.stdout + done.stderr
         assert "step-00000001.h5 at step 1" in done.stdout
