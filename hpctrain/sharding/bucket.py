@@ -176,7 +176,8 @@ class Bucket:
             transfer.result()
         whole = self.sharding.pool.take(self.length, self.dtype)
         if self._fetched is not None or own.device != whole.device:
-            own = whole[self.slice].copy_(own, non_blocking=True)
+            # What was read from a file is dropped next: its copy has to be over by then.
+            own = whole[self.slice].copy_(own, non_blocking=self._fetched is None)
         self.drop_fetched()
         return group.start_all_gather(own, whole)
 
