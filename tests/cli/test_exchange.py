@@ -87,6 +87,13 @@ def test_mistakes_are_one_sentence(
 
 def test_an_export_deletes_what_exports_left_alone(tmp_path: Path, folder: Path, launch: Launch) -> None:
     assert launch(0, "-m", "hpctrain", "import", folder, "ours.h5").returncode == 0
+    (tmp_path / "empty").mkdir()
+    done = launch(0, "-m", "hpctrain", "export", tmp_path / "ours.h5", ".", cwd=tmp_path / "empty")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "hpctrain: error: .: has no name of its own that a new folder could take; name a new one\n"
+    )
     left = tmp_path / ".out.tmp"
     left.mkdir()
     (left / "model-00001-of-00009.safetensors").write_text("left over")
