@@ -33,11 +33,11 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
-from hpctrain.model.attention import Rotary
 from hpctrain.model.count import count
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.report.terminal import stdout_console
 from hpctrain.table import table
@@ -262,18 +262,15 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     rows = shape.sequence // context // (tensor if local else 1)
     dtype = Precision.of(deck).storage
     x = torch.randn(rows, micro, shape.hidden, dtype=dtype, device=world.device, requires_grad=True)
-    positions = engine.positions.chunk(tensor)[mesh.coordinate("tensor")] if local else engine.positions
     samples = torch.arange(micro, device=world.device)
     source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
-    rotary = None
-    if shape.family == "llama":
-        rotary = Rotary(engine.positions, shape.head_size, shape.rope_base, dtype)
-    assert isinstance(engine.model, Transformer)
-    first = engine.model.blocks[0]
-    with engine.residency.held(first.unit):
+    tokens = torch.zeros(len(engine.positions), micro, dtype=torch.int64, device=world.device)
+    inputs = Inputs(tokens, engine.positions, source)
+    first = blocks_of(engine.model)[0]
+    with engine.residency.held(first.held[0]):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
         with LiveActivations(lambda: parameters) as saved:
-            first(x, rotary, source, positions)
+            engine.model.run_layer(first, inputs, x)
     text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
     if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
         formula = gpt_activation_bytes(shape, micro, tensor, local)

@@ -21,6 +21,8 @@ from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replicat
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
+from hpctrain.model.build import build_parts
+from hpctrain.model.count import count
 from hpctrain.model.frozen import freeze_parameters, frozen_problems
 from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part
@@ -34,7 +36,7 @@ from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import build_parts
+from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.synchronize import check_replicas
 
 
@@ -55,13 +57,14 @@ class Arrangement:
 class Engine(Stage):
     """Everything that computes: model, gradients, optimizer, on one mesh.
 
-    `schedule` is the pipeline schedule of the deck's batch.
+    `terms` names what layers add to the losses; `schedule` is the pipeline schedule of the deck's batch.
     """
 
     world: World
     mesh: Mesh
     shape: ModelShape
     objective: Objective
+    terms: tuple[str, ...]
     optimizer: Optimizer
     offload: Offload
     activation_files: ScratchFiles | None
@@ -144,7 +147,7 @@ def assemble(
     groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
     precision = Precision.of(deck)
     number = mesh.coordinate("pipeline")
-    models = build_parts(shape, groups, schedule, arrangement.placement.split, number)
+    models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
     freeze(deck, world, models)
     replications = make_replications(deck, mesh)
     offload = open_offload(deck, world, models, replications, precision.storage)
@@ -161,6 +164,7 @@ def assemble(
         mesh=mesh,
         shape=shape,
         objective=make_objective(deck),
+        terms=count(shape).terms,
         placement=arrangement.placement,
         schedule=schedule,
         optimizer=optimizer,

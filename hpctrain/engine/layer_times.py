@@ -17,9 +17,9 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import fill_parts
+from hpctrain.model.build import build_parts
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
@@ -88,11 +88,8 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
     or a few repetitions where they take longer, and the memory of a block and of the tables.
     """
     world, layers = mesh.world, shape.layers
-    models = [
-        Transformer(shape, groups, Span(0, 0, True, False)),
-        Transformer(shape, groups, Span(0, 1, False, False)),
-        Transformer(shape, groups, Span(layers, layers, False, True)),
-    ]
+    spans = Span(0, 0, True, False), Span(0, 1, False, False), Span(layers, layers, False, True)
+    models = [part for span in spans for part in build_parts(shape, groups, [span])]
     generator = torch.Generator(world.device).manual_seed(0)
     for bucket in fill_parts(deck, models, Replications.alone(mesh.part("data", 1))):
         assert bucket.values is not None

@@ -28,10 +28,11 @@ from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
 from hpctrain.engine.stage import fill_parts
 from hpctrain.errors import HpctrainError
+from hpctrain.model.build import build_model
 from hpctrain.model.count import count
+from hpctrain.model.part import Part, logits_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.plan.room import demand_room
 from hpctrain.sharding.replication import Replications
@@ -155,13 +156,13 @@ def generate(
                 show(text)
 
     def next_logits(tokens: Tensor) -> Tensor:
-        logits = model.logits(tokens.to(world.device), 1)[:, 0, : tokenizer.vocabulary].float().cpu()
+        logits = logits_of(model, tokens.to(world.device), 1)[:, 0, : tokenizer.vocabulary].float().cpu()
         if not bool(logits.isfinite().all()):
             raise HpctrainError(f"{path}: the model's logits are not finite, so that nothing can be drawn")
         return logits
 
     def continued(generators: Sequence[torch.Generator]) -> Iterator[list[int]]:
-        window, end = model.shape.sequence, tokenizer.end_of_document
+        window, end = model.hidden_shape(1)[0], tokenizer.end_of_document
         return continue_tokens(next_logits, ids, window, end, sampling, generators, world.everyone)
 
     generators = sampling.generators()
@@ -214,7 +215,7 @@ def continue_tokens(
         context = torch.cat((context, drawn.unsqueeze(1)), dim=1)[:, -window:]
 
 
-def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
+def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
     """The model of a checkpoint, split over all ranks of the world, and its tokenizer. Collective.
 
     No gradients and no optimizer: the memory is that of the parameters. HpctrainError if the checkpoint
@@ -233,7 +234,7 @@ def load_model(world: World, path: Path) -> tuple[Transformer, Tokenizer]:
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
-    model = Transformer(shape, groups)
+    model = build_model(shape, groups)
     buckets = fill_parts(deck, [model], Replications.whole(mesh), trained=False)
     load(path, world.everyone, model_entries(buckets))
     return model, tokenizer

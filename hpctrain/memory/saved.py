@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.count import bare_model
+from hpctrain.model.build import bare_model
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.saved import Saving, Storage, total
@@ -105,20 +105,19 @@ def activation_bytes(deck: Deck, shape: ModelShape, gpu: bool, recompute: Recomp
     formats = Precision.of(deck)
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
     at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective")
-    (block,) = model.blocks
-    assert model.embedding is not None
+    embedding, block, predictor = model.layers
     waiting, waiting_first, waiting_core = block.waiting(at)
     return ActivationBytes(
         tokens=tokens,
         storages=tuple(block.saved(at)),
         hidden=at.row_features(shape.hidden),
         shared=model.shared_bytes(at),
-        embedding=total(model.embedding.saved(at)),
-        head=total(model.predictor.saved(at)),
+        embedding=total(embedding.saved(at)),
+        head=total(predictor.saved(at)),
         waiting=waiting,
         waiting_first=waiting_first,
         waiting_core=waiting_core,
         block_workspace=block.workspace(at),
-        head_workspace=model.predictor.workspace(at),
+        head_workspace=predictor.workspace(at),
         recompute=recompute,
     )

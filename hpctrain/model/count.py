@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
+from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of, parameter_list
 from hpctrain.model.shape import ModelShape, Recomputed
-from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import ContextForm, LayerGroups
 
 
 @dataclass(frozen=True)
 class ModelCount:
-    """`parameters`: elements of all, without padding. FLOPs are those of one token.
+    """`parameters`: elements of all, without padding. FLOPs are those of one token. `terms` names what layers
+    add to the losses.
 
     `block_forward` is the forward pass of all blocks, `core_forward` the part of it that is not products with
     their matrices: of queries, keys and values.
@@ -26,6 +24,7 @@ class ModelCount:
     flops_per_token: float
     block_forward: float
     core_forward: float
+    terms: tuple[str, ...]
 
     def recomputed_flops_per_token(self, recompute: Recomputed) -> float:
         """FLOPs that recomputation adds to one token's backward pass: the forward pass again.
@@ -50,22 +49,5 @@ def count(shape: ModelShape) -> ModelCount:
         3.0 * forward,
         float(sum(2 * block.matrix_elements + block.core_flops for block in blocks)),
         float(sum(block.core_flops for block in blocks)),
+        tuple(dict.fromkeys(name for layer in model.layers for name in layer.terms)),
     )
-
-
-def bare_model(
-    shape: ModelShape,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
-    context_form: ContextForm = "ring",
-) -> Transformer:
-    """The whole model as the first of so many ranks has it, without memory."""
-    ledger = Ledger()
-    groups = LayerGroups(
-        planned_group(("tensor",), 0, tensor, ledger),
-        planned_group(("context",), 0, context, ledger),
-        sequence_parallel,
-        context_form,
-    )
-    return Transformer(shape, groups)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from hpctrain.model.inputs import Inputs
 from hpctrain.parallel.linear import SplitLinear
-from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 Computed = TypeVar("Computed")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One micro-batch as this rank's model sees it; what layers have to say of it besides goes here.
-
-    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the
-    sequence; `dropout` draws masks, or is None where nothing is dropped.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    dropout: DropoutSource | None = None
 
 
 @dataclass(frozen=True)
@@ -63,20 +51,27 @@ class Layer(nn.Module, ABC):
     """A layer of a part, from which everything about the part is told.
 
     `is_block` says that it is one of those between the first and the last, which backward may compute again;
-    `core_flops` are the FLOPs of a token's forward pass that are not products with its matrices.
+    `core_flops` are the FLOPs of a token's forward pass that are not products with its matrices; `terms`
+    names what it adds to the losses, see Terms.
     """
 
     is_block: ClassVar[bool] = False
     core_flops: int = 0
+    terms: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """What computes together, in the order of the forward pass: of each unit its modules' parameters."""
         yield list(leaves(self))
 
-    @property
+    @cached_property
     def held(self) -> list[Parameter]:
         """The parameters that stand for what the forward pass has there, in its order; see Residency."""
         return [unit[0][0] for unit in self.units()]
+
+    @cached_property
+    def own(self) -> list[Parameter]:
+        """Its parameters."""
+        return own_parameters(self)
 
     @property
     def added_in_forward(self) -> list[Parameter]:
@@ -85,7 +80,7 @@ class Layer(nn.Module, ABC):
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         """What backward tells to be added, in its order, with the parameter that is held meanwhile."""
-        yield self.held[0], own_parameters(self)[::-1]
+        yield self.held[0], self.own[::-1]
 
     @property
     def late(self) -> set[Parameter]:
@@ -101,19 +96,38 @@ class Layer(nn.Module, ABC):
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
 
+    def workspace(self, at: Saving) -> int:  # noqa: ARG002
+        """Bytes that its backward pass, or its loss, needs in passing."""
+        return 0
+
+    def waiting(self, at: Saving) -> tuple[int, int, int]:  # noqa: ARG002
+        """Bytes that weight gradients hold which are computed later; what is there besides before anything
+        of the layer goes, and while the core of its attention is computed again.
+        """
+        return 0, 0, 0
+
 
 class Part(Protocol):
     """A pipeline stage holds one for each chunk. A module that users bring implements this too."""
 
     span: Span
-    layers: tuple[Layer, ...]
     residency: Residency
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """In the order of the forward pass."""
 
     def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`."""
 
+    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
+        """What one of its layers, whose parameters are there, makes of x, as in a pass over all of them."""
+
     def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
         """What `compute` makes of the head and of the last hidden states, on the part that predicts."""
+
+    def shared_bytes(self, at: Saving) -> int:
+        """What autograd saves of what all blocks share."""
 
     def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
         """Shape of what passes from part to part."""
@@ -124,6 +138,16 @@ class Part(Protocol):
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """Those of the layers. Every parameter once."""
+
+
+@torch.no_grad()
+def logits_of(model: Part, tokens: Tensor, last: int = 0) -> Tensor:
+    """Logits [b, s, V] of tokens [b, s] by a whole model, or of the `last` ones alone; without sequence
+    parallelism.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    hidden = model(Inputs(tokens.t().contiguous(), positions))
+    return model.predict(hidden[-last:], VocabularyHead.logits).transpose(0, 1)
 
 
 def blocks_of(part: Part) -> list[Layer]:

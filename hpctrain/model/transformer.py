@@ -7,8 +7,9 @@ that are split over the tensor axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
 from math import prod
 
 import torch
@@ -17,17 +18,38 @@ from torch.nn import functional
 
 from hpctrain.model.attention import Attention, Rotary
 from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.inputs import Inputs
 from hpctrain.model.norm import Norm
-from hpctrain.model.part import Computed, Inputs, Layer, Span, leaves, own_parameters
+from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import apart_bytes
-from hpctrain.parallel.random import DropoutSource, dropout
+from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, chunk_rows, vocabulary_shard
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a layer of a transformer sees of a micro-batch beside hidden states.
+
+    `positions` are those of the rows between split layers; all blocks share `rotary`, where a family has one.
+    """
+
+    inputs: Inputs
+    positions: Tensor
+    rotary: Rotary | None
+
+
+class TransformerLayer(Layer):
+    """A layer that is one step of a pass over hidden states, see Transformer."""
+
+    def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
+        """`self(x, around)`, its parameters there in forward and backward."""
+        return residency.around(self.held[0], partial(self, around=around), x)
 
 
 class PositionEmbedding(nn.Module):
@@ -43,7 +65,7 @@ class PositionEmbedding(nn.Module):
         return x + functional.embedding(positions, self.table).unsqueeze(1)
 
 
-class Embedding(Layer):
+class Embedding(TransformerLayer):
     """Tokens [s, b] -> [s or s/t, b, h], with learned positions where the family has them."""
 
     def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter) -> None:
@@ -58,16 +80,22 @@ class Embedding(Layer):
         """The tokens' rows [V/t, h]."""
         return self.tokens.table
 
-    def forward(self, inputs: Inputs, positions: Tensor) -> Tensor:
-        """Rows of the result stand at `positions`."""
-        x: Tensor = self.tokens(inputs.tokens)
+    def forward(self, tokens: Tensor, around: Surroundings) -> Tensor:
+        """The first hidden states."""
+        x: Tensor = self.tokens(tokens)
         if self.positions is not None:
-            x = self.positions(x, positions)
-        return dropout(x, inputs.dropout, 0, positions, self.probability)
+            x = self.positions(x, around.positions)
+        return dropout(x, around.inputs.dropout, 0, around.positions, self.probability)
+
+    def run(self, x: Tensor, around: Surroundings, residency: Residency) -> Tensor:
+        """See TransformerLayer: backward needs no parameter of it."""
+        with residency.held(self.table):
+            result: Tensor = self(x, around)
+        return result
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         """See Layer."""
-        yield None, own_parameters(self)[::-1]
+        yield None, self.own[::-1]
 
     def saved(self, at: Saving) -> list[Storage]:
         """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
@@ -76,7 +104,7 @@ class Embedding(Layer):
         return [Storage(ids * at.tokens + positions, 8, features=False), *_masks(self, at)]
 
 
-class Block(Layer):
+class Block(TransformerLayer):
     """Attention and feed-forward, each after a norm and with a residual connection."""
 
     is_block = True
@@ -90,18 +118,11 @@ class Block(Layer):
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
         self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
         self.core_flops = self.attention.core_flops
-        self.parameter_tuple = tuple(own_parameters(self))
 
-    @property
-    def unit(self) -> Parameter:
-        """The parameter that stands for the block, see Residency."""
-        return self.attention_norm.weight
-
-    def forward(
-        self, x: Tensor, rotary: Rotary | None, source: DropoutSource | None, positions: Tensor
-    ) -> Tensor:
-        """[s or s/t, b, h], whose rows stand at `positions`, -> the same."""
-        attended = self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
+        """[s or s/t, b, h] -> the same."""
+        source, positions = around.inputs.dropout, around.positions
+        attended = self.attention(self.attention_norm(x), around.rotary)
         x = x + dropout(attended, source, self.site, positions, self.probability)
         expanded = self.feed_forward(self.feed_forward_norm(x))
         return x + dropout(expanded, source, self.site + 1, positions, self.probability)
@@ -113,16 +134,14 @@ class Block(Layer):
         return [*attended, *self.feed_forward_norm.saved(at), hidden, *self.feed_forward.saved(at), *mask]
 
     def workspace(self, at: Saving) -> int:
-        """Bytes in passing: gradients of the hidden states, before and after, and of the widest ones between,
+        """See Layer: gradients of the hidden states, before and after, and of the widest ones between,
         and of their weights.
         """
         widest = sum(self.feed_forward.up.split_sizes)
         return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
 
     def waiting(self, at: Saving) -> tuple[int, int, int]:
-        """Bytes that weight gradients hold which are computed later; what is there besides before anything
-        of the block goes, and while the core of its attention is computed again.
-        """
+        """See Layer."""
         inner, up, down = self.attention.inner, self.feed_forward.up, self.feed_forward.down
         each = sum(layer.waiting(at) for layer in (inner, self.attention.output, up, down))
         whole, masks = at.features(self.hidden).bytes, total(_masks(self, at))
@@ -136,7 +155,7 @@ class Block(Layer):
         return each, whole - masks, whole - gone + again
 
 
-class Predictor(Layer):
+class Predictor(TransformerLayer):
     """Final norm and head; `own` says that the head's table is not another layer's."""
 
     def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter, own: bool) -> None:
@@ -147,11 +166,16 @@ class Predictor(Layer):
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
 
+    def forward(self, x: Tensor, around: Surroundings) -> Tensor:  # noqa: ARG002
+        """The last hidden states, of which the head predicts."""
+        result: Tensor = self.norm(x)
+        return result
+
     def units(self) -> Iterator[list[list[Parameter]]]:
         """See Layer."""
         yield from ([leaf] for leaf in leaves(self))
 
-    @property
+    @cached_property
     def held(self) -> list[Parameter]:
         """See Layer."""
         return [self.norm.weight, self.head.table]
@@ -176,7 +200,7 @@ class Predictor(Layer):
         return [*self.norm.saved(at), at.features(*self.norm.size)]
 
     def workspace(self, at: Saving) -> int:
-        """Bytes in passing: logits and their gradients, of a chunk of tokens and of the one before."""
+        """See Layer: logits and their gradients, of a chunk of tokens and of the one before."""
         rows, hidden = self.head.table.shape
         logits = 2 * chunk_rows(at.tokens, rows) * rows
         converted = at.itemsize if at.itemsize < 4 else 0
@@ -187,7 +211,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm and head, or the piece of these that `span` says: a Part.
 
     Its parameters are without memory until bucketed. `table` is the embedding's table where another chunk
-    of the same stage holds it and the two are tied.
+    of the same stage holds it and the two are tied; then that of the part that embeds.
     """
 
     def __init__(
@@ -201,7 +225,7 @@ class Transformer(nn.Module):
         self.shape, self.groups = shape, groups
         self.residency = Residency()
         self.span = span if span is not None else Span.whole(shape.layers)
-        layers: list[Layer] = []
+        layers: list[TransformerLayer] = []
         if self.span.embeds:
             table = self._table("embedding.tokens.weight", shape.tied)
             layers.append(Embedding(shape, groups, table))
@@ -216,6 +240,7 @@ class Transformer(nn.Module):
                 # Lookup and head of one stage's two chunks add in an order that the schedule decides.
                 table.apart = not self.span.embeds
             layers.append(Predictor(shape, groups, table, own))
+        self.table = table
         self.layers = tuple(layers)
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
@@ -226,16 +251,6 @@ class Transformer(nn.Module):
         if tied:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
         return Parameter(shard)
-
-    @property
-    def embedding(self) -> Embedding | None:
-        """The first layer, on the part that embeds."""
-        return next((layer for layer in self.layers if isinstance(layer, Embedding)), None)
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks of this part."""
-        return [layer for layer in self.layers if isinstance(layer, Block)]
 
     @property
     def predictor(self) -> Predictor:
@@ -249,31 +264,35 @@ class Transformer(nn.Module):
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
-
-        The part that predicts ends with the final norm.
-        """
-        positions = self._local(inputs.positions)
-        embedding = self.embedding
-        if embedding is not None:
-            with self.residency.held(embedding.table):
-                x: Tensor = embedding(inputs, positions)
-        else:
-            assert hidden is not None
-            x = hidden
-        rotary = None
-        if self.shape.family == "llama":
-            rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, x.dtype)
-        passes = []
-        for block in self.blocks:
-            compute = partial(block, rotary=rotary, source=inputs.dropout, positions=positions)
-            around = partial(self.residency.around, block.unit, compute)
-            passes.append(LayerPass(around, block.parameter_tuple))
-        x = self.groups.saved_policy.run(passes, x, rotary.tables if rotary is not None else ())
-        if self.span.predicts:
-            norm = self.predictor.norm
-            x = self.residency.around(norm.weight, norm, x)
+        """See Part. The one that predicts ends with the final norm."""
+        around = self._surroundings(inputs)
+        shared = around.rotary.tables if around.rotary is not None else ()
+        x = inputs.tokens if hidden is None else hidden
+        for is_block, layers in groupby(self.layers, lambda layer: layer.is_block):
+            passes = [LayerPass(partial(self._run, layer, around), layer.own) for layer in layers]
+            if is_block:
+                x = self.groups.saved_policy.run(passes, x, shared)
+            else:
+                for each in passes:
+                    x = each.compute(x)
         return x
+
+    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
+        """See Part."""
+        result: Tensor = layer(x, self._surroundings(inputs))
+        return result
+
+    def _run(self, layer: TransformerLayer, around: Surroundings, x: Tensor) -> Tensor:
+        return layer.run(x, around, self.residency)
+
+    def _surroundings(self, inputs: Inputs) -> Surroundings:
+        tensor, rotary = self.groups.tensor, None
+        rows = inputs.positions
+        if self.groups.sequence_parallel:
+            rows = rows.chunk(tensor.size)[tensor.rank]
+        if self.shape.family == "llama":
+            rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, self.dtype)
+        return Surroundings(inputs, rows, rotary)
 
     def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
         """See Part."""
@@ -282,7 +301,7 @@ class Transformer(nn.Module):
             return compute(head, hidden)
 
     def shared_bytes(self, at: Saving) -> int:
-        """What all blocks save together: the tables of a Rotary."""
+        """See Part: the tables of a Rotary."""
         rotary = 2 * at.itemsize * at.tokens // at.micro_size * self.shape.head_size
         return rotary if self.shape.family == "llama" else 0
 
@@ -296,18 +315,6 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """See Part."""
         return self.layers[0].held[0].dtype
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor, last: int = 0) -> Tensor:
-        """Logits [b, s, V] of tokens [b, s], or of the `last` ones alone; without sequence parallelism."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self(Inputs(tokens.t().contiguous(), positions))
-        return self.predict(hidden[-last:], VocabularyHead.logits).transpose(0, 1)
-
-    def _local(self, positions: Tensor) -> Tensor:
-        """The positions of this rank's rows between the split layers."""
-        tensor = self.groups.tensor
-        return positions.chunk(tensor.size)[tensor.rank] if self.groups.sequence_parallel else positions
 
 
 def _masks(layer: Embedding | Block, at: Saving) -> list[Storage]:

@@ -1,12 +1,12 @@
 """What an objective is: all that the step, the executor and the log know of it.
 
-Terms that layers add to the loss belong in the record that travels with the inputs (model's Inputs), which
-recomputation and every schedule hand to the layers again; the objective adds them to its sum.
+Terms that layers add to the losses are in the record that travels with the inputs (model's Terms): they have
+gradients and figures of their own, beside the objective's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,6 @@ class Objective(Protocol):
         """
 
 
-def make_figures(objective: Objective, sums: list[float], count: int) -> dict[str, float]:
-    """The figures of all ranks' sums."""
-    return {name: value / max(1, count) for name, value in zip(objective.figures, sums, strict=True)}
+def make_figures(names: Sequence[str], sums: Sequence[float], count: int) -> dict[str, float]:
+    """Figures of all ranks' sums."""
+    return {name: value / max(1, count) for name, value in zip(names, sums, strict=True)}

@@ -20,7 +20,8 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
-from hpctrain.model.part import Inputs, Part
+from hpctrain.model.inputs import Inputs, Terms
+from hpctrain.model.part import Part
 from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_piece
@@ -56,7 +57,7 @@ class PreparedBatch:
         def piece(batch: Tensor) -> Tensor:
             return context_piece(batch.to(positions.device, non_blocking=True), positions)
 
-        inputs = Inputs(piece(micro.tokens), positions, dropout)
+        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(scale))
         return PreparedBatch(inputs, objective.losses(micro, scale, piece))
 
 
@@ -72,24 +73,33 @@ class Message:
 class Executor:
     """Runs schedules on this rank's stage; `ledger.phase` says which phase communication belongs to.
 
-    `models` are the stage's parts, by chunk. A schedule of one stage needs no messages.
+    `models` are the stage's parts, by chunk; `figures` and `terms` name what objective and layers sum up. A
+    schedule of one stage needs no messages.
     """
 
     def __init__(
-        self, models: Sequence[Part], group: Group, queue: WeightGradientQueue, ledger: Ledger
+        self,
+        models: Sequence[Part],
+        group: Group,
+        queue: WeightGradientQueue,
+        ledger: Ledger,
+        figures: Sequence[str] = ("loss",),
+        terms: Sequence[str] = (),
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
+        self.figures, self.terms = figures, terms
 
-    def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor | None:
+    def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
         """Forward and backward of all micro-batches.
 
-        The sums of the objective's figures, fp64 [k], on the stage that predicts; None on the others.
-        Gradients are added to the parameters' buffers. Nothing waits for the device.
+        The sums of the objective's figures, zero but on the stage that predicts, and of the terms of this
+        stage's layers: fp64 [figures + terms]. Gradients are added to the parameters' buffers. Nothing waits
+        for the device.
         """
         with torch.enable_grad():
             return _Pass(self, schedule, micro_batches).run()
 
-    def evaluate(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor | None:
+    def evaluate(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
         """Forward only, by a schedule without backward actions; as `run`."""
         with torch.no_grad():
             return _Pass(self, schedule, micro_batches).run()
@@ -107,9 +117,11 @@ class _Pass:
         self.local: dict[Message, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
         self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
-        self.total: Tensor | None = None
+        self.figures = torch.zeros(
+            len(executor.figures), dtype=torch.float64, device=micro_batches[0].inputs.tokens.device
+        )
 
-    def run(self) -> Tensor | None:
+    def run(self) -> Tensor:
         ledger, training = self.executor.ledger, torch.is_grad_enabled()
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
@@ -126,7 +138,15 @@ class _Pass:
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"
-        return self.total
+        return torch.cat((self.figures, self._terms()))
+
+    def _terms(self) -> Tensor:
+        """Sums of what layers have added."""
+        names = self.executor.terms
+        sums = self.figures.new_zeros(len(names))
+        for batch in self.micro_batches:
+            batch.inputs.terms.add_to(sums, names)
+        return sums
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Do an action on what it needs from another part; what the next part needs of it."""
@@ -144,8 +164,7 @@ class _Pass:
         key = (action.chunk, action.micro_batch)
         if self.schedule.part(self.stage, action.chunk) == self.last:
             losses = model.predict(model(batch.inputs, hidden), batch.losses)
-            added = torch.stack([figure.double() for figure in losses.figures])
-            self.total = added if self.total is None else self.total + added
+            self.figures += torch.stack([figure.double() for figure in losses.figures])
             if losses.total.requires_grad:
                 self.ends[key] = (hidden, End(losses.total))
             return None

@@ -1,4 +1,4 @@
-"""Which blocks each part of a pipeline holds, and these parts."""
+"""Which blocks each part of a pipeline holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from hpctrain.model.part import Span
-from hpctrain.model.shape import ModelShape
-from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 
 _ROUNDING = 1e-9
@@ -89,18 +86,3 @@ def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span
         tied = stages.index(stage) if part in {0, last} else 0
         spans.append(Span(ends[part] - counts[part], ends[part], part == 0, part == last, tied, len(stages)))
     return spans
-
-
-def build_parts(
-    shape: ModelShape, groups: LayerGroups, schedule: Schedule, counts: Sequence[int], stage: int
-) -> list[Transformer]:
-    """The parts of the model that one stage holds, by chunk; `counts` are the blocks of every part.
-
-    Tied embeddings of one stage are one table.
-    """
-    models: list[Transformer] = []
-    for span in spans_of(schedule, counts, stage):
-        embedding = next((model.embedding for model in models if model.embedding is not None), None)
-        table = embedding.table if embedding is not None else None
-        models.append(Transformer(shape, groups, span, table))
-    return models

@@ -14,13 +14,14 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
 from hpctrain.memory.recompute import Recompute, segment_size
+from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
 from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import build_parts
+from hpctrain.pipeline.split import spans_of
 
 
 def plan_stage(
@@ -37,7 +38,7 @@ def plan_stage(
     """
     groups = make_groups(deck, mesh, Recompute(deck.memory.recompute))
     with META:
-        models = build_parts(shape, groups, schedule, split, number)
+        models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)
         return build_stage(deck, groups, models, make_replications(deck, mesh))
 

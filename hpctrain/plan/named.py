@@ -43,7 +43,7 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
 
 
 def _frozen(deck: Deck) -> Iterator[Problem]:
-    from hpctrain.model.count import bare_model
+    from hpctrain.model.build import bare_model
     from hpctrain.model.frozen import freeze_parameters, frozen_problems
     from hpctrain.model.shape import ModelShape
 

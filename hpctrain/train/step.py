@@ -33,7 +33,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on all ranks: the objective's figures by name, norm before clipping."""
+    """One step, the same on all ranks: figures of objective and layers by name, norm before clipping."""
 
     figures: dict[str, float]
     grad_norm: float
@@ -54,8 +54,14 @@ class Step:
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
+        self.figures = (*engine.objective.figures, *engine.terms)
         self.executor = Executor(
-            engine.models, engine.mesh.group("pipeline"), engine.groups.weight_gradients, engine.world.ledger
+            engine.models,
+            engine.mesh.group("pipeline"),
+            engine.groups.weight_gradients,
+            engine.world.ledger,
+            engine.objective.figures,
+            engine.terms,
         )
 
     def __call__(
@@ -94,8 +100,8 @@ class Step:
         state.skipped += not finite
         return StepResult(figures, norm, rate, batch, tokens, not finite)
 
-    def evaluate(self, batches: Batches, sequences: int) -> float:
-        """Loss in nats per token of the first `sequences` sequences, the same on all ranks."""
+    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
+        """Figures of the first `sequences` sequences, the same on all ranks."""
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -106,13 +112,10 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
             sums = self.executor.evaluate(forward, prepared)
-        objective, device = self.engine.objective, self.engine.world.device
-        total = torch.zeros(len(objective.figures), dtype=torch.float64, device=device)
-        if sums is not None and self.engine.replications.speaks:
-            total += sums
-        figures = make_figures(objective, self.engine.world.everyone.all_reduce(total).tolist(), tokens)
+        total = sums if self.engine.replications.speaks else torch.zeros_like(sums)
+        figures = make_figures(self.figures, self.engine.world.everyone.all_reduce(total).tolist(), tokens)
         ledger.phase = "other"
-        return figures["loss"]
+        return figures
 
     def read(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch]:
         """All of them; what one rank cannot read, or must not trust, is an error on all ranks."""
@@ -141,15 +144,13 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, sums: Tensor | None, tokens: int) -> tuple[dict[str, float], float]:
+    def agree(self, sums: Tensor, tokens: int) -> tuple[dict[str, float], float]:
         """Figures and unscaled gradient norm of the whole step, by one small all-reduce."""
         engine = self.engine
         square = local_square_norm(engine.buckets)
-        parts = torch.zeros(len(engine.objective.figures) + 1, dtype=torch.float64, device=square.device)
-        if sums is not None and engine.replications.speaks:
-            parts[:-1] = sums
-        parts[-1] = square
+        counted = sums if engine.replications.speaks else torch.zeros_like(sums)
+        parts = torch.cat((counted, square.unsqueeze(0)))
         *totals, total = engine.world.everyone.all_reduce(parts).tolist()
         # In single precision no layout's order of the sum shows.
         norm = float(np.sqrt(np.float32(total))) if total >= 0 else total
-        return make_figures(engine.objective, totals, tokens), norm / engine.loss_scale.value
+        return make_figures(self.figures, totals, tokens), norm / engine.loss_scale.value

@@ -26,7 +26,7 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
-from hpctrain.model.count import bare_model
+from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard

@@ -61,7 +61,7 @@ class Evaluation(Hook):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
-        done.validation = self.step.evaluate(self.batches, self.run.evaluate_sequences)
+        done.validation = self.step.evaluate(self.batches, self.run.evaluate_sequences)["loss"]
         self.pace.evaluation = time.perf_counter() - started
 
 

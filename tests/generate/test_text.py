@@ -18,6 +18,7 @@ from hpctrain.deck.read import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.generate.text import Sampling, TextStream, continue_tokens, generate, load_model
+from hpctrain.model.part import blocks_of, logits_of
 from hpctrain.model.transformer import Transformer
 from tests.engines import LLAMA, small_deck
 
@@ -163,7 +164,7 @@ def test_greedy_is_the_argmax_of_the_logits(
     trained = make_checkpoint(alone, tmp_path / "a.h5", *family, f"precision.compute={compute}")
     ids = BYTES.encode("def ")
     for _ in range(GREEDY.tokens):  # 44 tokens do not fit into the window of 32
-        token = int(trained.logits(torch.tensor([ids[-32:]]))[0, -1, : BYTES.vocabulary].argmax())
+        token = int(logits_of(trained, torch.tensor([ids[-32:]]))[0, -1, : BYTES.vocabulary].argmax())
         if token == END:
             break
         ids.append(token)
@@ -202,10 +203,10 @@ def test_padding_of_the_vocabulary_is_never_drawn(world: World, tmp_path: Path) 
     alone, path = world.alone(), tmp_path / "a.h5"
 
     def favour_padding(model: Transformer) -> None:
-        model.predictor.head.table.data[BYTES.vocabulary :] *= 10
+        model.layers[-1].head.table.data[BYTES.vocabulary :] *= 10
 
     trained = make_checkpoint(alone, path, change=favour_padding)
-    logits = trained.logits(torch.tensor([BYTES.encode("x")]))[0, -1]
+    logits = logits_of(trained, torch.tensor([BYTES.encode("x")]))[0, -1]
     assert int(logits.argmax()) >= BYTES.vocabulary
     likely = int(logits[: BYTES.vocabulary].argmax())
     assert texts(alone, path, "x", Sampling(1, 0.0)) == [BYTES.decode([*b"x", likely]) + "\n"]
@@ -214,7 +215,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(world: World, tmp_path: Path) 
 def test_an_empty_prompt_begins_a_document(world: World, tmp_path: Path) -> None:
     alone, path = world.alone(), tmp_path / "a.h5"
     trained = make_checkpoint(alone, path)
-    first = int(trained.logits(torch.tensor([[END]]))[0, -1, :257].argmax())
+    first = int(logits_of(trained, torch.tensor([[END]]))[0, -1, :257].argmax())
     assert texts(alone, path, "", Sampling(tokens=1, temperature=0.0)) == [BYTES.decode([first]) + "\n"]
 
 
@@ -313,7 +314,7 @@ def test_ranks_give_the_text_of_one(world: World, mpi_tmp_path: Path, family: tu
     expected = texts(world.alone(), path, "def ", greedy)
     assert shown == (expected if world.rank == 0 else [])
     model, _ = load_model(world, path)
-    assert model.blocks[0].feed_forward.down.weights[0].shape[1] * world.size in (48, 128)
+    assert blocks_of(model)[0].feed_forward.down.weights[0].shape[1] * world.size in (48, 128)
     drawn = Sampling(tokens=6, samples=2)  # the seed is rank 0's own
     assert len(texts(world, path, "", drawn)) == (2 if world.rank == 0 else 0)
 

@@ -74,7 +74,7 @@ def saved_bytes(training: Trainer) -> list[int]:
     found = []
     for model in engine.models:
         hidden = None
-        if model.embedding is None:
+        if not model.span.embeds:
             dtype = next(model.parameters()).dtype
             hidden = torch.randn(model.hidden_shape(micro)).to(dtype).requires_grad_()
         with LiveActivations(lambda: parameters) as saved:

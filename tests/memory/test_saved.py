@@ -8,6 +8,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from tests.engines import small_deck, trainer
@@ -40,11 +42,11 @@ def test_bytes_of_a_layer_are_those_of_the_formula(world: World, dropout: float,
     shape, micro = engine.shape, 2
     rows = shape.sequence // tensor if local else shape.sequence
     x = torch.randn(rows, micro, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
-    positions = torch.arange(rows)
-    source = DropoutSource(0, 0, torch.arange(micro), positions) if dropout else None
+    source = DropoutSource(0, 0, torch.arange(micro), engine.positions) if dropout else None
+    inputs = Inputs(torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source)
     values = [bucket.values for bucket in engine.buckets if bucket.values is not None]
     with LiveActivations(lambda: values) as saved:
-        engine.model.blocks[0](x, None, source, positions)
+        engine.model.run_layer(blocks_of(engine.model)[0], inputs, x)
     expected = gpt_activation_bytes(shape, micro, tensor, local)
     assert saved.peak == expected + statistics_bytes(shape, micro, tensor, local)
     sbh = shape.sequence * micro * shape.hidden

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
+from hpctrain.model.part import blocks_of
 from hpctrain.parallel.linear import Rows
 from hpctrain.parallel.product import joined
 from hpctrain.parallel.weight_grad import WeightGradientQueue, compute_all
@@ -45,7 +46,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
 
 def test_several_outputs_are_one_product(world: World) -> None:
     run = trainer(world.alone(), small_deck(*LLAMA))
-    inner = run.engine.model.blocks[0].attention.inner
+    inner = blocks_of(run.engine.model)[0].attention.inner
     whole = inner.product.weight()
     assert whole.shape == (32 + 2 * 8, 32)
     assert whole.data_ptr() == inner.weights[0].data_ptr()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
-from hpctrain.model.part import Inputs, Part
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import Part
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.parallel.weight_grad import WeightGradientQueue

@@ -9,6 +9,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
+from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.replication import Replications
@@ -22,7 +23,7 @@ def test_a_replica_that_differs_is_named(world: World) -> None:
     check_replicas(engine.buckets, world.everyone)
     if world.rank == 1:
         with torch.no_grad():
-            engine.model.blocks[1].feed_forward.down.weights[0][3, 5] += 1e-6
+            blocks_of(engine.model)[1].feed_forward.down.weights[0][3, 5] += 1e-6
     with pytest.raises(HpctrainError) as caught:
         check_replicas(engine.buckets, world.everyone)
     assert len(caught.value.problems) == 1
@@ -34,7 +35,7 @@ def test_whole_tensors_are_compared_over_the_tensor_axis(world: World) -> None:
     engine = trainer(world, small_deck(f"layout.tensor={world.size}")).engine
     if world.rank == 1:
         with torch.no_grad():
-            engine.model.predictor.norm.weight[0] += 1e-6
+            engine.model.layers[-1].norm.weight[0] += 1e-6
     with pytest.raises(HpctrainError, match=r"final_norm\.weight"):
         check_replicas(engine.buckets, world.everyone)
 
@@ -46,7 +47,7 @@ def test_heads_that_tensor_ranks_share_are_compared_over_those(world: World) -> 
     check_replicas(engine.buckets, world.everyone)
     if world.rank == 1:
         with torch.no_grad():
-            engine.model.blocks[1].attention.inner.weights[1][0, 0] += 1e-6
+            blocks_of(engine.model)[1].attention.inner.weights[1][0, 0] += 1e-6
     with pytest.raises(HpctrainError) as caught:
         check_replicas(engine.buckets, world.everyone)
     assert len(caught.value.problems) == 1

@@ -13,6 +13,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
+from hpctrain.model.part import blocks_of
 from hpctrain.sharding.bucket import ALIGNMENT, Bucket
 from tests.engines import LLAMA, Trainer, reference, shared_losses, small_deck, trainer
 
@@ -132,7 +133,7 @@ def test_blocks_that_stay_gathered_change_nothing_but_the_traffic(world: World) 
 def test_a_block_needed_twice_in_a_row_is_gathered_once(world: World) -> None:
     """From the second step of a kind on, whose order is known: three gathers instead of four."""
     engine = trainer(world, small_deck("layout.zero=3")).engine
-    first, second = (block.unit for block in engine.model.blocks)
+    first, second = (block.held[0] for block in blocks_of(engine.model))
     moved = []
     for _ in range(2):
         world.ledger.reset()

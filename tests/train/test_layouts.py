@@ -20,6 +20,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
+from hpctrain.model.part import logits_of
 from hpctrain.parallel.linear import RowLinear
 from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
 from tests.engines import LLAMA, reference, shared_losses, small_deck, trainer
@@ -230,7 +231,7 @@ def test_padding_of_the_vocabulary_is_never_predicted(world: World) -> None:
     deck = small_deck("layout.tensor=2", "model.tied=false")
     run = trainer(world, deck)
     run.train(3)
-    logits = run.engine.model.logits(torch.zeros(1, 4, dtype=torch.int64))
+    logits = logits_of(run.engine.model, torch.zeros(1, 4, dtype=torch.int64))
     assert logits.shape == (1, 4, 61)
     for name in ("embedding.tokens.weight", "head.weight"):
         rows = run.parameters()[name]
@@ -245,7 +246,7 @@ def test_tied_embeddings_stay_tied(world: World) -> None:
     run = trainer(world, small_deck("layout.tensor=2"))
     run.train(2)
     model = run.engine.model
-    assert model.predictor.head.table is model.embedding.table
+    assert model.layers[-1].head.table is model.layers[0].table
     assert "head.weight" not in run.parameters()
 
 

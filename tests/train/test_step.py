@@ -12,6 +12,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import InputOutputError
+from hpctrain.model.part import logits_of
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import PreparedBatch
 from tests.engines import small_deck, trainer
@@ -95,14 +96,14 @@ def test_evaluation_is_the_mean_over_tokens_and_changes_nothing(world: World) ->
     run = trainer(world, small_deck("model.dropout=0.3"))
     before = {name: values.clone() for name, values in run.parameters().items()}
     source = SyntheticSource(32, 61, count=7, seed=9, masked=0.3)
-    loss = run.step.evaluate(Batches(source, 0), 100)
+    loss = run.step.evaluate(Batches(source, 0), 100)["loss"]
     # Untrained and with small random logits, every token is nearly as likely as any other.
     assert loss == pytest.approx(math.log(61), rel=0.1)
-    again = run.step.evaluate(Batches(source, 0), 7)
+    again = run.step.evaluate(Batches(source, 0), 7)["loss"]
     assert again == loss
     for name, values in run.parameters().items():
         assert torch.equal(values, before[name])
-    logits = run.engine.model.logits(torch.stack([source.sequence(i)[0] for i in range(7)]))
+    logits = logits_of(run.engine.model, torch.stack([source.sequence(i)[0] for i in range(7)]))
     targets = torch.stack([source.sequence(i)[1] for i in range(7)])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     assert loss == pytest.approx(float(expected), rel=1e-5)

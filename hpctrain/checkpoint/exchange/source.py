@@ -37,7 +37,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.model.count import bare_model
+from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 

@@ -31,6 +31,7 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.model.part import logits_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Shard
@@ -131,7 +132,7 @@ def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_pat
     import_model(world, theirs, tmp_path / "model.h5")
     with torch.no_grad():
         expected = model(TOKENS).logits
-        logits = our_model(tmp_path / "model.h5", world).logits(TOKENS)
+        logits = logits_of(our_model(tmp_path / "model.h5", world), TOKENS)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
         told = export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
@@ -197,7 +198,7 @@ def test_what_a_layout_saved_is_what_transformers_computes(
             assert torch.equal(tensor.to(rounded[name].dtype), rounded[name]), name
         import_model(world.alone(), mpi_tmp_path / "single", mpi_tmp_path / "again.h5")
         with torch.no_grad():
-            logits = our_model(path if not half else mpi_tmp_path / "again.h5", world).logits(TOKENS)
+            logits = logits_of(our_model(path if not half else mpi_tmp_path / "again.h5", world), TOKENS)
             torch.testing.assert_close(logits, exact(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -247,7 +248,7 @@ def test_files_of_the_first_gpt2_and_of_older_llamas(world: World, tmp_path: Pat
     change(old, {"architectures": None, "tie_word_embeddings": None, "n_inner": None})
     import_model(world, old, tmp_path / "old.h5")
     with torch.no_grad():
-        logits = our_model(tmp_path / "old.h5", world).logits(TOKENS)
+        logits = logits_of(our_model(tmp_path / "old.h5", world), TOKENS)
         torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
     older = saved(reference("llama", rope_theta=77.0), tmp_path / "older")

@@ -1,0 +1,69 @@
+"""What goes into a model, and what its layers have to say besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.random import DropoutSource
+
+
+class Terms:
+    """What layers add to the losses of one micro-batch, as a mixture of experts does to balance its load.
+
+    They go the way of the inputs: every part of the model meets the same record, and so does a layer that is
+    computed again, whose term is in the figures once all the same. `scale` is the factor of all losses in the
+    gradient.
+    """
+
+    def __init__(self, scale: Tensor | None = None) -> None:
+        self._scale = scale
+        self._values: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, x: Tensor, name: str, layer: str, value: Tensor) -> Tensor:
+        """`x`, whose backward pass adds the gradient of `value` too.
+
+        `value`, 0-dim: a sum over the micro-batch's tokens on this rank, as losses are, the same on all ranks
+        that compute on the same tokens. `layer` tells it from those of other layers with that `name`.
+        """
+        self._values[name, layer] = value.detach()
+        if self._scale is None or not value.requires_grad:
+            return x
+        result: Tensor = _WithTerm.apply(x, value, self._scale)
+        return result
+
+    def add_to(self, sums: Tensor, names: Sequence[str]) -> None:
+        """Add to `sums`, fp64 [names], what layers have added so far."""
+        for (name, _), value in self._values.items():
+            sums[names.index(name)] += value
+
+
+class _WithTerm(torch.autograd.Function):
+    """x, beside whose gradient goes that of a term: the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale.to(value.dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.scale, None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch as this rank's model sees it.
+
+    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the sequence;
+    `dropout` draws masks, or is None where nothing is dropped; `terms` takes what layers add to the losses.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    dropout: DropoutSource | None = None
+    terms: Terms = field(default_factory=Terms)
