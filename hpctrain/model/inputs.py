@@ -16,21 +16,20 @@ class Terms:
     """What layers add to the losses of one micro-batch, as a mixture of experts does to balance its load.
 
     They go the way of the inputs: every part of the model meets the same record, and so does a layer that is
-    computed again, whose term is in the figures once all the same. `scale` is the factor of all losses in the
-    gradient.
+    computed again, whose term is in the figures once all the same. `scale` is their factor in the gradient.
     """
 
     def __init__(self, scale: Tensor | None = None) -> None:
         self._scale = scale
         self._values: dict[tuple[str, str], Tensor] = {}
 
-    def add(self, x: Tensor, name: str, layer: str, value: Tensor) -> Tensor:
+    def add(self, x: Tensor, name: str, layer: str, value: Tensor, counted: bool = True) -> Tensor:
         """`x`, whose backward pass adds the gradient of `value` too.
 
-        `value`, 0-dim: a sum over the micro-batch's tokens on this rank, as losses are, the same on all ranks
-        that compute on the same tokens. `layer` tells it from those of other layers with that `name`.
+        `value`, 0-dim: this rank's part of a sum over the micro-batch's tokens; where several ranks have the
+        same, one of them is `counted`. `layer` tells it from those of other layers with that `name`.
         """
-        self._values[name, layer] = value.detach()
+        self._values[name, layer] = value.detach() * counted
         if self._scale is None or not value.requires_grad:
             return x
         result: Tensor = _WithTerm.apply(x, value, self._scale)

@@ -48,16 +48,17 @@ class PreparedBatch:
         scale: Tensor,
         positions: Tensor,
         dropout: DropoutSource | None,
+        terms_scale: Tensor | None = None,
     ) -> PreparedBatch:
         """That of this rank, which holds `positions` [s/c] of the sequences, on their device.
 
-        `scale` is the factor of the losses in the gradient.
+        `scale` is the factor of the objective's losses in the gradient, `terms_scale` that of layers' terms.
         """
 
         def piece(batch: Tensor) -> Tensor:
             return context_piece(batch.to(positions.device, non_blocking=True), positions)
 
-        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(scale))
+        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale))
         return PreparedBatch(inputs, objective.losses(micro, scale, piece))
 
 
@@ -92,9 +93,9 @@ class Executor:
     def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
         """Forward and backward of all micro-batches.
 
-        The sums of the objective's figures, zero but on the stage that predicts, and of the terms of this
-        stage's layers: fp64 [figures + terms]. Gradients are added to the parameters' buffers. Nothing waits
-        for the device.
+        This rank's sums of the objective's figures, zero but on the stage that predicts, and of the terms of
+        its layers: fp64 [figures + terms]. Gradients are added to the parameters' buffers. Nothing waits for
+        the device.
         """
         with torch.enable_grad():
             return _Pass(self, schedule, micro_batches).run()

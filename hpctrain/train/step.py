@@ -54,7 +54,6 @@ class Step:
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
-        self.figures = (*engine.objective.figures, *engine.terms)
         self.executor = Executor(
             engine.models,
             engine.mesh.group("pipeline"),
@@ -77,15 +76,22 @@ class Step:
         micro_batches = self.read(self.batches.step(state.samples, batch, *share))
         tokens = self.count(micro_batches)
         scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
+        terms_scale = torch.tensor(
+            engine.loss_scale.value / self.seen(len(micro_batches)), device=engine.world.device
+        )
         prepared = [
-            self.prepare(micro, scale, self.dropout_source(state, index))
+            self.prepare(micro, scale, self.dropout_source(state, index), terms_scale)
             for index, micro in enumerate(micro_batches)
         ]
         engine.synchronizer.start(len(prepared))
         with engine.residency.step(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
-        figures, norm = self.agree(sums, tokens)
+        totals = self.agree(torch.cat((sums, local_square_norm(engine.buckets).unsqueeze(0))))
+        figures = self.figures_of(totals, tokens, len(prepared))
+        # In single precision no layout's order of the sum shows.
+        norm = float(np.sqrt(np.float32(totals[-1]))) if totals[-1] >= 0 else totals[-1]
+        norm /= engine.loss_scale.value
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), norm)))
         rate = engine.learning_rate.at(state.step, batch)
@@ -112,8 +118,7 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
             sums = self.executor.evaluate(forward, prepared)
-        total = sums if self.engine.replications.speaks else torch.zeros_like(sums)
-        figures = make_figures(self.figures, self.engine.world.everyone.all_reduce(total).tolist(), tokens)
+        figures = self.figures_of(self.agree(sums), tokens, len(prepared))
         ledger.phase = "other"
         return figures
 
@@ -129,10 +134,21 @@ class Step:
         data = self.engine.mesh.group("data")
         return int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
 
-    def prepare(self, micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
+    def seen(self, micro_batches: int) -> int:
+        """Tokens of so many micro-batches of all data ranks, whether they are to be predicted or not."""
+        engine = self.engine
+        return micro_batches * self.micro_size * engine.shape.sequence * engine.mesh.size("data")
+
+    def prepare(
+        self,
+        micro: MicroBatch,
+        scale: Tensor,
+        dropout: DropoutSource | None,
+        terms_scale: Tensor | None = None,
+    ) -> PreparedBatch:
         """This rank's piece of a micro-batch, on the device."""
         engine = self.engine
-        return PreparedBatch.of(micro, engine.objective, scale, engine.positions, dropout)
+        return PreparedBatch.of(micro, engine.objective, scale, engine.positions, dropout, terms_scale)
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
@@ -144,13 +160,22 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, sums: Tensor, tokens: int) -> tuple[dict[str, float], float]:
-        """Figures and unscaled gradient norm of the whole step, by one small all-reduce."""
+    def agree(self, sums: Tensor) -> list[float]:
+        """The executor's sums, and what follows them, over all ranks, by one small all-reduce.
+
+        Of those that compute on the same tokens, and so have the same figures, one counts.
+        """
+        if not self.engine.replications.speaks:
+            sums = sums.clone()
+            sums[: len(self.engine.objective.figures)] = 0
+        totals: list[float] = self.engine.world.everyone.all_reduce(sums).tolist()
+        return totals
+
+    def figures_of(self, totals: Sequence[float], tokens: int, micro_batches: int) -> dict[str, float]:
+        """Figures of all ranks' sums: the objective's of a predicted token, layers' terms of any token."""
         engine = self.engine
-        square = local_square_norm(engine.buckets)
-        counted = sums if engine.replications.speaks else torch.zeros_like(sums)
-        parts = torch.cat((counted, square.unsqueeze(0)))
-        *totals, total = engine.world.everyone.all_reduce(parts).tolist()
-        # In single precision no layout's order of the sum shows.
-        norm = float(np.sqrt(np.float32(total))) if total >= 0 else total
-        return make_figures(self.figures, totals, tokens), norm / engine.loss_scale.value
+        own = len(engine.objective.figures)
+        figures = make_figures(engine.objective.figures, totals[:own], tokens)
+        return figures | make_figures(
+            engine.terms, totals[own : own + len(engine.terms)], self.seen(micro_batches)
+        )

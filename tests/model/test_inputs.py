@@ -27,7 +27,8 @@ class TermBlock(Block):
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
         x = super().forward(x, around)
         value = WEIGHT * self.site * x.float().square().mean(-1).sum()
-        return around.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value)
+        counted = self.feed_forward.up.groups.tensor.rank == 0  # on the same tokens as its neighbours
+        return around.inputs.terms.add(x, "size", self.feed_forward_norm.weight.shard.name, value, counted)
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,11 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     moments = [moment["exp_avg"].clone() for moment in run.engine.optimizer.states]
     prepare = run.step.prepare
 
-    def spoiled(micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None) -> PreparedBatch:
+    def spoiled(
+        micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None, terms_scale: Tensor
+    ) -> PreparedBatch:
         bad = scale * float("nan") if world.rank == world.size - 1 else scale
-        return prepare(micro, bad, dropout)
+        return prepare(micro, bad, dropout, terms_scale)
 
     run.step.prepare = spoiled  # type: ignore[method-assign]
     result = run.train(1)[0]
