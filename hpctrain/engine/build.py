@@ -17,7 +17,7 @@ from hpctrain.engine.offload import Offload, make_optimizer, open_offload
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
+from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
@@ -54,7 +54,7 @@ class Arrangement:
 
 
 @dataclass
-class Engine(Stage):
+class Engine(TrainedStage):
     """Everything that computes: model, gradients, optimizer, on one mesh.
 
     `terms` names what layers add to the losses; `schedule` is the pipeline schedule of the deck's batch.
@@ -152,7 +152,7 @@ def assemble(
     replications = make_replications(deck, mesh)
     offload = open_offload(deck, world, models, replications, precision.storage)
     with world.agreement():
-        stage = build_stage(deck, groups, models, replications, offload.parameters)
+        stage = build_trained_stage(deck, groups, models, replications, offload.parameters)
         optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, world.agreement)
     _initialize(world, shape, optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:

@@ -1,19 +1,23 @@
-"""What a rank of a pipeline stage trains, built in one way for a run and, without memory, for a plan."""
+"""What a rank holds of a pipeline stage, built in one way for a run and, without memory, for a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from hpctrain.checkpoint.entries import model_entries
+from hpctrain.checkpoint.read import load
 from hpctrain.comm.group import Group
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.recompute import Recompute
 from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.precision import Precision
+from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep
@@ -34,26 +38,32 @@ class StageMesh(Axes, Protocol):
 
 @dataclass
 class Stage:
-    """What this rank holds of a pipeline stage: its parts of the model by chunk, in buckets, with what sums
-    their gradients and what gathers their parameters.
+    """What this rank holds of a pipeline stage: its parts of the model by chunk, in buckets, and what gathers
+    their parameters. Several, of one mesh or of several, live beside each other.
     """
 
     groups: LayerGroups
     models: list[Part]
     replications: Replications
     buckets: list[Bucket]
-    synchronizer: GradientSynchronizer
     residency: Residency
 
 
-def make_groups(deck: Deck, mesh: Axes, recompute: Recompute) -> LayerGroups:
+@dataclass
+class TrainedStage(Stage):
+    """A Stage with gradients, and what sums them."""
+
+    synchronizer: GradientSynchronizer
+
+
+def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroups:
     """The groups of the deck's layers."""
     return LayerGroups(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
-        saved_policy=recompute,
+        saved_policy=saved_policy,
     )
 
 
@@ -107,13 +117,32 @@ def build_stage(
     models: Sequence[Part],
     replications: Replications,
     store: Store | None = None,
+    trained: bool = False,
 ) -> Stage:
-    """Give the parts of a stage, frozen where they are to be, their memory; `store` makes that of slices."""
-    buckets = fill_parts(deck, models, replications, store=store)
+    """Give the parts of a stage their memory. `store` makes that of slices, `trained` as in Bucket."""
+    buckets = fill_parts(deck, models, replications, trained, store)
     blocks = [block.held[0] for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
+    return Stage(groups, list(models), replications, buckets, residency)
+
+
+def build_trained_stage(
+    deck: Deck,
+    groups: LayerGroups,
+    models: Sequence[Part],
+    replications: Replications,
+    store: Store | None = None,
+) -> TrainedStage:
+    """As `build_stage`, to be trained; what is to be frozen is frozen already."""
+    stage = build_stage(deck, groups, models, replications, store, trained=True)
     each = deck.memory.accumulate == "sliced"
-    synchronizer = GradientSynchronizer([make_reducer(bucket) for bucket in buckets], EveryStep(), each)
-    return Stage(groups, list(models), replications, buckets, synchronizer, residency)
+    reducers = [make_reducer(bucket) for bucket in stage.buckets]
+    return TrainedStage(**vars(stage), synchronizer=GradientSynchronizer(reducers, EveryStep(), each))
+
+
+def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
+    """Fill a stage that is not trained from a checkpoint. Collective; errors as in `checkpoint.read.load`."""
+    load(path, everyone, model_entries(stage.buckets))
+    refresh(stage.buckets)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.entries import model_entries
-from hpctrain.checkpoint.read import load, read_state
+from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_memory import resident_bytes
@@ -26,14 +25,14 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
-from hpctrain.engine.stage import fill_parts
+from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
 from hpctrain.model.count import count
 from hpctrain.model.part import Part, logits_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.room import demand_room
 from hpctrain.sharding.replication import Replications
 from hpctrain.watch.newest import find_checkpoint
@@ -228,15 +227,15 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+    groups = make_groups(deck, mesh, SavedPolicy())
     shape = ModelShape.of(deck, deck.model.vocabulary)
     own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
     demand_room(
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
     model = build_model(shape, groups)
-    buckets = fill_parts(deck, [model], Replications.whole(mesh), trained=False)
-    load(path, world.everyone, model_entries(buckets))
+    stage = build_stage(deck, groups, [model], Replications.whole(mesh))
+    load_parameters(path, stage, world.everyone)
     return model, tokenizer
 
 

@@ -14,7 +14,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import make_rule
 from hpctrain.engine.place import unmeasured_split
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import Stage, zero_group_size
+from hpctrain.engine.stage import TrainedStage, zero_group_size
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
@@ -129,7 +129,7 @@ def plan_memory(
     counts = unmeasured_split(deck, schedule) if split is None else split
     device = device_named(deck.run.device)
     saved = activation_bytes(deck, shape, not on_host(device), deck.memory.recompute)
-    planned: dict[object, tuple[Stage, Account]] = {}
+    planned: dict[object, tuple[TrainedStage, Account]] = {}
     stages = []
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)

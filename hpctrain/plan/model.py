@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import Stage, build_stage, make_groups, make_replications
+from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
@@ -31,7 +31,7 @@ def plan_stage(
     schedule: Schedule,
     split: Sequence[int],
     number: int,
-) -> Stage:
+) -> TrainedStage:
     """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
 
     The others of the stage hold as much: what does not divide is padded alike.
@@ -40,10 +40,10 @@ def plan_stage(
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)
-        return build_stage(deck, groups, models, make_replications(deck, mesh))
+        return build_trained_stage(deck, groups, models, make_replications(deck, mesh))
 
 
-def rehearse(stage: Stage, recompute: Recomputed, schedule: Schedule, number: int) -> None:
+def rehearse(stage: TrainedStage, recompute: Recomputed, schedule: Schedule, number: int) -> None:
     """One step of a stage by its number, as far as buckets are concerned.
 
     Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.

@@ -119,7 +119,7 @@ class Bucket:
     `own` is that of the layout, `slice` its share; `own_values` and `own_gradients` are the own elements.
     `values` is None with ZeRO-3 while not gathered.
     With ZeRO-3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
-    Without `trained`, for a model that is not trained, there are no gradients and the parameters have none.
+    Without `trained` there are no gradients, and the parameters ask for none.
     """
 
     def __init__(
@@ -157,8 +157,11 @@ class Bucket:
             self.own_gradients = _zeros(group, share, gradient_dtype)
         for segment in self.segments:
             parameter = segment.parameter
-            parameter.open_gradient = self.open_gradients if trained and zero > 1 else None
-            if parameter.apart and trained:
+            if not trained:
+                parameter.requires_grad_(False)
+                continue
+            parameter.open_gradient = self.open_gradients if zero > 1 else None
+            if parameter.apart:
                 parameter.lookups = torch.zeros(parameter.shape, dtype=gradient_dtype, device=group.device)
         self._added: dict[Parameter, int] = {}
         self._behind: set[Parameter] = set()

@@ -1,19 +1,35 @@
-"""Over which ranks ZeRO cuts, told from the nodes of a mesh that is not there."""
+"""Over which ranks ZeRO cuts, told from the nodes of a mesh that is not there; several models in one run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
+from torch import Tensor
 
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.world import World
 from hpctrain.deck.schema import OptimizerSection
 from hpctrain.engine.offload import RULES
 from hpctrain.engine.sizes import axis_sizes
-from hpctrain.engine.stage import make_replications, zero_group_size
+from hpctrain.engine.stage import (
+    build_stage,
+    load_parameters,
+    make_groups,
+    make_replications,
+    zero_group_size,
+)
 from hpctrain.errors import HpctrainError
+from hpctrain.model.build import build_model
+from hpctrain.model.part import logits_of
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.shard import Shard
-from tests.engines import small_deck
+from hpctrain.sharding.bucket import gradient_bytes, value_bytes
+from tests.engines import small_deck, trainer
 
 
 def size(ranks: int, per_node: int, *keys: str, stage: int = 0) -> int:
@@ -45,3 +61,42 @@ def test_parts_of_a_group_have_peers() -> None:
 
 def test_every_optimizer_of_a_deck_has_a_rule() -> None:
     assert set(RULES) == set(get_args(OptimizerSection.model_fields["name"].annotation))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_model_that_is_not_trained_stands_beside_one_that_is(
+    world: World, mpi_tmp_path: Path, zero: int
+) -> None:
+    losses = [step.loss for step in trainer(world, small_deck("layout.zero=2")).train(3)]
+    training = trainer(world, small_deck("layout.zero=2"))
+    engine, path = training.engine, mpi_tmp_path / "start.h5"
+    save(path, world.everyone, training_entries(engine.buckets, engine.optimizer.states), {})
+
+    deck = small_deck(f"layout.zero={zero}")
+    groups = make_groups(deck, engine.mesh, SavedPolicy())
+    model = build_model(engine.shape, groups)
+    stage = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
+    load_parameters(path, stage, world.everyone)
+    tokens = torch.arange(64).view(2, 32) % 61
+
+    def frozen_logits() -> Tensor:
+        with stage.residency.step("frozen"):
+            return logits_of(model, tokens)
+
+    own = [bucket.own_values.clone() for bucket in stage.buckets]
+    before = frozen_logits()
+    assert torch.equal(before, logits_of(engine.model, tokens))
+    for loss in losses:
+        assert training.train_step().loss == loss
+        assert torch.equal(frozen_logits(), before)
+    assert not torch.equal(before, logits_of(engine.model, tokens))
+    for bucket, values in zip(stage.buckets, own, strict=True):
+        assert torch.equal(bucket.own_values, values)
+        for segment in bucket.segments:
+            parameter = segment.parameter
+            assert not parameter.requires_grad
+            assert parameter.gradient is parameter.lookups is parameter.on_added is None
+    assert gradient_bytes(stage.buckets) == 0
+    whole = value_bytes(engine.buckets)
+    assert value_bytes(stage.buckets) == pytest.approx(whole / 2 if zero == 3 else whole, rel=0.05)
