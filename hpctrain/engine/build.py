@@ -31,7 +31,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
-from hpctrain.optim.optimizer import MASTER, Optimizer
+from hpctrain.optim.optimizer import Optimizer
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
@@ -197,8 +197,8 @@ def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
     targets = (
         (segment.parameter, piece, offset + first)
-        for bucket, state in zip(optimizer.buckets, optimizer.states, strict=True)
-        for segment, values, offset in bucket.owned(state[MASTER])
+        for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True)
+        for segment, values, offset in bucket.owned(master)
         if values.numel()
         for first, piece in to_fill(values)
     )

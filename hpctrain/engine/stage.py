@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,10 +20,13 @@ from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
 from hpctrain.sharding.gather import make_residency
-from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.synchronize import GradientSynchronizer
+
+OUTERS: Mapping[str, Callable[[], Outer]] = {"every_step": EveryStep}
+"""What makes each Outer, by its name."""
 
 
 class StageMesh(Axes, Protocol):
@@ -51,9 +54,10 @@ class Stage:
 
 @dataclass
 class TrainedStage(Stage):
-    """A Stage with gradients, and what sums them."""
+    """A Stage with gradients, what sums them, and what keeps replicas together."""
 
     synchronizer: GradientSynchronizer
+    outer: Outer
 
 
 def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroups:
@@ -139,7 +143,8 @@ def build_trained_stage(
     stage = build_stage(deck, groups, models, replications, store, trained=True)
     each = deck.memory.accumulate == "sliced"
     reducers = [make_reducer(bucket) for bucket in stage.buckets]
-    return TrainedStage(**vars(stage), synchronizer=GradientSynchronizer(reducers, EveryStep(), each))
+    outer = OUTERS["every_step"]()
+    return TrainedStage(**vars(stage), synchronizer=GradientSynchronizer(reducers, outer, each), outer=outer)
 
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:

@@ -83,6 +83,11 @@ class Optimizer(ABC):
         """
 
     @property
+    def masters(self) -> Sequence[Flat]:
+        """The weights that are updated, of each bucket this rank's own."""
+        return [state[MASTER] for state in self.states]
+
+    @property
     def working_bytes(self) -> int:
         """Host memory that state which lies elsewhere passes through."""
         return 0
@@ -90,10 +95,10 @@ class Optimizer(ABC):
     def publish(self) -> None:
         """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
         with self._agreement():
-            for bucket, state in zip(self.buckets, self.states, strict=True):
-                if state[MASTER] is not bucket.own_values:
-                    for first, master in to_read(state[MASTER]):
-                        _put(bucket.own_values[first : first + master.numel()], master)
+            for bucket, master in zip(self.buckets, self.masters, strict=True):
+                if master is not bucket.own_values:
+                    for first, piece in to_read(master):
+                        _put(bucket.own_values[first : first + piece.numel()], piece)
         refresh(self.buckets)
 
 

@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from hpctrain.memory.scratch import Flat
 from hpctrain.sharding.bucket import Bucket
 
 
+class Weights(Protocol):
+    """The weights that an optimizer has updated, of each bucket this rank's own (`Bucket.own`), fp32."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Of which the weights are."""
+
+    @property
+    def masters(self) -> Sequence[Flat]:
+        """The weights, to be changed in place."""
+
+    def publish(self) -> None:
+        """Have the parameters follow them. Collective over each bucket's own group."""
+
+
 class Outer(Protocol):
-    """Keeps the replicas together."""
+    """Keeps the replicas together, or lets them part for some steps."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The gradients of a step are summed over each bucket's own group. Collective over the replicas."""
+
+    def after_update(self, weights: Weights) -> None:
+        """The step's update is done, on all ranks; not called where it is skipped. Collective, as above."""
 
 
 class EveryStep:
@@ -23,3 +42,6 @@ class EveryStep:
         for bucket in buckets:
             if bucket.sharding.replicas.size > 1:
                 bucket.sharding.replicas.all_reduce(bucket.own_gradients)
+
+    def after_update(self, weights: Weights) -> None:
+        """All have the same."""

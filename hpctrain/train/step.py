@@ -98,6 +98,7 @@ class Step:
         if finite:
             before_update()
             engine.optimizer.step(rate, engine.loss_scale.value / clip_coefficient(norm, self.clip))
+            engine.outer.after_update(engine.optimizer)
         engine.loss_scale.update(finite)
         engine.world.ledger.phase = "other"
         state.step += 1
