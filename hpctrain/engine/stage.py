@@ -68,6 +68,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroup
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
         saved_policy=saved_policy,
+        product_format=Precision.of(deck).product,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
@@ -21,7 +22,8 @@ class LayerGroups:
 
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
-    is kept of the blocks for backward.
+    is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
+    chooses the layers' Products.
     """
 
     tensor: Group
@@ -30,6 +32,7 @@ class LayerGroups:
     context_form: ContextForm = "ring"
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
+    product_format: torch.dtype = torch.float32
 
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""

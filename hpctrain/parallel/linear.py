@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product, gradient_of, joined
+from hpctrain.parallel.product import gradient_of, joined, make_product
 from hpctrain.parallel.saved import Saving, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
@@ -77,7 +77,7 @@ class SplitLinear(nn.Module):
         super().__init__()
         self.groups = groups
         self.weights: list[Parameter] = []
-        self.product = Product(self.weights)
+        self.product = make_product(self.weights, groups.product_format)
         self.biases: list[Parameter] = []
 
     def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:

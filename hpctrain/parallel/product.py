@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ BLOCK_ROWS = 2048
 
 
 class Product:
-    """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket.
+    """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored.
 
     One for each layer, so that what a format needs to remember of its matrix has a place.
     """
@@ -70,6 +70,17 @@ class Product:
                 into.copy_(part @ right)
             else:
                 into.add_(part @ right)
+
+
+PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
+    (torch.float32, torch.bfloat16, torch.float16), Product
+)
+"""What multiplies in each format (`Precision.product`)."""
+
+
+def make_product(weights: Sequence[Parameter], product_format: torch.dtype) -> Product:
+    """The products of a layer's matrix in a format."""
+    return PRODUCTS[product_format](weights)
 
 
 def apart_bytes(elements: int, at: Saving) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from hpctrain.comm.world import World
+from hpctrain.model.precision import Precision
 from hpctrain.parallel import product
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import PRODUCTS, Product
 from hpctrain.parallel.shard import Parameter, Shard
+from tests.engines import small_deck, trainer
 
 VOCABULARY, HIDDEN = 37, 8
 
@@ -38,3 +42,35 @@ def test_products_by_blocks_are_the_products(monkeypatch: pytest.MonkeyPatch, bl
     table.data = table.data.bfloat16()
     half = Product([table]).logits(hidden.bfloat16())
     torch.testing.assert_close(half, hidden.bfloat16() @ table.detach().t())
+
+
+class Rounded(Product):
+    """Multiplies what is rounded to 8 bits, and remembers the largest input of its matrix."""
+
+    largest = 0.0
+
+    def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().forward(self._rounded(inputs), bias)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        return super().logits(self._rounded(inputs))
+
+    def _rounded(self, inputs: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(inputs.abs().max()))
+        return inputs.to(torch.float8_e4m3fn).to(inputs.dtype)
+
+
+def test_another_format_is_one_class_and_one_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    deck = small_deck("precision.compute=bf16")
+    exact = [step.loss for step in trainer(world.alone(), deck).train(2)]
+    monkeypatch.setitem(PRODUCTS, torch.float8_e4m3fn, Rounded)
+    eight = Precision(torch.bfloat16, torch.float8_e4m3fn, torch.float32)
+    monkeypatch.setattr(Precision, "of", staticmethod(lambda _: eight))
+    training = trainer(world.alone(), deck)
+    rounded = [step.loss for step in training.train(2)]
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    model = training.engine.model
+    products = [layer.product for layer in model.modules() if hasattr(layer, "product")]
+    assert len(products) == 2 * 4 + 1
+    assert all(type(each) is Rounded and each.largest > 0 for each in products)

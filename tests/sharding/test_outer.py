@@ -22,7 +22,7 @@ KEYS = ("optimizer.clip=0", "precision.compute=bf16")
 
 
 class LocalSteps:
-    """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means at times."""
+    """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means."""
 
     def __init__(self) -> None:
         self.updates = 0
