@@ -257,11 +257,9 @@ def _measure(
 def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     """What one layer keeps for backward on this rank, measured, and by the published formula. Collective."""
     engine = build_engine(deck, world, mesh)
-    shape, micro, tensor = engine.shape, deck.batch.micro_size, mesh.size("tensor")
-    local, context = deck.layout.sequence_parallel, mesh.size("context")
-    rows = shape.sequence // context // (tensor if local else 1)
-    dtype = Precision.of(deck).storage
-    x = torch.randn(rows, micro, shape.hidden, dtype=dtype, device=world.device, requires_grad=True)
+    shape, groups, micro, dtype = engine.shape, engine.groups, deck.batch.micro_size, engine.model.dtype
+    hidden = engine.model.hidden_shape(micro)
+    x = torch.randn(hidden, dtype=dtype, device=world.device, requires_grad=True)
     samples = torch.arange(micro, device=world.device)
     source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
     tokens = torch.zeros(len(engine.positions), micro, dtype=torch.int64, device=world.device)
@@ -272,8 +270,8 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
         with LiveActivations(lambda: parameters) as saved:
             engine.model.run_layer(first, inputs, x)
     text = f"activations of one layer on one rank: {format_bytes(saved.peak)} measured"
-    if shape.family == "gpt2" and dtype.itemsize == 2 and context == 1:
-        formula = gpt_activation_bytes(shape, micro, tensor, local)
+    if shape.family == "gpt2" and dtype.itemsize == 2 and groups.context.size == 1:
+        formula = gpt_activation_bytes(shape, micro, groups.tensor.size, groups.sequence_parallel)
         text += f", {format_bytes(formula)} by the formula (arXiv 2205.05198, fused attention)"
     return text
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 import torch
 
 from hpctrain.comm.device import device_named, on_host
-from hpctrain.comm.planned import PlannedMesh, PlannedTransport
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import make_rule
 from hpctrain.engine.place import unmeasured_split
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage, zero_group_size
+from hpctrain.engine.stage import TrainedStage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
@@ -121,8 +122,6 @@ def plan_memory(
     if deck.layout.zero_group == "node" and ranks_per_node is None:
         needed = "the plan needs to know a node's ranks: give --ranks-per-node N"
         raise HpctrainError(deck.problem("layout.zero_group", needed))
-    meshes = [PlannedMesh(sizes, number, ranks_per_node or ranks) for number in range(sizes["pipeline"])]
-    zero_group = zero_group_size(deck, meshes[0], meshes[0].group("data", "context"))
     passes = micro_batches(deck, sizes["data"])
     if schedule is None:
         schedule = make_schedule(deck, sizes["data"])(passes)
@@ -138,7 +137,8 @@ def plan_memory(
         if deck.model.frozen:
             kind = number
         if kind not in planned:
-            stage = plan_stage(deck, shape, meshes[number], schedule, counts, number)
+            mesh = PlannedMesh(sizes, number, ranks_per_node or ranks)
+            stage = plan_stage(deck, shape, mesh, schedule, counts, number)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
@@ -149,11 +149,12 @@ def plan_memory(
         used = sum(bucket.layout.used for bucket in stage.buckets)
         buffer, other = _messages(saved, schedule, number), libraries + _workspace(deck, saved, spans)
         if on_host(device):
-            tensor = PlannedTransport(0, sizes["tensor"])
             # What the sum of an input gradient receives, while the weight gradient is computed.
-            buffer += tensor.scratch_bytes(saved.tokens * shape.hidden, Precision.of(deck).storage.itemsize)
+            summed = saved.tokens * shape.hidden, Precision.of(deck).storage.itemsize
+            buffer += stage.groups.tensor.host.scratch_bytes(*summed)
             other += int(HOLES[shape.family] * saved.block)
-            other += _snapshot(deck, used // (sizes["data"] * sizes["context"]))
+            shares = (Fraction(bucket.layout.used, bucket.sharding.ranks) for bucket in stage.buckets)
+            other += _snapshot(deck, int(sum(shares)))
         memory = replace(
             states,
             activation=activation_peak(deck, saved, schedule.stages[number], stage.models),
@@ -161,6 +162,7 @@ def plan_memory(
             other=other,
         )
         stages.append(StageMemory(number, sum(span.blocks for span in spans), used, memory))
+    zero_group = stage.buckets[0].sharding.group.size
     return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, passes, tuple(stages))
 
 

@@ -41,6 +41,11 @@ class Sharding:
     group: Group
     replicas: Group
 
+    @property
+    def ranks(self) -> int:
+        """All that train these buckets on other tokens."""
+        return self.group.size * self.replicas.size
+
     @cached_property
     def pool(self) -> Pool:
         """Memory that these buckets take turns in."""
