@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 from hpctrain.bench.files import PeakMemory, forget, read_plainly, write_plainly
+from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, slowest, write_json
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.background import BackgroundSave
@@ -34,7 +35,6 @@ from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.write import save
-from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource

@@ -13,9 +13,9 @@ from time import perf_counter
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
-from hpctrain.comm.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console

@@ -1,7 +1,7 @@
 """The same model trained by torch's own tensor parallelism over gloo, to be measured against.
 
 Only what hpctrain is measured against uses torch.distributed: this file, those beside it whose names begin
-with torch_, and `comm/peers.py`.
+with torch_, and `bench/peers.py`.
 The parallel plan is that of torch's tensor-parallel tutorial for Llama, with and without sequence
 parallelism; the embedding is split by rows, the head by columns.
 """

@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
 from hpctrain.bench.timing import DEFAULT_VOCABULARY, write_json
 from hpctrain.bench.torch_model import torch_step
@@ -23,7 +24,6 @@ from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import peak_bytes
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource

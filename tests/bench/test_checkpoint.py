@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
 from hpctrain.bench.files import PeakMemory, read_plainly, write_plainly
+from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.layout import Entry
-from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.shard import Shard

@@ -1,6 +1,6 @@
 """The benchmark of collectives: what it measures, not how fast that is.
 
-Tests of bench/collectives.py and comm/peers.py.
+Tests of bench/collectives.py and bench/peers.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.bench.collectives import CollectiveRow, bench, print_rows, write_rows
-from hpctrain.comm.peers import OPERATIONS
+from hpctrain.bench.peers import OPERATIONS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 

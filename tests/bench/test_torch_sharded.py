@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_sharded import LEARNING_RATE, SHARDED_RIVALS, rank_tokens, sharded_step
 from hpctrain.bench.train import TrainingWish, bench_train
-from hpctrain.comm.peers import start_gloo, stop_gloo
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
