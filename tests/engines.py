@@ -74,7 +74,7 @@ class Trainer(trainer_module.Trainer):
         return {
             segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.buckets
-            for flat in [bucket.whole(bucket.own_gradients)]
+            for flat in [bucket.gathered(bucket.own_gradients)]
             for segment in bucket.segments
         }
 
@@ -83,7 +83,7 @@ class Trainer(trainer_module.Trainer):
         return {
             segment.parameter.shard.name: segment.view(flat)
             for bucket in self.engine.buckets
-            for flat in [bucket.whole(bucket.own_values)]
+            for flat in [bucket.gathered(bucket.own_values)]
             for segment in bucket.segments
         }
 

@@ -234,7 +234,7 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
         world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
     )
     model = build_model(shape, groups)
-    stage = build_stage(deck, groups, [model], Replications.whole(mesh))
+    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
     load_parameters(path, stage, world.everyone)
     return model, tokenizer
 

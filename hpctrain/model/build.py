@@ -26,7 +26,7 @@ def build_parts(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -
 
 def build_model(shape: ModelShape, groups: LayerGroups) -> Part:
     """All of a model in one part."""
-    (model,) = build_parts(shape, groups, [Span.whole(shape.layers)])
+    (model,) = build_parts(shape, groups, [Span.all_of(shape.layers)])
     return model
 
 

@@ -37,8 +37,8 @@ class Span:
     tied_stages: int = 1
 
     @staticmethod
-    def whole(layers: int) -> Span:
-        """All of a model in one piece."""
+    def all_of(layers: int) -> Span:
+        """A model of so many blocks in one piece."""
         return Span(0, layers, True, True)
 
     @property

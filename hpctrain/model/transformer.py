@@ -224,7 +224,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape, self.groups = shape, groups
         self.residency = Residency()
-        self.span = span if span is not None else Span.whole(shape.layers)
+        self.span = span if span is not None else Span.all_of(shape.layers)
         layers: list[TransformerLayer] = []
         if self.span.embeds:
             table = self._table("embedding.tokens.weight", shape.tied)

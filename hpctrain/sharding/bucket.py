@@ -328,7 +328,7 @@ class Bucket:
             elements = flat[first - part.start : last - part.start]
             yield segment, elements, max(0, min(first - segment.start, segment.length))
 
-    def whole(self, own: Flat) -> Tensor:
+    def gathered(self, own: Flat) -> Tensor:
         """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
         own = own.load() if isinstance(own, ScratchTensor) else own
         return own if self.sharding.zero == 0 else self.sharding.group.all_gather(own)

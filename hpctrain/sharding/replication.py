@@ -105,7 +105,7 @@ class Replications:
         self._sharing: dict[int, Group] = {}
 
     @staticmethod
-    def whole(mesh: Axes) -> Replications:
+    def uncut(mesh: Axes) -> Replications:
         """Nothing is cut by ZeRO."""
         return Replications(mesh, lambda everyone: Sharding(0, everyone, mesh.part("data", 1)))
 

@@ -101,7 +101,7 @@ def our_model(path: Path, world: World) -> Transformer:
     mesh = Mesh(lone, {})
     groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
     model = Transformer(source_shape(path), groups)
-    buckets = make_buckets(model.units(), Replications.whole(mesh), torch.float32, 10_000, trained=False)
+    buckets = make_buckets(model.units(), Replications.uncut(mesh), torch.float32, 10_000, trained=False)
     load(path, lone.everyone, model_entries(buckets))
     return model
 
