@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -62,7 +62,8 @@ class GradientSynchronizer:
             assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
             if self._tied[bucket]:
                 for segment, ends in self._tied[bucket]:
-                    _sum_over_ends(ends, segment.view(bucket.gradients))
+                    gradient = segment.view(bucket.gradients)
+                    gradient.add_(_from_other_end(ends, gradient))
                 self._start(bucket)
         self._complete(0)
         self._outer.before_update(self.buckets)
@@ -99,15 +100,15 @@ class GradientSynchronizer:
             reducer.complete()
 
 
-def _sum_over_ends(pipeline: Group, gradient: Tensor) -> None:
-    """Sum the gradient of tied embeddings over the first and the last stage, the same bits on both."""
+def _from_other_end(pipeline: Group, own: Tensor) -> Tensor:
+    """What the last stage has in the place of the first one's `own`, and the other way round."""
     other = pipeline.size - 1 if pipeline.rank == 0 else 0
-    theirs = torch.empty_like(gradient)
+    theirs = torch.empty_like(own)
     receiving = pipeline.start_recv(theirs, other)
-    sending = pipeline.start_send(gradient, other)
+    sending = pipeline.start_send(own, other)
     receiving.wait()
     sending.wait()
-    gradient.add_(theirs)
+    return theirs
 
 
 def _partial_runs(bucket: Bucket) -> list[tuple[slice, Group]]:
@@ -150,6 +151,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
             held.setdefault(bucket.sharding.group, []).extend(of_all)
     names = {name for group, parts in held.items() for name in _differing(parts, group)}
+    names.update(name for bucket in buckets for name in _differing_ends(bucket))
     differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if differing:
         raise HpctrainError(
@@ -170,10 +172,24 @@ def _differing(parts: Sequence[tuple[BucketSegment, Flat]], group: Group) -> lis
     ]
 
 
-def _fingerprint(values: Flat) -> Tensor:
-    """An int64 sum over the bits of `values`, to which every element's position matters."""
+def _differing_ends(bucket: Bucket) -> Iterator[str]:
+    """Names of the parameters that the first and the last stage of the pipeline hold with other values.
+
+    Slices are cut in other places on the two: the sums over all of them are compared.
+    """
+    for segment, values, offset in bucket.owned(bucket.own_values):
+        ends = segment.replication.ends
+        if ends is not None:
+            own = _fingerprint(values, offset).unsqueeze(0)
+            if bucket.sharding.zero > 0:
+                own = bucket.sharding.group.all_gather(own).sum(0, keepdim=True)
+            if not torch.equal(own, _from_other_end(ends, own)):
+                yield segment.parameter.shard.name
+
+
+def _fingerprint(values: Flat, position: int = 0) -> Tensor:
+    """An int64 sum over the bits of `values`, the first of them at `position`, which matters."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    position = 0
     for _, read in to_read(values):
         for piece in read.reshape(-1).split(_PIECE):
             bits = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16).long()

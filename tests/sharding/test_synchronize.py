@@ -11,6 +11,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
+from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
@@ -52,6 +53,25 @@ def test_heads_that_tensor_ranks_share_are_compared_over_those(world: World) -> 
         check_replicas(engine.buckets, world.everyone)
     assert len(caught.value.problems) == 1
     assert "parameter blocks.1.attention.key.weight differs" in caught.value.problems[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_tied_embeddings_are_compared_over_the_ends_of_the_pipeline(world: World, zero: int) -> None:
+    if zero == 3 and world.size < 4:
+        pytest.skip("cuts parameters over two ranks or more")
+    engine = trainer(world, small_deck("layout.pipeline=2", f"layout.zero={zero}")).engine
+    check_replicas(engine.buckets, world.everyone)
+    if engine.mesh.coordinate("pipeline") == 1:
+        for bucket in engine.buckets:
+            for segment, values, _ in bucket.owned(bucket.own_values):
+                if segment.replication.ends is not None:
+                    values[0] += 1e-6
+    refresh(engine.buckets)
+    with pytest.raises(HpctrainError) as caught:
+        check_replicas(engine.buckets, world.everyone)
+    assert len(caught.value.problems) == 1
+    assert "parameter embedding.tokens.weight differs" in caught.value.problems[0]
 
 
 @pytest.mark.mpi(min_size=2)
