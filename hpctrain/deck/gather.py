@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.deck.schema import fields, present_name, sections
+from hpctrain.deck.key import present_name
+from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import Place, clipped, toml_value
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_argument, parse_toml
 from hpctrain.deck.words import plain_type, unknown_key, unknown_section

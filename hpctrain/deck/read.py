@@ -19,8 +19,9 @@ from hpctrain.deck.check import check_deck, source_problems
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
+from hpctrain.deck.key import extra
 from hpctrain.deck.problem import Problem
-from hpctrain.deck.schema import Deck, extra, fields, sections
+from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import encodes
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted

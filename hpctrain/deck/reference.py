@@ -8,8 +8,9 @@ from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.key import extra
 from hpctrain.deck.presets import PRESETS
-from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.deck.words import plain_type, unknown_section, wanted
 from hpctrain.errors import HpctrainError

@@ -9,41 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
-from hpctrain.units import parse_bytes, parse_seconds
-
-_FORMER = {("machine", "memory_per_node"): "memory"}  # former names of keys, with their sections
 
 _LARGEST = 10_000_000  # of a model's sizes: beyond any model, and small enough to search for divisors
 _LONGEST = 1_000_000_000
 _MOST_LAYERS = 10_000
 _MOST_THREADS = 4096
-
-Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
-"""A size; written as a number of bytes or as "25 MB", printed as a number."""
-
-Duration = Annotated[
-    float, BeforeValidator(lambda value: parse_seconds(value) if isinstance(value, str) else value)
-]
-"""A time; written as a number of seconds or as "50 min", printed as a number."""
-
-
-def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
-    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt).
-
-    `alias` is the key's name in the deck, where that can be no name in Python.
-    """
-    return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
-
-
-class Section(BaseModel):
-    """One table of the deck."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -447,7 +423,7 @@ class Deck(Section):
         """The value of a key by its full name, such as "batch.micro_size"."""
         section, _, own = name.partition(".")
         table = getattr(self, section)
-        attributes = {_name(each, field): each for each, field in type(table).model_fields.items()}
+        attributes = {name_of(each, field): each for each, field in type(table).model_fields.items()}
         return getattr(table, attributes[own])
 
     def with_keys(self, **sections: Mapping[str, object]) -> Deck:
@@ -469,19 +445,4 @@ def sections() -> dict[str, type[Section]]:
 
 def fields(section: str) -> dict[str, FieldInfo]:
     """The keys of a section by their name in the deck, in the order of the schema."""
-    return {_name(each, field): field for each, field in sections()[section].model_fields.items()}
-
-
-def _name(attribute: str, field: FieldInfo) -> str:
-    return field.alias or attribute
-
-
-def present_name(section: str, name: str) -> str:
-    """The name of a key that older decks and checkpoints call by another; of any other, its own."""
-    return _FORMER.get((section, name), name)
-
-
-def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
-    """The unit of a key, or in words the default that it gets from other keys; "" if it has none."""
-    stored = field.json_schema_extra
-    return str(stored[name]) if isinstance(stored, dict) else ""
+    return {name_of(each, field): field for each, field in sections()[section].model_fields.items()}

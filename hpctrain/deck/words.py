@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.deck.key import extra
+from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
 from hpctrain.words import either, nearest
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.deck.key import extra
 from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.reference import reference_text
-from hpctrain.deck.schema import extra, fields, sections
+from hpctrain.deck.schema import fields, sections
 from hpctrain.errors import HpctrainError
 
 

@@ -1,0 +1,50 @@
+"""What every key of the deck has: a type, bounds, a default, a unit, one line of help, and its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from hpctrain.units import parse_bytes, parse_seconds
+
+_FORMER = {("machine", "memory_per_node"): "memory"}  # former names of keys, with their sections
+
+Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
+"""A size; written as a number of bytes or as "25 MB", printed as a number."""
+
+Duration = Annotated[
+    float, BeforeValidator(lambda value: parse_seconds(value) if isinstance(value, str) else value)
+]
+"""A time; written as a number of seconds or as "50 min", printed as a number."""
+
+
+def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:
+    """A key of a section: one line of help, default, unit, bounds (ge, gt, le, lt).
+
+    `alias` is the key's name in the deck, where that can be no name in Python.
+    """
+    return Field(default, description=text, json_schema_extra={"unit": unit, "derived": derived}, **bounds)
+
+
+class Section(BaseModel):
+    """One table of the deck."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def extra(field: FieldInfo, name: Literal["unit", "derived"]) -> str:
+    """The unit of a key, or in words the default that it gets from other keys; "" if it has none."""
+    stored = field.json_schema_extra
+    return str(stored[name]) if isinstance(stored, dict) else ""
+
+
+def name_of(attribute: str, field: FieldInfo) -> str:
+    """The name in the deck of the key that is this attribute of its section."""
+    return field.alias or attribute
+
+
+def present_name(section: str, name: str) -> str:
+    """The name of a key that older decks and checkpoints call by another; of any other, its own."""
+    return _FORMER.get((section, name), name)
