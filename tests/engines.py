@@ -16,7 +16,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter
-from hpctrain.sharding.bucket import Bucket, bucket_layouts
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.train import trainer as trainer_module
 from hpctrain.train.step import StepResult

@@ -20,7 +20,8 @@ from hpctrain.model.part import Part
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.offload import OffloadedOptimizer, state_elements
 from hpctrain.optim.optimizer import STATE_BYTES, Agreement, Optimizer, ResidentOptimizer, UpdateRule
-from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
+from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
 

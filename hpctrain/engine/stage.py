@@ -18,7 +18,8 @@ from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
-from hpctrain.sharding.bucket import Bucket, Store, bucket_layouts
+from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.reducer import make_reducer

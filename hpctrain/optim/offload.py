@@ -27,7 +27,8 @@ from hpctrain.optim.optimizer import (
     decay_ranges,
     refresh,
 )
-from hpctrain.sharding.bucket import ALIGNMENT, Bucket, Store
+from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.bucket_layout import ALIGNMENT
 
 SLOTS = 3
 """Pieces in memory at a time: being read, being updated, being written."""

@@ -14,7 +14,8 @@ from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
-from hpctrain.sharding.bucket import Bucket, BucketSegment
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
 

@@ -1,6 +1,6 @@
 """ZeRO stages: the same training bit for bit, and the traffic and memory of the paper's closed forms.
 
-Tests of sharding/bucket.py, sharding/gather.py and sharding/reducer.py.
+Tests of sharding/bucket.py, sharding/bucket_layout.py, sharding/gather.py and sharding/reducer.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
-from hpctrain.sharding.bucket import ALIGNMENT, Bucket
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import ALIGNMENT
 from tests.engines import LLAMA, Trainer, reference, shared_losses, small_deck, trainer
 
 STEPS = 5

@@ -1,0 +1,136 @@
+"""How the parameters of neighbouring layers lie in buckets, told from their Shards without any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.replication import Replication, Replications, Sharding
+
+ALIGNMENT = 64
+"""Buckets are padded to a multiple of so many elements times the ranks that share them.
+
+So is their decayed part: every slice begins and ends where vector instructions do, and an element's
+update has the same bits in whatever slice it lies.
+"""
+
+
+@dataclass(frozen=True)
+class BucketSegment:
+    """One parameter's elements `start .. start + length` of its bucket, and who else holds them."""
+
+    parameter: Parameter
+    start: int
+    length: int
+    replication: Replication
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat buffer of its bucket, in the parameter's shape."""
+        return flat[self.start : self.start + self.length].view(self.parameter.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where parameters lie in a bucket that the ranks of `sharding` share; needs no memory.
+
+    Decayed parameters come first: elements `0 .. decayed`, padded to ALIGNMENT, take weight decay. `used`
+    counts the elements of parameters, the rest is padding and stays zero.
+    """
+
+    sharding: Sharding
+    segments: tuple[BucketSegment, ...]
+    decayed: int
+    length: int
+    used: int
+
+    @property
+    def gaps(self) -> list[slice]:
+        """The padding."""
+        ends = [0, *(segment.start + segment.length for segment in self.segments)]
+        starts = [*(segment.start for segment in self.segments), self.length]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    @property
+    def share(self) -> slice:
+        """This rank's share of what is cut."""
+        rank, elements = self.sharding.group.rank, self.length // self.sharding.group.size
+        return slice(rank * elements, (rank + 1) * elements)
+
+    @property
+    def own(self) -> slice:
+        """The elements whose optimizer state is this rank's: all where ZeRO cuts nothing, else its slice."""
+        return self.share if self.sharding.zero > 0 else slice(0, self.length)
+
+    @staticmethod
+    def of(
+        leaves: Sequence[Sequence[Parameter]], sharding: Sharding, replications: Replications
+    ) -> BucketLayout:
+        """Lay out some layers' parameters, all of one Sharding.
+
+        Decayed before the others, weights before biases, layers with whole gradients before those with
+        partial ones; each layer's parameters of a kind, which may be fused, stay behind each other.
+        """
+        by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
+        parameters = sorted(
+            (parameter for leaf in by_kind for parameter in leaf),
+            key=lambda parameter: (not parameter.decayed, parameter.dim() < 2),
+        )
+        decayed = _round_up(sum(p.shard.elements for p in parameters if p.decayed), ALIGNMENT)
+        segments: list[BucketSegment] = []
+        start = 0
+        for parameter in parameters:
+            start = start if parameter.decayed else max(start, decayed)
+            replication = replications.of(parameter.shard)
+            segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
+            start += parameter.shard.elements
+        used = sum(segment.length for segment in segments)
+        length = _round_up(start, ALIGNMENT * sharding.group.size)
+        return BucketLayout(sharding, tuple(segments), decayed, length, used)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def bucket_layouts(
+    units: Iterable[Sequence[Sequence[Parameter]]], replications: Replications, bucket_bytes: int
+) -> Iterator[BucketLayout]:
+    """Cut a model into bucket layouts, in the order of the forward pass.
+
+    `units` are what computes together (a block, the embedding), each a list of layers' parameters; those
+    with another Sharding have buckets of their own. With ZeRO-3 every unit is one bucket; else layers
+    are joined up to about `bucket_bytes` of fp32 gradients. A layer is never cut; one larger than that is a
+    bucket of its own.
+    """
+    pending: dict[Sharding, list[Sequence[Parameter]]] = {}
+    for unit in units:
+        for sharding, leaves in _by_sharding(unit, replications).items():
+            if sharding.zero == 3:
+                yield BucketLayout.of(leaves, sharding, replications)
+                continue
+            joined = pending.setdefault(sharding, [])
+            for leaf in leaves:
+                elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
+                if joined and 4 * elements > bucket_bytes:
+                    yield BucketLayout.of(joined, sharding, replications)
+                    joined.clear()
+                joined.append(leaf)
+    for sharding, joined in pending.items():
+        yield BucketLayout.of(joined, sharding, replications)
+
+
+def _by_sharding(
+    unit: Sequence[Sequence[Parameter]], replications: Replications
+) -> dict[Sharding, list[Sequence[Parameter]]]:
+    """The layers of a unit, each as far as it has the same Sharding."""
+    sorted_out: dict[Sharding, list[Sequence[Parameter]]] = {}
+    for leaf in unit:
+        alike: dict[Sharding, list[Parameter]] = {}
+        for parameter in leaf:
+            alike.setdefault(replications.of(parameter.shard).sharding, []).append(parameter)
+        for sharding, parameters in alike.items():
+            sorted_out.setdefault(sharding, []).append(parameters)
+    return sorted_out
