@@ -74,9 +74,12 @@ class Written:
             include = "" if asked is None else f"{asked.prefix}: include: "
             shown = clipped(name if name.isprintable() else toml_value(name))
             sentence = f"{include}{shown}: cannot be read: {reason}"
-            if isinstance(error, IsADirectoryError) and asked is None:
-                sentence += f"; a deck is a file, and {command('resume', name)} goes on with a run"
-            self.add(asked or Place(name), sentence, file_missing=not is_unfit(error))
+            unfit = is_unfit(error)
+            if isinstance(error, IsADirectoryError):
+                unfit = asked is not None
+                if not unfit:
+                    sentence += f"; a deck is a file, and {command('resume', name)} goes on with a run"
+            self.add(asked or Place(name), sentence, file_missing=not unfit)
         else:
             self.read_text(text, path, name, chain)
 
@@ -110,6 +113,9 @@ class Written:
             ring = clipped(" -> ".join(file.name for file in (*chain, path, base_path)))
             sentence = f'{asked.prefix}: include = "{clipped(base)}": goes round in a circle ({ring})'
             self.add(asked, sentence)
+        elif base.startswith("~") and not os.path.lexists(base_path):
+            sentence = f'{asked.prefix}: include = "{clipped(base)}": ~ stands for no folder here'
+            self.add(asked, f"{sentence}; write the path out")
         elif len(self.files) < MOST_FILES:
             base_name = os.path.normpath(Path(name).parent / base)
             self.read_file(base_path, base_name, (*chain, path), asked)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck, read_deck
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 
 
@@ -100,6 +100,14 @@ def test_only_a_missing_include_is_a_failure_of_input(folder: Path) -> None:
     with pytest.raises(InputOutputError) as caught:
         read_deck("a.toml")
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", ["common", "~/base.toml", "~", "x" * 300, "\\u0000"])
+def test_an_include_that_no_file_can_be_is_a_mistake(folder: Path, name: str) -> None:
+    (folder / "a.toml").write_text(f'include = "{name}"\n[run]\nsteps = 1\n')
+    with pytest.raises(HpctrainError, match=r"^a\.toml:1: include") as caught:
+        read_deck("a.toml")
+    assert (caught.value.exit_code, len(caught.value.problems)) == (EXIT_USER, 1)
 
 
 def test_overrides_are_toml_or_bare_text() -> None:
