@@ -81,12 +81,15 @@ def command() -> None:
     \b
     Exit codes:
       0    done
-      1    a comparison found a difference, or nobody read the output on
+      1    a comparison found a difference, or nobody
+           read the output on
       2    a mistake in the deck or the command
       3    input or output failed
       70   a hang or an internal fault
-      75   stopped in good order, by a signal, a file or the clock: `resume` goes on
-      130  ended at once by Ctrl-C: the second one of a run, the first one of any other verb
+      75   stopped in good order, by a signal, a file or
+           the clock: `resume` goes on
+      130  ended at once by Ctrl-C: the second one of a
+           run, the first one of any other verb
     """  # noqa: D301  (click looks for the backspace itself)
 
 

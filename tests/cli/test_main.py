@@ -31,6 +31,13 @@ def test_help_loads_nothing_heavy(launch: Launch) -> None:
         assert verb in done.stdout
 
 
+def test_help_fits_a_narrow_terminal() -> None:
+    result = CliRunner().invoke(command, ["--help"], prog_name="hpctrain", terminal_width=60)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 60, result.output
+    assert "Exit codes:\n" in result.output
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_of_the_table_is_there(verb: str) -> None:
     assert isinstance(import_module(f"hpctrain.cli.{VERBS[verb][0]}").command, click.Command)
