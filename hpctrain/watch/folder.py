@@ -22,6 +22,7 @@ from hpctrain.watch.run_files import (
     LOCK,
     MARKER,
     is_run,
+    kind_of_folder,
     listed,
     mark,
     names_of_a_run,
@@ -139,6 +140,10 @@ def no_way_on(folder: Path) -> str:
     if _is_held(folder):
         holder = _holder(folder)
         return f"{reason}; its job is still running ({holder}): wait for its first checkpoint, or let it end"
+    kind = kind_of_folder(folder)
+    if again and kind:
+        begin = f"begin in another by `{again} --set run.dir=FOLDER`"
+        return f"{reason}; {folder} is {kind}, where no run is deleted: {begin}"
     return f"{reason}; begin again by `{again}`" if again else reason
 
 

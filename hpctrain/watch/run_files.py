@@ -78,7 +78,7 @@ def remove_run(folder: Path, needed: Sequence[str] = ()) -> list[str]:
         raise HpctrainError(
             f"{folder}: holds no run (no {MARKER}), so nothing in it is deleted; choose another run.dir"
         )
-    kind = _kind(folder)
+    kind = kind_of_folder(folder)
     if kind:
         raise HpctrainError(
             f"{folder}: is {kind}, where no earlier run is deleted; choose another run.dir, or delete by "
@@ -149,8 +149,8 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def _kind(folder: Path) -> str:
-    """What a folder is, where it is none of a run's own; "" for a plain one."""
+def kind_of_folder(folder: Path) -> str:
+    """What a folder is where no run is deleted, since it is none of a run's own; "" for a plain one."""
     path = folder.resolve()
     if folder.is_symlink():
         return "a symbolic link"

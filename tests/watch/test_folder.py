@@ -436,3 +436,18 @@ def test_make_clean_deletes_what_make_wrote(tmp_path: Path) -> None:
     make(tmp_path / "runs/quickstart", (*WRITTEN, "thesis.tex"))
     clean()  # without an environment, which knows what a run writes
     assert (tmp_path / "runs/quickstart/thesis.tex").exists()
+
+
+def test_no_command_is_named_that_is_refused(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    make(folder, ("deck.toml",))
+    elsewhere.mkdir()
+    (folder / "checkpoints").symlink_to(elsewhere)
+    for names, fresh in (((), False), (("step-00000002.h5",), True)):
+        make(elsewhere, names, marked=False)
+        with pytest.raises(HpctrainError, match="where no earlier run is deleted"):
+            clear_folder(deck_of(folder), fresh, again=False)
+        there = f"{folder} is a folder whose checkpoints is a symbolic link, where no run is deleted"
+        line = f"hpctrain run {folder}/deck.toml{' --fresh' * fresh} --set run.dir=FOLDER"
+        assert f"{there}: begin in another by `{line}`" in no_way_on(folder)
+        assert clear_folder(deck_of(tmp_path / "another"), fresh, again=False) == ""
