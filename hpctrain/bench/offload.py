@@ -17,7 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
 from hpctrain.engine.offload import open_scratch
 from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
-from hpctrain.train.room import build_within_memory
+from hpctrain.plan.engine import build_within_memory
 from hpctrain.units import format_bytes, format_seconds
 
 CHUNK_BYTES = 16 << 20

@@ -39,9 +39,9 @@ from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
+from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
 from hpctrain.table import table
-from hpctrain.train.room import build_within_memory
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
 from hpctrain.units import format_bytes, format_count

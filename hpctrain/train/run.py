@@ -23,13 +23,13 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
 from hpctrain.engine.place import with_split
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
+from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
-from hpctrain.train.room import build_within_memory
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks

@@ -219,17 +219,17 @@ LIMITED = """
 import re, resource, sys
 import torch
 from hpctrain.cli.main import main
-from hpctrain.train import room
+from hpctrain.plan import engine
 
 parameters = int(sys.argv[1])
-build = room.assemble
+build = engine.assemble
 
 def limited(*arguments):
     have = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (have + 11 * parameters, resource.RLIM_INFINITY))
     return build(*arguments)
 
-room.assemble = limited
+engine.assemble = limited
 sys.argv = ["hpctrain", "run", "deck.toml", *sys.argv[2:]]
 main()
 """

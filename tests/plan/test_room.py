@@ -1,6 +1,6 @@
 """Runs that do not fit into memory: refused by their plan, or ended in one sentence.
 
-Tests of train/room.py and plan/room.py.
+Tests of plan/engine.py and plan/room.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hpctrain.comm import host_memory
 from hpctrain.comm.world import World
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
+from hpctrain.plan import engine as plan_engine
 from hpctrain.plan import room as plan_room
+from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.room import demand_room
-from hpctrain.train import room
-from hpctrain.train.room import build_within_memory
 from tests.engines import DECK, small_deck
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -44,8 +44,8 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
-    assemble = room.assemble
-    monkeypatch.setattr(room, "assemble", lambda *all_: built.append(assemble(*all_)) or built[-1])
+    assemble = plan_engine.assemble
+    monkeypatch.setattr(plan_engine, "assemble", lambda *all_: built.append(assemble(*all_)) or built[-1])
     limit(tmp_path, 100_000_000, monkeypatch)
     deck = small_deck()
     with pytest.raises(HpctrainError) as refused:
@@ -67,9 +67,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(
 @pytest.mark.mpi(max_size=2)
 def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
-    plan_memory = room.plan_memory
-    monkeypatch.setattr(room, "plan_memory", lambda *all_: planned.append(1) or plan_memory(*all_))
-    monkeypatch.setattr(room, "library_bytes", lambda: 10)
+    plan_memory = plan_engine.plan_memory
+    monkeypatch.setattr(plan_engine, "plan_memory", lambda *all_: planned.append(1) or plan_memory(*all_))
+    monkeypatch.setattr(plan_engine, "library_bytes", lambda: 10)
     deck = small_deck("machine.memory=1 kB")
 
     def refusal() -> str:
@@ -80,10 +80,10 @@ def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) 
 
     told = refusal()
     assert "--set memory.recompute=full" in told and ", or more nodes would need less" in told
-    monkeypatch.setattr(room, "ADVICE_SECONDS", 0.0)
+    monkeypatch.setattr(plan_engine, "ADVICE_SECONDS", 0.0)
     assert "; more nodes would need less, and --set machine.memory=SIZE overrules" in refusal()
     assert len(planned) == 1
-    monkeypatch.setattr(room, "library_bytes", lambda: 10**9)
+    monkeypatch.setattr(plan_engine, "library_bytes", lambda: 10**9)
     assert "would need less" not in refusal()
 
 
@@ -143,9 +143,9 @@ def test_the_plan_of_a_tiny_model_is_what_its_run_held(deck: Path, launch: Launc
 LIMITED = """
 import os, re, resource
 from hpctrain.cli.main import main
-from hpctrain.train import room
+from hpctrain.plan import engine as plan_engine
 
-assemble = room.assemble
+assemble = plan_engine.assemble
 
 def limited(deck, world, *rest):
     if world.rank == world.size - 1:
@@ -153,7 +153,7 @@ def limited(deck, world, *rest):
         resource.setrlimit(resource.RLIMIT_DATA, (have + (8 << 20), resource.RLIM_INFINITY))
     return assemble(deck, world, *rest)
 
-room.assemble = limited
+plan_engine.assemble = limited
 main()
 """
 
