@@ -15,7 +15,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, make_mesh
-from hpctrain.engine.offload import open_scratch
+from hpctrain.engine.offload import offload_folder, open_scratch
 from hpctrain.memory.scratch import THREADS, ScratchFile, Transfer
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.units import format_bytes, format_seconds
@@ -53,9 +53,15 @@ class OffloadFigures:
 def bench_offload(
     world: World, path: Path, overrides: Sequence[str], rounds: int, output: Path | None
 ) -> None:
-    """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns."""
+    """Time updates of a deck's optimizer with its state in files, and what bounds them, in turns.
+
+    The files lie where a run's would, or in the nearest folder that is there, so that nothing stays behind.
+    """
     with world.agreement():
         deck = read_deck(path, overrides, read_source=settled_keys)
+    folder = offload_folder(deck).absolute()
+    there = next(above for above in (*folder.parents, folder) if above.exists())
+    deck = deck.with_keys(memory={"offload_dir": str(there / folder.name)})
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     files, memory = (_engine(deck, world, device) for device in ("disk", "device"))

@@ -26,3 +26,16 @@ def test_figures_of_a_small_deck(world: World, mpi_tmp_path: Path) -> None:
     bound = figures["disk_seconds"] + figures["compute_seconds"]
     assert figures["share"] == pytest.approx(bound / figures["update_seconds"])
     assert not offload_dir.exists()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_nothing_is_left_where_a_run_would_write(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mpi_tmp_path)
+    if world.rank == 0:
+        Path("deck.toml").write_text(DECK)
+    world.everyone.barrier()
+    bench_offload(world, Path("deck.toml"), ["layout.zero=1"], 1, None)
+    world.everyone.barrier()
+    assert [path.name for path in mpi_tmp_path.iterdir()] == ["deck.toml"]
