@@ -6,6 +6,8 @@ same outcome and goes on to the same next test. A rank whose test failed waits o
 which may hang in a call that it never made: then it prints its traceback and aborts the whole run.
 A rank that dies takes the run with it (mpirun sees to that, and names the rank).
 Ranks above 0 print nothing but such a last word.
+
+Tests whose mpi mark is not for so many ranks are left out: fewer have proven it, or it needs more.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +35,8 @@ GRACE = 3.0
 #: Seconds that a rank waits for the others to collect the same tests.
 COLLECTION_GRACE = 60.0
 FAILED_RUN = 70
+MARK = re.compile(r"pytest\.mark\.mpi\b((?:\([^)]*\))?)")
+SIZE = re.compile(r"(min_size|max_size) *= *(\d+)")
 
 
 class Together:
@@ -85,14 +91,30 @@ class Together:
         if hasattr(report, "wasxfail"):
             del report.wasxfail
 
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Do not even load a file none of whose marks is for so many ranks: what it imports takes seconds."""
+        named = {Path(argument.partition("::")[0]).resolve() for argument in self.config.args}
+        if not collection_path.match("test_*.py") or collection_path in named:
+            return None
+        marks = MARK.findall(collection_path.read_text(encoding="utf-8"))
+        sizes = [{name: int(number) for name, number in SIZE.findall(mark)} for mark in marks]
+        return None if any(self.fits(**each) for each in sizes) else True
+
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Before each test: skip what `max_size` ranks have proven already, and show the stack on SIGTERM
-        again, for which a run in a test before may have had a handler of its own."""
-        for mark in item.iter_markers(name="mpi"):
-            most = mark.kwargs.get("max_size")
-            if most is not None and self.size > most:
-                pytest.skip(f"proves no more than on {most} ranks")
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that are not for so many ranks."""
+        chosen = [item for item in items if all(self.fits(**m.kwargs) for m in item.iter_markers(name="mpi"))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
+
+    def fits(self, min_size: int = 1, max_size: int | None = None) -> bool:
+        """Whether a test with such a mark is for so many ranks."""
+        return min_size <= self.size and (max_size is None or self.size <= max_size)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Before each test: show the stack on SIGTERM again, for which a run in a test before may have had a
+        handler of its own."""
         if self.rank == 0:
             faulthandler.unregister(signal.SIGTERM)
             faulthandler.register(signal.SIGTERM, file=self.last_word, all_threads=False, chain=True)

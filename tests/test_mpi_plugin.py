@@ -96,13 +96,14 @@ def test_a_skip_on_one_rank_only_is_a_failure(run_ranks: Callable[..., tuple[int
     assert "the ranks disagree" in output
 
 
-def test_what_fewer_ranks_prove_is_skipped(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
+def test_what_fewer_ranks_prove_is_left_out(run_ranks: Callable[..., tuple[int, str, float]]) -> None:
     code, output, _ = run_ranks(
         "@pytest.mark.mpi(max_size=1)\ndef test_one():\n    assert False\n"
         "@pytest.mark.mpi(max_size=2)\ndef test_two():\n    pass\n"
+        "@pytest.mark.mpi(min_size=3)\ndef test_three():\n    assert False\n"
     )
     assert code == 0
-    assert "1 passed, 1 skipped" in output
+    assert "1 passed, 2 deselected" in output
 
 
 def test_a_failing_fixture_keeps_the_ranks_in_step(
