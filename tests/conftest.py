@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name not in config.getoption("markexpr"):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
             items[:] = [item for item in items if not item.get_closest_marker(name)]
+
+
+def pytest_collection_finish() -> None:
+    """Put aside what is loaded by now: each run of a test collects garbage, and would look through it all.
+
+    A run's own freezing and unfreezing would undo that.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.fixture(scope="session")
