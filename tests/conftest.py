@@ -83,12 +83,18 @@ def warm() -> Iterator[Server]:
 
 
 @pytest.fixture
+def python(warm: Server) -> list[str]:
+    """What stands for `python` in commands of a test's own; no signals reach what it runs."""
+    return warm.command(clean_environment())
+
+
+@pytest.fixture
 def launch(tmp_path: Path, warm: Server) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, cold=False, **environment)`: `python *arguments`.
+    """`launch(ranks, *arguments, timeout=60, cwd=tmp_path, ...)`: `python *arguments` with `**environment`.
 
     Under mpirun with `ranks` ranks, or without mpirun where `ranks` is 0; for tests without the mpi mark.
-    Where it matters what is imported when, how the process ends, how much memory it takes, or which launcher
-    hands on what it prints, it has to be started `cold`.
+    Where it matters what is imported when, how much memory it takes, or which launcher hands on what it
+    prints, it has to be started `cold`; where it matters how the process ends, with its `own_end`.
     Returns the CompletedProcess with its text; when the time is up the job is killed and the test fails.
     """
 
@@ -98,10 +104,11 @@ def launch(tmp_path: Path, warm: Server) -> Callable[..., subprocess.CompletedPr
         timeout: float = 60.0,
         cwd: Path = tmp_path,
         cold: bool = False,
+        own_end: bool = False,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         cold |= any(name.startswith(("PYTHON", "MALLOC")) for name in environment)
-        python = [sys.executable] if cold else warm.command(clean_environment())
+        python = [sys.executable] if cold else warm.command(clean_environment(), own_end)
         command = [*(launcher(ranks) if ranks else []), *python, *map(str, arguments)]
         process = subprocess.Popen(
             command,

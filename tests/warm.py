@@ -3,7 +3,8 @@
 A server imports what every verb of hpctrain imports, and forks for each request: the copy takes over
 arguments, environment, folder and standard streams, and is from there on a process like any other, whose exit
 code or signal comes back. `tests/ask.py` asks for one, alone or as a rank under mpirun; a rank starts so in a
-tenth of a second, not in three. Not for programs that depend on what is imported when, or on how Python ends.
+tenth of a second, not in three. Not for programs that depend on what is imported when; those that depend on
+how Python ends have to ask for its own end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import IO, NamedTuple
 ASK = Path(__file__).with_name("ask.py")
 MOST = 1 << 20
 """Bytes that are taken at a time."""
+OWN_END, QUICK_END = "own-end", "quick-end"
 LOADED = ("hpctrain.cli.main", "hpctrain.cli.run", "hpctrain.train.run")
 
 
@@ -32,8 +34,8 @@ class Server:
         self._folder = Path(tempfile.mkdtemp(prefix="hpctrain-warm-"))
         self._process: subprocess.Popen[bytes] | None = None
 
-    def command(self, environment: dict[str, str]) -> list[str]:
-        """What stands for `python`."""
+    def command(self, environment: dict[str, str], own_end: bool = False) -> list[str]:
+        """What stands for `python`; with `own_end` the program ends as the interpreter does by itself."""
         address = self._folder / "server"
         if self._process is None:
             serve = [sys.executable, __file__, str(address)]
@@ -43,7 +45,7 @@ class Server:
             said: IO[bytes] | None = self._process.stdout
             assert said is not None
             assert said.readline() == b"ready\n"
-        return [sys.executable, "-I", "-S", str(ASK), str(address)]
+        return [sys.executable, "-I", "-S", str(ASK), str(address), OWN_END if own_end else QUICK_END]
 
     def close(self) -> None:
         """End it, and whatever it has started."""
@@ -56,6 +58,7 @@ class Server:
 class Request(NamedTuple):
     """What is to be run: as `python ARGUMENTS...` in a folder, with an environment."""
 
+    end: str
     arguments: list[str]
     folder: str
     environment: dict[str, str]
@@ -174,7 +177,10 @@ def leave() -> None:
 
 if __name__ == "__main__":
     request = serve(sys.argv[1])
-    try:
+    if request.end == OWN_END:
         become(request)
-    finally:
-        leave()
+    else:
+        try:
+            become(request)
+        finally:
+            leave()

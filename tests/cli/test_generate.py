@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.train.run import open_run
 from tests.engines import small_deck
 from tests.launch import clean_environment
+from tests.warm import Server
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 PROGRAM = "from hpctrain.cli.generate import command; command()"
@@ -58,8 +58,8 @@ def test_samples_go_to_a_stdout_of_few_characters(launch: Launch, run_dir: Path)
     assert "\n--- sample 2 of 2 ---\nth?" in done.stdout
 
 
-def test_a_terminal_shows_the_same_text(run_dir: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(run_dir), "--prompt", "a", "--temperature", "0"]
+def test_a_terminal_shows_the_same_text(run_dir: Path, python: list[str]) -> None:
+    command = [*python, "-c", PROGRAM, str(run_dir), "--prompt", "a", "--temperature", "0"]
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, env=clean_environment(), stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
@@ -87,8 +87,9 @@ def test_mistakes_are_said_once(launch: Launch, tmp_path: Path) -> None:
     assert done.stderr == f"hpctrain: error: {tmp_path / 'gone'}: no such run folder or checkpoint\n"
 
 
-def test_a_full_disk_is_a_sentence_and_a_reader_that_leaves_is_not(run_dir: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(run_dir), "--tokens", "20"]
+def test_a_full_disk_is_a_sentence_and_a_reader_that_leaves_is_not(run_dir: Path, warm: Server) -> None:
+    python = warm.command(clean_environment(), own_end=True)
+    command = [*python, "-c", PROGRAM, str(run_dir), "--tokens", "20"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             command, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_what_a_process_has_mapped_stays(tmp_path: Path, left: Callable[..., Pat
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no /dev/shm")
 def test_the_next_job_removes_what_a_killed_one_left(
-    tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path, launch: Callable[..., subprocess.CompletedProcess[str]], python: list[str]
 ) -> None:
     program = """
 import os, time
@@ -92,7 +91,7 @@ os.rename(f"pid.{world.rank}.new", f"pid.{world.rank}")
 time.sleep(120)
 """
     with subprocess.Popen(
-        [*launcher(2), sys.executable, "-c", program], cwd=tmp_path, env=clean_environment()
+        [*launcher(2), *python, "-c", program], cwd=tmp_path, env=clean_environment()
     ) as job:
         pids = [tmp_path / f"pid.{rank}" for rank in range(2)]
         until = time.monotonic() + 60

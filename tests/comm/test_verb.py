@@ -34,7 +34,7 @@ def run(launch: Launch, tmp_path: Path) -> Callable[..., subprocess.CompletedPro
         program = tmp_path / "program.py"
         body = "".join(f"    {line}\n" for line in lines.strip().splitlines())
         program.write_text(HEAD + body + TAIL)
-        return launch(ranks, program, timeout=timeout, cold=True, **environment)
+        return launch(ranks, program, timeout=timeout, own_end=True, **environment)
 
     return start
 

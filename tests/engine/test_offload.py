@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,11 +58,11 @@ def work(tmp_path: Path, launch: Launch) -> Path:
     return tmp_path
 
 
-def start(work: Path, ranks: int, *overrides: str) -> subprocess.Popen[str]:
-    """A run under way, with a first checkpoint."""
+def start(work: Path, python: list[str], *overrides: str) -> subprocess.Popen[str]:
+    """A run of two ranks under way, with a first checkpoint."""
     sets = [part for override in overrides for part in ("--set", override)]
     process = subprocess.Popen(
-        [*launcher(ranks), sys.executable, "-m", "hpctrain", "run", "deck.toml", *sets],
+        [*launcher(2), *python, "-m", "hpctrain", "run", "deck.toml", *sets],
         cwd=work,
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
@@ -113,12 +112,13 @@ def shorten(path: Path) -> None:
 def test_a_file_that_fails_ends_the_run_on_all_ranks_with_the_last_checkpoint_good(
     work: Path,
     launch: Launch,
+    python: list[str],
     overrides: tuple[str, ...],
     name: str,
     fault: Callable[[Path], None],
     words: str,
 ) -> None:
-    process = start(work, 2, *overrides)
+    process = start(work, python, *overrides)
     victim = next(path for path in files(work) if "-rank1-" in str(path) and path.name.startswith(name))
     fault(victim)
     _, told = process.communicate(timeout=60)
@@ -191,8 +191,10 @@ def test_folders_that_cannot_be_used(work: Path, launch: Launch) -> None:
     assert not (work / "runs").exists()
 
 
-def test_files_of_a_run_that_was_killed_go_at_the_next_start(work: Path, launch: Launch) -> None:
-    process = start(work, 2, *ACTIVATIONS, "memory.optimizer=disk")
+def test_files_of_a_run_that_was_killed_go_at_the_next_start(
+    work: Path, launch: Launch, python: list[str]
+) -> None:
+    process = start(work, python, *ACTIVATIONS, "memory.optimizer=disk")
     left = files(work)
     kinds = {(path.parent.name.split("-rank")[1][0], path.name.split("-")[0]) for path in left}
     assert kinds == {(rank, kind) for rank in "01" for kind in ("optimizer", "activations")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,11 +169,13 @@ def told_once(done: subprocess.CompletedProcess[str]) -> str:
         ("{}/deck.toml", "run.dir = runs/deck: rank 1 on {} does not see what rank 0 on {} writes there"),
     ],
 )
-def test_ranks_in_folders_that_they_do_not_share(work: Path, launch: Launch, deck: str, told: str) -> None:
+def test_ranks_in_folders_that_they_do_not_share(
+    work: Path, launch: Launch, python: list[str], deck: str, told: str
+) -> None:
     """Rank 1 is started in another folder, as on a node where that of rank 0 is not mounted."""
     (work / "elsewhere").mkdir()
     arguments = ("-m", "hpctrain", "run", deck.format(work))
-    second = (":", "-n", "1", "-wdir", work / "elsewhere", sys.executable, *arguments)
+    second = (":", "-n", "1", "-wdir", work / "elsewhere", *python, *arguments)
     problem = told_once(launch(1, *arguments, *second))
     assert told.format(*[os.uname().nodename] * 2) in problem
 
