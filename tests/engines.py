@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ warmup = 2
 [communication]
 bucket_bytes = 20000
 """
+
+Result = TypeVar("Result")
 
 LLAMA = ("model.family=llama", "model.key_value_heads=2", "model.mlp=48")
 
@@ -101,9 +104,9 @@ def reference(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
     return trainer(world.alone(), on_one_rank(deck), masked)
 
 
-def shared_losses(world: World, values: Sequence[float]) -> list[float]:
-    """Rank 0's values on all ranks."""
-    shared: list[float] = world.everyone.broadcast_object(list(values))
+def by_rank_0(world: World, compute: Callable[[], Result]) -> Result:
+    """What rank 0 computes by itself, on all ranks: they share few cores. Collective."""
+    shared: Result = world.everyone.broadcast_object(compute() if world.rank == 0 else None)
     return shared
 
 

@@ -35,8 +35,9 @@ def plan(ranks: int, *overrides: str) -> MemoryPlan:
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:
+    """What so many ranks can be the first to try, and for ZeRO the layout of data ranks alone."""
     found: list[tuple[str, ...]] = [()]
-    if ranks >= 2:
+    if ranks in {2, 3}:
         found += [
             ("layout.pipeline=2",),
             DUAL,

@@ -23,9 +23,11 @@ from hpctrain.engine.build import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.linear import RowLinear
 from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
-from tests.engines import LLAMA, reference, shared_losses, small_deck, trainer
+from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 FAMILIES = {"gpt2": (), "llama": LLAMA}
+TENSOR = ("layout.tensor=2",)
+SEQUENCE = (*TENSOR, "layout.sequence_parallel=true")
 AXES = [(tensor, context) for tensor in (1, 2, 4, 8) for context in (1, 2, 4, 8)]
 
 
@@ -60,6 +62,8 @@ def deck_of(*overrides: str) -> Deck | None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])
 def test_first_step_of_every_layout_is_that_of_one_rank(world: World, family: str, dropout: str) -> None:
+    if world.size > 2 and (family == "gpt2") != (dropout == "0.1"):
+        pytest.skip("two ranks have tried every pair")
     tried = 0
     for layout in layouts(world.size):
         deck = deck_of(*FAMILIES[family], *layout, f"model.dropout={dropout}")
@@ -81,22 +85,22 @@ def spread(ranks: int, *overrides: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_curves_of_20_steps_agree(world: World, family: str) -> None:
-    deck = small_deck(*FAMILIES[family], "model.dropout=0.1")
-    losses = [step.loss for step in reference(world, deck).train(20)] if world.rank == 0 else []
-    expected = shared_losses(world, losses)
+def test_loss_curves_agree(world: World, family: str) -> None:
+    """Those of whole runs, without dropout, are compared in test_trajectory.py."""
+    keys = (*FAMILIES[family], "model.dropout=0.1", "batch.global_size=8")
+    expected = by_rank_0(world, lambda: [s.loss for s in reference(world, small_deck(*keys)).train(10)])
     for layout in spread(world.size, *FAMILIES[family]):
-        measured = trainer(world, small_deck(*FAMILIES[family], "model.dropout=0.1", *layout)).train(20)
+        measured = trainer(world, small_deck(*keys, *layout)).train(10)
         assert [step.loss for step in measured] == pytest.approx(expected, rel=1e-4), layout
     assert expected[-1] < expected[0]
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_half_precision_within_what_the_format_explains(world: World, compute: str) -> None:
     """Losses differ from fp32's by the format's rounding, of which a handful of sums are made."""
     epsilon = {"bf16": 2.0**-8, "fp16": 2.0**-11}[compute]
-    exact = reference(world, small_deck()).train(5)
+    exact = by_rank_0(world, lambda: reference(world, small_deck()).train(5))
     for layout in spread(world.size):
         half = trainer(world, small_deck(*layout, f"precision.compute={compute}")).train(5)
         assert [s.loss for s in half] == pytest.approx([s.loss for s in exact], rel=2 * epsilon), layout
@@ -104,6 +108,7 @@ def test_half_precision_within_what_the_format_explains(world: World, compute: s
 
 
 # What a missing reduction would look like: each mutation takes one away.
+ON_TWO = pytest.mark.mpi(min_size=2, max_size=2)
 
 
 @contextmanager
@@ -147,13 +152,12 @@ def skipped(monkeypatch: pytest.MonkeyPatch, operation: str, axes: tuple[str, ..
 @pytest.mark.parametrize(
     ("operation", "axes", "layout"),
     [
-        ("all_reduce", ("tensor",), ("layout.tensor=2",)),
-        ("reduce_scatter", ("tensor",), ("layout.tensor=2", "layout.sequence_parallel=true")),
-        ("all_reduce", ("tensor",), ("layout.tensor=2", "layout.sequence_parallel=true")),
-        ("all_reduce", ("data", "context"), ("layout.context=2",)),
-        ("all_reduce", ("data", "context"), ()),
+        pytest.param("all_reduce", ("tensor",), TENSOR, marks=ON_TWO, id="tensor"),
+        pytest.param("reduce_scatter", ("tensor",), SEQUENCE, marks=ON_TWO, id="sequence parallel"),
+        pytest.param("all_reduce", ("tensor",), SEQUENCE, marks=ON_TWO, id="norms under sequence parallel"),
+        pytest.param("all_reduce", ("data", "context"), ("layout.context=2",), id="context"),
+        pytest.param("all_reduce", ("data", "context"), (), marks=ON_TWO, id="data"),
     ],
-    ids=["tensor", "sequence parallel", "norms under sequence parallel", "context", "data"],
 )
 def test_a_missing_reduction_is_noticed(
     world: World,
@@ -183,7 +187,7 @@ def test_shared_key_value_heads_need_their_sum(world: World, monkeypatch: pytest
         verify_layout(deck, world, mesh)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_norms_under_sequence_parallelism_need_their_sum(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +200,7 @@ def test_norms_under_sequence_parallelism_need_their_sum(
         verify_layout(deck, world, mesh)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_doubled_row_bias_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias of a row layer is added once, after the sum; its gradient is not summed over the axis."""
     deck = small_deck("layout.tensor=2")
@@ -226,7 +230,7 @@ def test_norm_counts_every_element_once(world: World, layout: tuple[str, ...]) -
     assert expected.grad_norm * clipped == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_padding_of_the_vocabulary_is_never_predicted(world: World) -> None:
     deck = small_deck("layout.tensor=2", "model.tied=false")
     run = trainer(world, deck)
@@ -241,7 +245,7 @@ def test_padding_of_the_vocabulary_is_never_predicted(world: World) -> None:
             assert (rows[:30] != 0).any()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_tied_embeddings_stay_tied(world: World) -> None:
     run = trainer(world, small_deck("layout.tensor=2"))
     run.train(2)
@@ -250,7 +254,7 @@ def test_tied_embeddings_stay_tied(world: World) -> None:
     assert "head.weight" not in run.parameters()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_replicas_stay_equal_bit_for_bit(world: World) -> None:
     run = trainer(world, small_deck("model.dropout=0.1"))
     run.train(5)

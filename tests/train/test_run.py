@@ -39,7 +39,7 @@ tokens = "{tokens}"
 validation = 0.2
 [batch]
 global_size = 8
-micro_size = 1
+micro_size = 2
 sequence = 32
 ramp_from = 4
 ramp_steps = 6
@@ -169,7 +169,7 @@ def test_a_run_goes_on_in_another_stage_of_zero_bit_for_bit(
         assert values.tobytes() == found[key].tobytes(), key
 
 
-@pytest.mark.mpi(min_size=1)
+@pytest.mark.mpi(min_size=1, max_size=2)
 def test_what_a_run_leaves_behind(world: World, deck_file: Path, mpi_tmp_path: Path) -> None:
     folder = mpi_tmp_path / "run"
     run_deck(world, deck_file, [f"run.dir={folder}", "checkpoint.every=5"])

@@ -81,7 +81,7 @@ def test_a_watched_step_has_the_bits_of_one_that_is_not(world: World, mpi_tmp_pa
 DECK = """
 [run]
 title = "rough"
-steps = 6
+steps = 4
 [model]
 from = "{folder}/theirs"
 [data]
@@ -91,13 +91,13 @@ validation = 0.0
 global_size = 4
 sequence = 24
 [learning_rate]
-decay_steps = 6
+decay_steps = 4
 [optimizer]
 epsilon = 1e-3
 [communication]
 bucket_bytes = 20000
 [checkpoint]
-every = 3
+every = 2
 [machine]
 peak_flops = 1e10
 """
@@ -158,13 +158,13 @@ def test_runs_from_rough_weights_are_those_of_one_rank(world: World, mpi_tmp_pat
         if rank == 0 == world.rank:
             run_deck(world.alone(), path, [*keys, f"run.dir={mpi_tmp_path / 'one'}"])
     world.everyone.barrier()
-    expected, last = figures_of(world, mpi_tmp_path / "one"), weights(world, mpi_tmp_path / "one", 6)
-    assert len(expected) == 6 and expected[0] != expected[1]
+    expected, last = figures_of(world, mpi_tmp_path / "one"), weights(world, mpi_tmp_path / "one", 4)
+    assert len(expected) == 4 and expected[0] != expected[1]
     bits = {}
     for name, layout in LAYOUTS.items():
         folder = mpi_tmp_path / name
         run_deck(world, path, [*keys, *layout, f"run.dir={folder}"])
-        found, own = figures_of(world, folder), weights(world, folder, 6)
+        found, own = figures_of(world, folder), weights(world, folder, 4)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5), name
         for tensor, values in last.items():
@@ -173,14 +173,14 @@ def test_runs_from_rough_weights_are_those_of_one_rank(world: World, mpi_tmp_pat
             bits[name] = (found, {tensor: values.tobytes() for tensor, values in own.items()})
         # Half of it again, from the checkpoint between.
         if world.rank == 0:
-            (folder / "checkpoints/step-00000006.h5").unlink()
+            (folder / "checkpoints/step-00000004.h5").unlink()
         world.everyone.barrier()
         resume(world, folder, [])
-        assert figures_of(world, folder)[3:] == found[3:], name
-        again = weights(world, folder, 6)
+        assert figures_of(world, folder)[2:] == found[2:], name
+        again = weights(world, folder, 4)
         assert [tensor for tensor in own if own[tensor].tobytes() != again[tensor].tobytes()] == [], name
         said: list[str] = []
-        assert replay(world, folder / "checkpoints/step-00000003.h5", None, [], None, said.append) == 0
+        assert replay(world, folder / "checkpoints/step-00000002.h5", None, [], None, said.append) == 0
         assert world.rank or "bit for bit" in said[-1], (name, said)
     first = bits["stage-0"]
     assert [name for name in bits if bits[name] != first] == []
