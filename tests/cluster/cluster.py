@@ -146,6 +146,7 @@ class Cluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # the nodes have fewer cores than they believe
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
