@@ -20,6 +20,10 @@ class Weights(Protocol):
     def masters(self) -> Sequence[Flat]:
         """The weights, to be changed in place."""
 
+    @property
+    def updates(self) -> int:
+        """How many there have been, those before a run was resumed too."""
+
     def publish(self) -> None:
         """Have the parameters follow them. Collective over each bucket's own group."""
 

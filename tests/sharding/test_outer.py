@@ -24,9 +24,6 @@ KEYS = ("optimizer.clip=0", "precision.compute=bf16")
 class LocalSteps:
     """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means."""
 
-    def __init__(self) -> None:
-        self.updates = 0
-
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The loss was divided by the tokens of all replicas."""
         for bucket in buckets:
@@ -34,8 +31,7 @@ class LocalSteps:
 
     def after_update(self, weights: Weights) -> None:
         """The mean of the replicas' weights."""
-        self.updates += 1
-        if self.updates % EVERY == 0:
+        if weights.updates % EVERY == 0:
             for bucket, master in zip(weights.buckets, weights.masters, strict=True):
                 assert isinstance(master, torch.Tensor)
                 replicas = bucket.sharding.replicas
