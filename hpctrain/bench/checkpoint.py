@@ -29,7 +29,7 @@ from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, slowest, write
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.entries import resumed_entries, training_entries
+from hpctrain.checkpoint.entries import training_entries
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
@@ -143,9 +143,8 @@ class _Bench:
         self.trainer = Trainer(deck, engine, batches)
         self._train(1)  # moments that are not zero
         self.stored = {**asdict(self.trainer.state), **deck_state(deck)}
-        states = engine.optimizer.states
-        self.entries = training_entries(engine.buckets, states, writing=True)
-        self.loaded = resumed_entries(engine.buckets, states, self._everyones(self.entries))
+        self.entries = training_entries(engine.state(), writing=True)
+        self.loaded = training_entries(t for t in engine.state() if t.resumed != "never")
         self.write_bytes = _bytes([entry.part(*entry.share()) for entry in self.entries])
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None

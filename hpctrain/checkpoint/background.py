@@ -48,9 +48,11 @@ class BackgroundSave:
         """The name the file will have."""
         return self._draft.path
 
-    def protect(self) -> None:
-        """Call it before the values change; it returns as soon as the checkpoint no longer needs them."""
-        self._snapshot.protect()
+    def protect(self, update: bool = True) -> None:
+        """Call it before the update changes values, and without `update` before a step begins to change those
+        of Entries that it may; it returns as soon as the checkpoint no longer needs them.
+        """
+        self._snapshot.protect(update)
 
     def poll(self, wait: bool = False) -> bool:
         """Whether the checkpoint is complete, the same on all ranks; collective.

@@ -89,7 +89,7 @@ class Draft:
         where the disk refuses.
         """
         waiting = 0  # bytes that the disk does not know of
-        start = 0
+        start = end = 0
         for number, piece in enumerate(self.pieces):
             content = piece.load() if words is None else words(number)
             self._add(self.sums, piece, content)
@@ -100,11 +100,12 @@ class Draft:
                     f"{self.path}: cannot write {piece.stored.dataset}: {describe(error)}"
                 ) from None
             offset, length = piece.span
-            start = start if waiting else offset
+            start = min(start, offset) if waiting else offset
+            end = max(end, offset + length) if waiting else offset + length
             waiting += piece.bytes
             if waiting >= _WRITEBACK_BYTES:
-                # Pieces are in the order of the file: in between there is little of others.
-                self.disk.submit(start_writing, self.descriptor, start, offset + length - start)
+                # Pieces are about in the order of the file: in between there is little of others.
+                self.disk.submit(start_writing, self.descriptor, start, end - start)
                 waiting = 0
 
     def settle(self) -> None:
@@ -209,7 +210,7 @@ def begin(
 def _pieces(
     group: Group, entries: Sequence[Entry], datasets: Mapping[str, StoredTensor], piece_bytes: int
 ) -> list[Piece]:
-    """What this rank writes, in the order of the file."""
+    """What this rank writes: first what a step changes, then the rest, each in the order of the file."""
     pieces: dict[str, list[Piece]] = {name: [] for name in datasets}
     for entry in entries:
         part = entry.part(*entry.share())
@@ -221,7 +222,8 @@ def _pieces(
     held = [sum(piece.rectangle.elements for piece in mine) for mine in pieces.values()]
     for stored, count in zip(datasets.values(), combined(group, np.array(held, np.int64)), strict=True):
         assert count == stored.elements, f"{stored.dataset}: the ranks hold {count} of {stored.elements}"
-    return [piece for mine in pieces.values() for piece in mine]
+    in_order = (piece for mine in pieces.values() for piece in mine)
+    return sorted(in_order, key=lambda piece: not piece.entry.changes_in_step)
 
 
 def _agreed_tensors(group: Group, entries: Sequence[Entry]) -> Tensors:

@@ -47,6 +47,7 @@ class Entry:
     This rank is number `copy` of the `copies` ranks that hold exactly these values, over
     whatever axes; the Shard's own `copy` is not consulted.
     Writing is spread over the copies. Pieces that are not copies must not overlap.
+    Forward, backward or sums of a training step may overwrite what `changes_in_step`, the update all.
     """
 
     dataset: str
@@ -55,6 +56,7 @@ class Entry:
     offset: int = 0
     copy: int = 0
     copies: int = 1
+    changes_in_step: bool = False
 
     def __post_init__(self) -> None:
         assert self.dataset.startswith("/") and not self.dataset.endswith("/"), self.dataset

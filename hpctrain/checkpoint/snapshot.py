@@ -1,8 +1,8 @@
 """Values as they were at one moment, written while training goes on.
 
-Forward and backward passes do not change what a checkpoint holds, only the update does. So most pieces are
-written from where they are; what is still to be written when the update comes is copied into a host
-buffer first, and where that is full, the update waits for the writer.
+Forward and backward passes change little of what a checkpoint holds, the update does. So most pieces are
+written from where they are; what is still to be written when the update comes, or of some state when the step
+begins, is copied into a host buffer first, and where that is full, the step waits for the writer.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Snapshot:
     def __init__(self, pieces: Sequence[Piece], buffer: HostBuffer) -> None:
         assert all(piece.bytes <= buffer.piece_bytes for piece in pieces)
         self._pieces, self._buffer = pieces, buffer
+        self._of_step = sum(piece.entry.changes_in_step for piece in pieces)
+        assert all(piece.entry.changes_in_step for piece in pieces[: self._of_step])
         self._copies: dict[int, Words] = {}
         self._taken = -1  # the piece that is being written, with all before it done
         self._copying = -1
@@ -85,9 +87,13 @@ class Snapshot:
             self._closed = True
             self._changed.notify_all()
 
-    def protect(self) -> None:
-        """After this the values may be overwritten. For the thread that trains."""
-        for number in range(len(self._pieces)):
+    def protect(self, update: bool = True) -> None:
+        """After this the values may be overwritten, without `update` only those that a step changes before.
+
+        For the thread that trains.
+        """
+        last = len(self._pieces) if update else self._of_step
+        for number in range(last):
             with self._changed:
                 memory = self._memory(number)
                 if memory is None:
@@ -102,7 +108,9 @@ class Snapshot:
                 self._changed.notify_all()
         with self._changed:
             # At most one is still being written from where it is.
-            self._changed.wait_for(lambda: self._closed or self._taken < 0 or self._taken in self._copies)
+            self._changed.wait_for(
+                lambda: self._closed or not 0 <= self._taken < last or self._taken in self._copies
+            )
 
     def _memory(self, number: int) -> Words | None:
         """Memory for a copy of the piece, waited for; None if it is copied or taken by now."""

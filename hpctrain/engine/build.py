@@ -8,16 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, SequenceSource
 from hpctrain.data.fit import token_problems
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import Offload, make_optimizer, open_offload
+from hpctrain.engine.offload import Offload, open_offload
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
+from hpctrain.engine.stage import (
+    TrainedStage,
+    build_trained_stage,
+    make_groups,
+    make_replications,
+    offloaded_bytes,
+    plan_stage,
+)
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
@@ -55,7 +63,7 @@ class Arrangement:
 
 @dataclass
 class Engine(TrainedStage):
-    """Everything that computes: model, gradients, optimizer, on one mesh.
+    """Everything that computes, on one mesh.
 
     `terms` names what layers add to the losses; `schedule` is the pipeline schedule of the deck's batch.
     """
@@ -65,7 +73,6 @@ class Engine(TrainedStage):
     shape: ModelShape
     objective: Objective
     terms: tuple[str, ...]
-    optimizer: Optimizer
     offload: Offload
     activation_files: ScratchFiles | None
     loss_scale: LossScale
@@ -150,11 +157,16 @@ def assemble(
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
     freeze(deck, world, models)
     replications = make_replications(deck, mesh)
-    offload = open_offload(deck, world, models, replications, precision.storage)
+    offload = Offload()
+    if deck.memory.optimizer != "device":
+        planned = PlannedMesh(mesh.sizes, number, max(1, world.size // world.nodes))
+        stage = plan_stage(deck, shape, planned, schedule, arrangement.placement.split, number, world.device)
+        offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
-        stage = build_trained_stage(deck, groups, models, replications, offload.parameters)
-        optimizer = make_optimizer(deck, stage.buckets, offload.optimizer, world.agreement)
-    _initialize(world, shape, optimizer, deck.run.seed, roughness)
+        stage = build_trained_stage(
+            deck, groups, models, replications, offload, world.device, world.agreement
+        )
+    _initialize(world, shape, stage.optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
     scaled = precision.scales_loss
@@ -167,7 +179,6 @@ def assemble(
         terms=count(shape).terms,
         placement=arrangement.placement,
         schedule=schedule,
-        optimizer=optimizer,
         offload=offload,
         activation_files=open_shelf(deck, world, arrangement.recompute, shape, models, schedule, number),
         loss_scale=LossScale(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,14 +16,12 @@ from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck, OptimizerSection
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
-from hpctrain.memory.scratch import Flat, ScratchFiles, ScratchTensor
-from hpctrain.model.part import Part
+from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.offload import OffloadedOptimizer, state_elements
-from hpctrain.optim.optimizer import STATE_BYTES, Agreement, Optimizer, ResidentOptimizer, UpdateRule
+from hpctrain.optim.matrices import MatrixOptimizer
+from hpctrain.optim.offload import Home, OffloadedOptimizer
+from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.sharding.bucket import Bucket, Store
-from hpctrain.sharding.bucket_layout import bucket_layouts
-from hpctrain.sharding.replication import Replications
 from hpctrain.units import format_bytes
 
 RULES: Mapping[str, Callable[[OptimizerSection], UpdateRule]] = {
@@ -44,16 +43,16 @@ class Offload:
     introduction: str = ""
 
 
-def open_offload(
-    deck: Deck, world: World, models: Sequence[Part], replications: Replications, dtype: torch.dtype
-) -> Offload:
-    """The stores of a deck; collective. HpctrainError on all ranks where what it asks for cannot be."""
+def open_offload(deck: Deck, world: World, sizes: Mapping[str, int]) -> Offload:
+    """The stores of a deck, for `sizes` bytes of this rank's "optimizer" state and "parameters"; collective.
+
+    HpctrainError on all ranks where what the deck asks for cannot be.
+    """
     where = {"optimizer": deck.memory.optimizer, "parameters": deck.memory.parameters}
     with world.agreement():
         refused = [key for key in where if where[key] == "host" and on_host(world.device)]
         if refused:
             raise HpctrainError([deck.problem(f"memory.{key}", NO_HOST) for key in refused])
-    sizes = dict(zip(where, offloaded_bytes(deck, world.device, models, replications, dtype), strict=True))
     on_disk = [key for key in where if where[key] == "disk"]
     scratch = open_scratch(deck, world, sum(sizes[key] for key in on_disk)) if on_disk else None
     stores: dict[str, Store] = {key: host_store for key in where if where[key] == "host"}
@@ -66,28 +65,6 @@ def open_offload(
         if key in stores
     ]
     return Offload(stores.get("optimizer"), stores.get("parameters"), scratch, ", ".join(said))
-
-
-def offloaded_bytes(
-    deck: Deck,
-    device: torch.device,
-    models: Sequence[Part],
-    replications: Replications,
-    dtype: torch.dtype,
-) -> tuple[int, int]:
-    """Bytes of this rank's optimizer state and of its parameters' slices that do not live on the device.
-
-    From the layout alone; `models` need no memory.
-    """
-    memory, size = deck.memory, deck.communication.bucket_bytes
-    values_on = device if memory.parameters == "device" else torch.device("cpu")
-    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
-    slices = [layout.own.stop - layout.own.start for layout in layouts]
-    state = sum(state_elements(make_rule(deck), dtype, values_on, own) for own in slices)
-    return (
-        STATE_BYTES * state if memory.optimizer != "device" else 0,
-        dtype.itemsize * sum(slices) if memory.parameters != "device" else 0,
-    )
 
 
 def offload_folder(deck: Deck) -> Path:
@@ -126,15 +103,33 @@ def host_store(length: int, dtype: torch.dtype) -> Flat:
     return host_empty((length,), dtype, choose_device("auto", 0, gpu_count())).zero_()
 
 
+def planned_offload(deck: Deck) -> Offload:
+    """Stores of state alone, which has no memory: of the host, or of files that are not there."""
+
+    def make(length: int, dtype: torch.dtype) -> Flat:
+        if deck.memory.optimizer == "host":
+            return torch.empty(1, dtype=dtype, device="cpu").expand(length)
+        file = ScratchFile(Path("planned"), length * dtype.itemsize, ThreadPoolExecutor(1), -1)
+        return ScratchTensor(file, 0, length, dtype)
+
+    return Offload(None if deck.memory.optimizer == "device" else make)
+
+
 def make_rule(deck: Deck) -> UpdateRule:
     """How the deck's optimizer updates."""
     return RULES[deck.optimizer.name](deck.optimizer)
 
 
 def make_optimizer(
-    deck: Deck, buckets: Sequence[Bucket], store: Store | None, agreement: Agreement
+    deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
 ) -> Optimizer:
-    """The deck's optimizer, with its state where `store` makes it or, without one, on the device."""
+    """The deck's optimizer, with its state where `store` makes it or, without one, on the device.
+
+    `device` is the run's, where a plan's buckets are not.
+    """
+    rule, memory = make_rule(deck), deck.memory
     if store is None:
-        return ResidentOptimizer(make_rule(deck), buckets)
-    return OffloadedOptimizer(make_rule(deck), buckets, store, deck.memory.offload_buffer, agreement)
+        return ResidentOptimizer(rule, buckets) if rule.by_element else MatrixOptimizer(rule, buckets)
+    computing: Home = "host" if on_host(device) else "gpu"
+    home = computing if memory.parameters == "device" else memory.parameters
+    return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home)

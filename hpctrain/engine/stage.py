@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from hpctrain.checkpoint.entries import model_entries
 from hpctrain.checkpoint.read import load
 from hpctrain.comm.group import Group
+from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.errors import HpctrainError
+from hpctrain.memory.recompute import Recompute
+from hpctrain.model.build import build_parts
+from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.precision import Precision
-from hpctrain.optim.optimizer import refresh
+from hpctrain.model.shape import ModelShape
+from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
-from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.split import spans_of
+from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.reducer import make_reducer
 from hpctrain.sharding.replication import Axes, Replications, Sharding
+from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
 OUTERS: Mapping[str, Callable[[], Outer]] = {"every_step": EveryStep}
@@ -55,10 +67,19 @@ class Stage:
 
 @dataclass
 class TrainedStage(Stage):
-    """A Stage with gradients, what sums them, and what keeps replicas together."""
+    """A Stage with gradients, what sums them, what keeps replicas together, what updates parameters, and who
+    else keeps state of them.
+    """
 
     synchronizer: GradientSynchronizer
     outer: Outer
+    optimizer: Optimizer
+    stateful: list[Stateful]
+
+    def state(self) -> Iterator[StateTensor]:
+        """All that belongs to parameters, and they themselves."""
+        for each in (self.optimizer, *self.stateful):
+            yield from each.state()
 
 
 def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroups:
@@ -139,14 +160,60 @@ def build_trained_stage(
     groups: LayerGroups,
     models: Sequence[Part],
     replications: Replications,
-    store: Store | None = None,
+    offload: Offload,
+    device: torch.device,
+    agreement: Agreement = nullcontext,
 ) -> TrainedStage:
-    """As `build_stage`, to be trained; what is to be frozen is frozen already."""
-    stage = build_stage(deck, groups, models, replications, store, trained=True)
-    each = deck.memory.accumulate == "sliced"
+    """As `build_stage`, to be trained; what is to be frozen is frozen already. `offload` makes the memory of
+    what does not live on the run's `device`.
+    """
+    stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     reducers = [make_reducer(bucket) for bucket in stage.buckets]
     outer = OUTERS["every_step"]()
-    return TrainedStage(**vars(stage), synchronizer=GradientSynchronizer(reducers, outer, each), outer=outer)
+    modules = StateOfModules([layer for model in models for layer in model.layers], replications)
+    return TrainedStage(
+        **vars(stage),
+        synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced"),
+        outer=outer,
+        optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
+        stateful=[each for each in (outer, *reducers, modules) if isinstance(each, Stateful)],
+    )
+
+
+def plan_stage(
+    deck: Deck,
+    shape: ModelShape,
+    mesh: PlannedMesh,
+    schedule: Schedule,
+    split: Sequence[int],
+    number: int,
+    device: torch.device,
+) -> TrainedStage:
+    """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
+
+    The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
+    on its `device` lie on torch's device "meta", which keeps shapes alone.
+    """
+    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute))
+    with META:
+        models = build_parts(shape, groups, spans_of(schedule, split, number))
+        freeze_parameters(models, deck.model.frozen)
+        replications = make_replications(deck, mesh)
+        return build_trained_stage(deck, groups, models, replications, planned_offload(deck), device)
+
+
+def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
+    """Bytes of a planned stage's "optimizer" state and "parameters" that do not live on the device."""
+    state = (
+        flat.nbytes
+        for bucket, state in zip(stage.buckets, stage.optimizer.states, strict=True)
+        for flat in state.values()
+        if flat is not bucket.own_values
+    )
+    return {
+        "optimizer": sum(state) if deck.memory.optimizer != "device" else 0,
+        "parameters": value_bytes(stage.buckets) if deck.memory.parameters != "device" else 0,
+    }
 
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:

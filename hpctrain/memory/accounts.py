@@ -15,10 +15,10 @@ class Account:
     """Bytes of one rank by kind.
 
     `parameter`: values that layers compute with, in the compute format. `gradient`: their sums. `optimizer`:
-    moments, and master weights where these are not the parameters themselves. `activation`: what autograd
-    keeps for backward, at its peak. `buffer`: memory that communication and gathered or opened buckets take
-    turns in. `other`: what computing needs in passing, and on a CPU the interpreter, its libraries,
-    what the allocator keeps free, and what a checkpoint copies while training goes on.
+    moments, master weights where these are not the parameters themselves, and what else belongs to them.
+    `activation`: what autograd keeps for backward, at its peak. `buffer`: memory that communication and
+    gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the
+    interpreter, its libraries, what the allocator keeps free, and what a checkpoint copies meanwhile.
     """
 
     parameter: int = 0

@@ -30,11 +30,6 @@ class Precision:
         return Precision(compute, compute, gradient)
 
     @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer keeps weights in fp32 beside the parameters."""
-        return self.storage != torch.float32
-
-    @property
     def scales_loss(self) -> bool:
         """Whether gradients would underflow without a loss scale."""
         return self.product == torch.float16

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from hpctrain.optim.optimizer import MASTER, Elements
+from hpctrain.optim.optimizer import Elements
+from hpctrain.sharding.state import MASTER
 
 
 @dataclass(frozen=True)

@@ -9,29 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.optim.optimizer import (
-    MASTER,
-    STATE_BYTES,
+    CUT_ANYWHERE,
     Agreement,
+    BucketState,
     Elements,
     Optimizer,
-    State,
     UpdateRule,
     decay_ranges,
+    is_master,
     refresh,
 )
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import ALIGNMENT
+from hpctrain.sharding.state import MASTER
+
+Home = Literal["gpu", "host", "disk"]
+"""Where memory lies."""
 
 SLOTS = 3
 """Pieces in memory at a time: being read, being updated, being written."""
+
+_VALUES = "values"
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class OffloadSlice:
     """Neighbouring elements of one bucket's own that are updated at a time, all decayed or none."""
 
     bucket: Bucket
-    state: State
+    state: BucketState
     part: slice
     decayed: bool
 
@@ -48,6 +54,7 @@ class OffloadedOptimizer(Optimizer):
     """As ResidentOptimizer, whose results are the same bits where gradients and parameters are on the CPU.
 
     `store` makes the memory of the state. Where it is files, at most `buffer_bytes` of it are in memory.
+    `home` is that of the parameters' own values, or what it would be of those that a plan does not have.
     """
 
     def __init__(
@@ -57,15 +64,19 @@ class OffloadedOptimizer(Optimizer):
         store: Store,
         buffer_bytes: int,
         agreement: Agreement = nullcontext,
+        home: Home = "host",
     ) -> None:
-        super().__init__(rule, buckets, [_state(rule, bucket, store) for bucket in buckets], agreement)
+        assert rule.by_element, CUT_ANYWHERE
+        states = [_state(rule, bucket, store, home) for bucket in buckets]
+        super().__init__(rule, buckets, states, agreement)
         self.updates = 0
+        most = piece_elements(max(map(_element_bytes, buckets, states)), buffer_bytes)
         self._pieces = [
             OffloadSlice(bucket, state, part, decayed)
-            for bucket, state in zip(buckets, self.states, strict=True)
-            for part, decayed in _parts(rule, bucket, buckets, buffer_bytes)
+            for bucket, state in zip(buckets, states, strict=True)
+            for part, decayed in _parts(bucket, most)
         ]
-        self._slots = [_Slot(longest) for longest in _slot_elements(rule, buckets, buffer_bytes)]
+        self._slots = [_Slot(self._pieces[first::SLOTS], home == "disk") for first in range(SLOTS)]
 
     @property
     def working_bytes(self) -> int:
@@ -108,11 +119,20 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _Slot:
-    """One piece in memory: views of the state that is there, copies of what lies in files."""
+    """Room for one of `pieces` after the other: views of state in memory, copies of what lies in files."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, pieces: Sequence[OffloadSlice], values_in_files: bool) -> None:
+        longest = max((piece.part.stop - piece.part.start for piece in pieces), default=0)
         self._memory: dict[str, Tensor] = {}
+        for piece in pieces:
+            values = piece.bucket.own_values
+            flats = {_VALUES: values, **piece.state}
+            if values is piece.state[MASTER]:
+                del flats[_VALUES]
+            for name, flat in flats.items():
+                in_files = values_in_files if flat is values else isinstance(flat, ScratchTensor)
+                if in_files and name not in self._memory:
+                    self._memory[name] = torch.empty(longest, dtype=flat.dtype)
         self._transfers: list[Transfer] = []
         self.state: dict[str, Tensor] = {}
 
@@ -137,7 +157,7 @@ class _Slot:
         if isinstance(part, Tensor):
             part.copy_(master)
         else:
-            rounded = self._room("values", part.numel(), part.dtype).copy_(master)
+            rounded = self._memory[_VALUES][: part.numel()].copy_(master)
             self._transfers.append(part.start_write(rounded))
 
     def settle(self) -> None:
@@ -155,66 +175,31 @@ class _Slot:
     def _bring(self, name: str, part: Flat) -> Tensor:
         if isinstance(part, Tensor):
             return part
-        room = self._room(name, part.numel(), part.dtype)
+        room = self._memory[name][: part.numel()]
         self._transfers.append(part.start_read(room))
         return room
 
-    def _room(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
-        if name not in self._memory:
-            self._memory[name] = torch.empty(self._longest, dtype=dtype)
-        return self._memory[name][:elements]
 
-
-def state_elements(rule: UpdateRule, bucket_dtype: torch.dtype, device: torch.device, own: int) -> int:
-    """Elements of state that a store is asked for, of a bucket with `own` elements on this rank."""
-    return (len(rule.names) + (not _is_master(bucket_dtype, device))) * own
-
-
-def _is_master(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether parameters of this type that lie there are the master weights themselves."""
-    return dtype == torch.float32 and on_host(device)
-
-
-def _state(rule: UpdateRule, bucket: Bucket, store: Store) -> State:
+def _state(rule: UpdateRule, bucket: Bucket, store: Store, home: Home) -> BucketState:
     own, values = bucket.own.stop - bucket.own.start, bucket.own_values
-    memory = store(state_elements(rule, bucket.dtype, values.device, own), torch.float32)
-    state = {name: memory[index * own : (index + 1) * own] for index, name in enumerate(rule.names)}
-    same = _is_master(bucket.dtype, values.device)
-    return {MASTER: values if same else memory[len(rule.names) * own :], **state}
+    names = [*rule.names, *([] if is_master(bucket.dtype, home != "gpu") else [MASTER])]
+    memory = store(len(names) * own, torch.float32)
+    state = {name: memory[index * own : (index + 1) * own] for index, name in enumerate(names)}
+    return {MASTER: values} | state
 
 
-def piece_elements(rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int) -> int:
+def _element_bytes(bucket: Bucket, state: BucketState) -> int:
+    """What an element's state takes, and its value."""
+    return sum(flat.element_size() for flat in state.values()) + bucket.dtype.itemsize
+
+
+def piece_elements(element_bytes: int, buffer_bytes: int) -> int:
     """Elements of a piece, of which SLOTS fit into the buffer; pieces begin where vector instructions do."""
-    size = STATE_BYTES * (1 + len(rule.names)) + max(bucket.dtype.itemsize for bucket in buckets)
-    return max(ALIGNMENT, buffer_bytes // (SLOTS * size) // ALIGNMENT * ALIGNMENT)
+    return max(ALIGNMENT, buffer_bytes // (SLOTS * element_bytes) // ALIGNMENT * ALIGNMENT)
 
 
-def working_bytes(
-    rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int, values_in_files: bool
-) -> int:
-    """Memory of the pieces on their way, of state that lies in files."""
-    half = any(bucket.dtype != torch.float32 for bucket in buckets)
-    size = STATE_BYTES * (len(rule.names) + (half or values_in_files))
-    if half and values_in_files:
-        size += max(bucket.dtype.itemsize for bucket in buckets)
-    return sum(_slot_elements(rule, buckets, buffer_bytes)) * size
-
-
-def _slot_elements(rule: UpdateRule, buckets: Sequence[Bucket], buffer_bytes: int) -> list[int]:
-    """Elements of the longest piece that every slot takes in turn; 0 where there are fewer pieces."""
-    lengths = [
-        part.stop - part.start
-        for bucket in buckets
-        for part, _ in _parts(rule, bucket, buckets, buffer_bytes)
-    ]
-    return [max(lengths[slot::SLOTS], default=0) for slot in range(SLOTS)]
-
-
-def _parts(
-    rule: UpdateRule, bucket: Bucket, buckets: Sequence[Bucket], buffer_bytes: int
-) -> Iterator[tuple[slice, bool]]:
-    """What of a bucket's own is updated at a time, and whether it is decayed."""
-    most = piece_elements(rule, buckets, buffer_bytes)
+def _parts(bucket: Bucket, most: int) -> Iterator[tuple[slice, bool]]:
+    """What of a bucket's own is updated at a time, at most so many elements, and whether it is decayed."""
     for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True):
         for first in range(part.start, part.stop, most):
             yield slice(first, min(first + most, part.stop)), decayed

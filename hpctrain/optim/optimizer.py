@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -13,24 +13,29 @@ from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
 
-State = Mapping[str, Flat]
+BucketState = Mapping[str, Flat]
 """What belongs to the elements of a bucket that are this rank's (`Bucket.own`), by name: flat, fp32, a value
-for each, which lies where the element lies in its Shard."""
+for each, which lies where the element lies in its Shard. MASTER are the weights that are updated, which
+all of them have."""
 
-MASTER = "master"
-"""In every State: the weights that are updated, the bucket's `own_values` themselves where those are fp32 and
-lie where the update is computed."""
+CUT_ANYWHERE = "buckets are cut anywhere"
 
 Agreement = Callable[[], AbstractContextManager[None]]
 
-STATE_BYTES = 4
-"""Of a value: fp32."""
+
+def is_master(dtype: torch.dtype, updated_there: bool) -> bool:
+    """Whether parameters of this format are the master weights themselves: in fp32, where the update is
+    computed where they lie.
+    """
+    return dtype == torch.float32 and updated_there
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device.
+    """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
+    flat or, of a rule that is not `by_element`, of a whole parameter's shape.
 
     `updates` is a scalar there that counts the updates before this one; the rule adds it.
     """
@@ -69,10 +74,9 @@ class Optimizer(ABC):
         self,
         rule: UpdateRule,
         buckets: Sequence[Bucket],
-        states: Sequence[State],
+        states: Sequence[BucketState],
         agreement: Agreement = nullcontext,
     ) -> None:
-        assert rule.by_element, "buckets are cut anywhere"
         self.rule, self.buckets, self.states, self._agreement = rule, buckets, states, agreement
 
     @abstractmethod
@@ -91,6 +95,17 @@ class Optimizer(ABC):
     def working_bytes(self) -> int:
         """Host memory that state which lies elsewhere passes through."""
         return 0
+
+    def state(self) -> Iterator[StateTensor]:
+        """The parameters too; where these are fp32, the master weights, wherever they lie, stand for them."""
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            single = is_master(bucket.dtype, True)
+            if not single:
+                yield from own_state(MODEL, bucket.own_values, bucket, "never", False)
+            for name, flat in state.items():
+                weights = MODEL if single else MASTER
+                kind = weights if name == MASTER else f"optimizer/{name}"
+                yield from own_state(kind, flat, bucket, "always", False)
 
     def publish(self) -> None:
         """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
@@ -117,7 +132,8 @@ class ResidentOptimizer(Optimizer):
     """Keeps the state where it is updated, and updates all buckets in one call."""
 
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
-        states = [_state(rule, bucket) for bucket in buckets]
+        assert rule.by_element, CUT_ANYWHERE
+        states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
         self._parts = [
             _Part(bucket, span, decayed, {name: flat[span] for name, flat in state.items()}, updates)
@@ -170,10 +186,11 @@ def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
     return slice(0, border), slice(border, own.stop - own.start)
 
 
-def _state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
+def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
+    """Where the update is computed: of the rule's names zeros."""
     values = bucket.own_values
     assert isinstance(values, Tensor)
-    master = values if values.dtype == torch.float32 else values.float()
+    master = values if is_master(bucket.dtype, True) else values.float()
     return {MASTER: master, **{name: torch.zeros_like(master) for name in rule.names}}
 
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from hpctrain.comm.host_memory import resident_bytes
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.optimizer import MASTER, Elements
+from hpctrain.optim.optimizer import Elements
+from hpctrain.sharding.state import MASTER
 
 
 def library_bytes() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import prod
 
 import torch
@@ -12,10 +11,9 @@ import torch
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.offload import make_rule
 from hpctrain.engine.place import unmeasured_split
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage
+from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import ActivationBytes, activation_bytes
@@ -23,15 +21,14 @@ from hpctrain.model.count import count
 from hpctrain.model.part import Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.optim.offload import working_bytes
-from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD
 from hpctrain.pipeline.split import spans_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import activation_peak, packing_bytes
-from hpctrain.plan.model import plan_stage, rehearse
+from hpctrain.plan.model import rehearse
 from hpctrain.sharding.bucket import Bucket, gradient_bytes, pool_bytes, value_bytes
+from hpctrain.sharding.state import state_bytes
 
 HOLES = {"gpt2": 2.4, "llama": 3.5}
 """Activations of so many blocks: freed memory between what is in use, which the C library keeps.
@@ -138,13 +135,13 @@ def plan_memory(
             kind = number
         if kind not in planned:
             mesh = PlannedMesh(sizes, number, ranks_per_node or ranks)
-            stage = plan_stage(deck, shape, mesh, schedule, counts, number)
+            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
                 for _ in range(2):  # the second step gathers ahead, in the order of the first
                     rehearse(stage, deck.memory.recompute, step, number)
-            planned[kind] = stage, _states(deck, stage.buckets, device)
+            planned[kind] = stage, _states(deck, stage, device)
         stage, states = planned[kind]
         used = sum(bucket.layout.used for bucket in stage.buckets)
         buffer, other = _messages(saved, schedule, number), libraries + _workspace(deck, saved, spans)
@@ -153,8 +150,7 @@ def plan_memory(
             summed = saved.tokens * shape.hidden, Precision.of(deck).storage.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed)
             other += int(HOLES[shape.family] * saved.block)
-            shares = (Fraction(bucket.layout.used, bucket.sharding.ranks) for bucket in stage.buckets)
-            other += _snapshot(deck, int(sum(shares)))
+            other += _snapshot(deck, stage)
         memory = replace(
             states,
             activation=activation_peak(deck, saved, schedule.stages[number], stage.models),
@@ -166,25 +162,22 @@ def plan_memory(
     return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, passes, tuple(stages))
 
 
-def _states(deck: Deck, buckets: Sequence[Bucket], device: torch.device) -> Account:
-    """Parameters, gradients, optimizer state, and what these take turns in.
+def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
+    """Parameters, gradients, what else belongs to parameters, and what these take turns in.
 
     Without what lives elsewhere; what of that is on its way lies in host memory, which beside a GPU's does
     not count.
     """
-    memory, rule = deck.memory, make_rule(deck)
-    values, gradients = value_bytes(buckets), gradient_bytes(buckets)
-    slices = [bucket.own.stop - bucket.own.start for bucket in buckets]
-    copies = len(rule.names) + Precision.of(deck).has_masters  # and master weights
+    memory, buckets = deck.memory, stage.buckets
     turns = pool_bytes(buckets) + _reductions(buckets)
+    if on_host(device):
+        turns += stage.optimizer.working_bytes
     if memory.parameters == "disk" and on_host(device):
-        turns += max(slices) * buckets[0].dtype.itemsize
-    if memory.optimizer == "disk" and on_host(device):
-        turns += working_bytes(rule, buckets, memory.offload_buffer, memory.parameters == "disk")
+        turns += max(bucket.own.stop - bucket.own.start for bucket in buckets) * buckets[0].dtype.itemsize
     return Account(
-        values if memory.parameters == "device" else 0,
-        gradients,
-        copies * STATE_BYTES * sum(slices) if memory.optimizer == "device" else 0,
+        value_bytes(buckets) if memory.parameters == "device" else 0,
+        gradient_bytes(buckets),
+        state_bytes(stage.state(), buckets),
         buffer=turns,
     )
 
@@ -197,13 +190,14 @@ def _reductions(buckets: Sequence[Bucket]) -> int:
     return sum(sorted(each, reverse=True)[:2])
 
 
-def _snapshot(deck: Deck, elements: int) -> int:
-    """Host memory that a checkpoint takes while training goes on: at most that of all it writes of a rank,
-    master weights and other state of so many elements.
+def _snapshot(deck: Deck, stage: TrainedStage) -> int:
+    """Host memory that a checkpoint takes while training goes on: at most that of all that a rank writes of
+    what belongs to parameters, besides parameters that are made from it.
     """
     if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
         return 0
-    return min(deck.checkpoint.buffer, (1 + len(make_rule(deck).names)) * STATE_BYTES * elements)
+    written = (t for t in stage.state() if t.written and t.resumed != "never")
+    return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
 
 
 def _messages(saved: ActivationBytes, schedule: Schedule, number: int) -> int:

@@ -1,46 +1,22 @@
-"""The model of a deck on ranks that are not there: the run's own objects, in memory that is not there either.
+"""A step of a stage that is planned: the run's own objects, in memory that is not there.
 
-Parameters, buckets and what synchronizes and gathers them are those that a run builds; their tensors lie
-on torch's device "meta", which keeps shapes alone. A rehearsal of a step then finds what memory buckets take
-turns in.
+A rehearsal of a step finds what memory buckets take turns in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 
-from hpctrain.comm.planned import META, PlannedMesh
-from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import TrainedStage, build_trained_stage, make_groups, make_replications
-from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.model.build import build_parts
-from hpctrain.model.frozen import embedding_trained, freeze_parameters, silent_blocks
+from hpctrain.comm.planned import META
+from hpctrain.engine.stage import TrainedStage
+from hpctrain.memory.recompute import segment_size
+from hpctrain.model.frozen import embedding_trained, silent_blocks
 from hpctrain.model.part import Part, blocks_of
-from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.split import spans_of
-
-
-def plan_stage(
-    deck: Deck,
-    shape: ModelShape,
-    mesh: PlannedMesh,
-    schedule: Schedule,
-    split: Sequence[int],
-    number: int,
-) -> TrainedStage:
-    """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
-
-    The others of the stage hold as much: what does not divide is padded alike.
-    """
-    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute))
-    with META:
-        models = build_parts(shape, groups, spans_of(schedule, split, number))
-        freeze_parameters(models, deck.model.frozen)
-        return build_trained_stage(deck, groups, models, make_replications(deck, mesh))
 
 
 def rehearse(stage: TrainedStage, recompute: Recomputed, schedule: Schedule, number: int) -> None:

@@ -57,13 +57,15 @@ class Replication:
     """Where else the piece of a Shard lies, besides in the ranks' own slices of it.
 
     `holders` are the ranks that compute with it on the same tokens; its gradient arrives there in parts where
-    it is `partial`. `ends`, if any, is the pipeline whose first and last stage hold it; this is number
-    `stage_copy` of the `stage_copies` stages that do.
+    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its tensor on the same tokens.
+    `ends`, if any, is the pipeline whose first and last stage hold it; this is number `stage_copy` of the
+    `stage_copies` stages that do.
     """
 
     sharding: Sharding
     holders: Group
     partial: bool
+    pieces: Group | None
     ends: Group | None
     stage_copy: int
     stage_copies: int
@@ -85,11 +87,18 @@ class Replication:
     @property
     def copy(self) -> tuple[int, int]:
         """(number of this copy, copies) of what this rank owns of the piece."""
-        whole = self.sharding.zero == 0
-        owners = self.sharding.group if whole else self.sharding.replicas
-        within = owners.size * self.holders.size
-        stage, stages = (self.stage_copy, self.stage_copies) if whole else (0, 1)
-        return stage * within + owners.rank * self.holders.size + self.holders.rank, stages * within
+        if self.sharding.zero == 0:
+            return self.copy_whole
+        replicas, holders = self.sharding.replicas, self.holders
+        return replicas.rank * holders.size + holders.rank, replicas.size * holders.size
+
+    @property
+    def copy_whole(self) -> tuple[int, int]:
+        """The same of what every rank has of the whole piece."""
+        number, copies = self.stage_copy, self.stage_copies
+        for group in (self.sharding.group, self.sharding.replicas, self.holders):
+            number, copies = number * group.size + group.rank, copies * group.size
+        return number, copies
 
 
 class Replications:
@@ -133,6 +142,7 @@ class Replications:
             self._shardings[everyone],
             holders,
             SAME_TOKENS in shard.partial,
+            self._mesh.group(SAME_TOKENS) if SAME_TOKENS in shard.split else None,
             self._mesh.group("pipeline") if shard.stage_copies > 1 else None,
             shard.stage_copy,
             shard.stage_copies,

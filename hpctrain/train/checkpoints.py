@@ -24,9 +24,6 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
-from hpctrain.model.count import count
-from hpctrain.model.precision import Precision
-from hpctrain.optim.optimizer import STATE_BYTES
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
 
@@ -53,12 +50,12 @@ class Checkpoints(Hook):
         """Whether a checkpoint is begun and not complete."""
         return self._pending is not None
 
-    @property
     def expected_bytes(self) -> float:
-        """About the size of one: master weights and other state, and parameters of half precision."""
-        half = 2.0 if Precision.of(self.deck).has_masters else 0.0
-        state = STATE_BYTES * (1 + len(self.engine.optimizer.rule.names))
-        return count(self.engine.shape).parameters * (state + half)
+        """About the size of one. Collective."""
+        entries = training_entries(self.engine.state(), writing=True)
+        here = sum(entry.values.nbytes / entry.copies for entry in entries)
+        of_ranks: list[float] = self.engine.world.everyone.all_gather_object(here)
+        return sum(of_ranks)
 
     def has(self, step: int) -> bool:
         """Whether the newest one in the run's folder, complete or under way, is of this step."""
@@ -73,7 +70,7 @@ class Checkpoints(Hook):
         self._began, self._step = time.perf_counter(), state.step
         engine, checkpoint = self.engine, self.deck.checkpoint
         path, everyone = checkpoint_path(self.folder, state.step), engine.world.everyone
-        entries = training_entries(engine.buckets, engine.optimizer.states, writing=True)
+        entries = training_entries(engine.state(), writing=True)
         stored = self._stored(state)
         with self._timed():
             if checkpoint.mode == "background":
@@ -83,6 +80,14 @@ class Checkpoints(Hook):
                 return
             save(path, everyone, entries, stored, min(PIECE_BYTES, checkpoint.buffer))
         self._saved(path)
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
+        """Store first what the checkpoint under way still needs of what forward and backward change."""
+        if self._pending is not None:
+            with self._timed():
+                self._pending.protect(update=False)
+        yield
 
     def before_update(self) -> None:
         """Store first what the checkpoint under way still needs of parameters and moments."""
@@ -121,8 +126,11 @@ class Checkpoints(Hook):
         engine = self.engine
         structure = examine(path, engine.world.everyone)
         state = structure.state
-        entries = resumed_entries(engine.buckets, engine.optimizer.states, structure.datasets)
+        entries, left = resumed_entries(engine.state(), structure.datasets)
         load(structure, engine.world.everyone, entries)
+        for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
+            sentence = "%s does not have all of the run's %s: what it lacks begins anew"
+            logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
         if engine.loss_scale.window and state["loss_scale"] is not None:

@@ -13,12 +13,13 @@ from torch import Tensor
 from hpctrain.comm.device import on_host, peak_bytes
 from hpctrain.engine.build import Engine
 from hpctrain.errors import failing_as
-from hpctrain.memory.accounts import Account, storage_bytes
+from hpctrain.memory.accounts import Account
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
+from hpctrain.sharding.state import state_bytes
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook
 
@@ -61,15 +62,12 @@ class MemoryLedger(Hook):
     def held(self) -> Account:
         """What this rank has held at the most; `other` is what remains of the peak that the system saw."""
         buckets = self.engine.buckets
-        states = [flat for state in self.engine.optimizer.states for flat in state.values()]
-        own = [bucket.own_values for bucket in buckets]
-        # Storages that master weights share with parameters are entered there.
-        optimizer = storage_bytes([*states, *own]) - storage_bytes(own)
+        state = state_bytes(self.engine.state(), buckets)
         buffers = pool_bytes(buckets) + self.engine.world.buffer_bytes
         if on_host(self.engine.world.device):
             buffers += self.engine.optimizer.working_bytes
         activations = self.activations.bytes or 0
-        known = Account(value_bytes(buckets), gradient_bytes(buckets), optimizer, activations, buffers)
+        known = Account(value_bytes(buckets), gradient_bytes(buckets), state, activations, buffers)
         return replace(known, other=max(0, peak_bytes(self.engine.world.device) - known.total))
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002

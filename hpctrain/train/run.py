@@ -128,7 +128,7 @@ class Loop:
     def __init__(self, run: Run, reporter: Reporter, peak: Peak, memory: MemoryLedger) -> None:
         self.steps, self.limit, self.reporter, self.peak = run.deck.run.steps, run.limit, reporter, peak
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
-        self.pace = Pace(checkpoints.expected_bytes / (BYTES_PER_SECOND * run.world.nodes))
+        self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
         stragglers = Stragglers(trainer.engine.mesh, run.deck.stability.straggler_factor)
         trainer.hooks += [

@@ -24,7 +24,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     assert deck.model.source is not None
     path = Path(deck.model.source)
     optimizer, shape = engine.optimizer, engine.shape
-    source = load_source(path, engine.world, master_entries(engine.buckets, optimizer.states))
+    source = load_source(path, engine.world, master_entries(engine.state()))
     optimizer.publish()
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -42,8 +44,13 @@ def test_same_file_as_collective_although_values_change(
     """A buffer that is too small for all, and one that is not."""
     group = world.everyone
     held = LAYOUTS[layout](tensors, group.rank, group.size)
+    held = [replace(each, changes_in_step=crc32(each.dataset.encode()) % 2 == 0) for each in held]
     save(mpi_tmp_path / "a.h5", group, held, STATE)
     pending = BackgroundSave(mpi_tmp_path / "b.h5", group, held, STATE, HostBuffer(buffer, CPU))
+    pending.protect(update=False)
+    for each in held:
+        if each.changes_in_step:
+            each.values.zero_()
     pending.protect()
     for each in held:
         each.values.zero_()
@@ -90,6 +97,35 @@ def test_the_update_waits_only_for_what_the_buffer_cannot_hold() -> None:
     found += [snapshot.take(number).copy() for number in (4, 5)]
     snapshot.close()
     assert np.array_equal(np.concatenate(found).view(np.float32), expected.numpy())
+
+
+def test_a_step_waits_only_for_what_it_changes() -> None:
+    """The writer is at the second of four pieces, of which a step changes three."""
+    parts = pieces(torch.arange(4 * 1024, dtype=torch.float32), 4)
+    parts[:3] = [replace(part, entry=replace(part.entry, changes_in_step=True)) for part in parts[:3]]
+    snapshot = Snapshot(parts, HostBuffer(3 * 4096, CPU))
+    snapshot.take(0)
+    values = snapshot.take(1)
+    protected = threading.Event()
+
+    def step() -> None:
+        snapshot.protect(update=False)
+        protected.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert not protected.wait(0.2)
+    assert np.array_equal(values.view(np.float32), np.arange(1024, 2048))
+    third = snapshot.take(2)
+    assert protected.wait(5)
+    thread.join()
+    memory = parts[0].entry.values
+    assert isinstance(memory, Tensor)
+    memory[: 3 * 1024] = 0
+    assert np.array_equal(third.view(np.float32), np.arange(2048, 3072))
+    snapshot.take(3)
+    snapshot.protect(update=False)  # at once: what is being written is not changed by a step
+    snapshot.close()
 
 
 def test_a_failed_writer_holds_nobody_up() -> None:

@@ -71,7 +71,7 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
     losses = [step.loss for step in trainer(world, small_deck("layout.zero=2")).train(3)]
     training = trainer(world, small_deck("layout.zero=2"))
     engine, path = training.engine, mpi_tmp_path / "start.h5"
-    save(path, world.everyone, training_entries(engine.buckets, engine.optimizer.states), {})
+    save(path, world.everyone, training_entries(engine.state()), {})
 
     deck = small_deck(f"layout.zero={zero}")
     groups = make_groups(deck, engine.mesh, SavedPolicy())

@@ -41,7 +41,7 @@ def make_checkpoint(
     mesh = make_mesh(deck, world)
     engine = build_engine(deck, world, mesh)
     change(engine.model)
-    entries = training_entries(engine.buckets, engine.optimizer.states)
+    entries = training_entries(engine.state())
     save(path, world.everyone, entries, {"deck": deck_text(deck), "tokenizer": "bytes"} | state)
     return engine.model
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
-from hpctrain.optim.optimizer import MASTER, ResidentOptimizer
+from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.state import MASTER
 from tests.engines import alone, make_buckets
 
 SHAPES = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (3, 5), "norm.weight": (3,)}

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hpctrain.comm.world import World
-from hpctrain.optim.optimizer import MASTER, Elements, ResidentOptimizer, decay_ranges
+from hpctrain.optim.optimizer import Elements, ResidentOptimizer, decay_ranges
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.state import MASTER
 from tests.engines import alone, make_buckets
 
 

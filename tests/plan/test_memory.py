@@ -15,8 +15,8 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import storage_bytes
-from hpctrain.optim.optimizer import MASTER
 from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.sharding.state import MASTER
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 VOCABULARY = 61

@@ -22,8 +22,8 @@ from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.optim.optimizer import MASTER
 from hpctrain.plan.deck import plan_deck
+from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.start import start_from_source
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
@@ -74,7 +74,7 @@ def make_source(world: World, folder: Path, family: str, kind: str) -> tuple[Pat
 
 def stored(engine: Engine, path: Path) -> dict[str, np.ndarray]:
     """The fp32 weights of all ranks, whole, through a checkpoint."""
-    entries = master_entries(engine.buckets, engine.optimizer.states)
+    entries = master_entries(engine.state())
     save(path, engine.world.everyone, entries, {})
     found: dict[str, np.ndarray] = {}
     with h5py.File(path) as file:

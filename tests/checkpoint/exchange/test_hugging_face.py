@@ -185,7 +185,7 @@ def test_what_a_layout_saved_is_what_transformers_computes(
     deck = small_deck(*overrides)
     engine = build_engine(deck, world, make_mesh(deck, world))
     path = mpi_tmp_path / "run.h5"
-    entries = training_entries(engine.buckets, engine.optimizer.states, writing=True)
+    entries = training_entries(engine.state(), writing=True)
     save(path, world.everyone, entries, {"deck": deck_text(deck), "tokenizer": "bytes"})
     half = "precision.compute=bf16" in overrides
     export_model(world, path, mpi_tmp_path / "default", None, 20_000)

@@ -1,0 +1,81 @@
+"""An optimizer whose rule updates whole matrices, gathered from the ranks that hold pieces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, resident_state
+from hpctrain.parallel.shard import Shard
+from hpctrain.sharding.bucket import Bucket
+
+_GRADIENTS = "gradients"
+
+
+class MatrixOptimizer(Optimizer):
+    """Keeps each rank's own elements of the state, as ResidentOptimizer does.
+
+    All ranks that hold elements of a parameter gather it, its gradient and its state in the whole tensor's
+    shape, update them alike, and keep their own. What is not trained stays as it is.
+    """
+
+    def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
+        """Collective."""
+        self._own = [resident_state(rule, bucket) for bucket in buckets]
+        super().__init__(rule, buckets, self._own)
+        self.updates = 0
+        self._tensors = [_tensors(bucket) for bucket in buckets]
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """See Optimizer."""
+        for bucket, state, tensors in zip(self.buckets, self._own, self._tensors, strict=True):
+            own = {**state, _GRADIENTS: bucket.own_gradients.float()}
+            gathered = {name: bucket.gathered(flat) for name, flat in own.items()}
+            pieces = zip(*(bucket.owned(flat) for flat in own.values()), strict=True)
+            for tensor, of_names in zip(tensors, pieces, strict=True):
+                segment, _, offset = of_names[0]
+                if not segment.parameter.requires_grad:
+                    continue
+                whole = {name: tensor.join(segment.view(flat)) for name, flat in gathered.items()}
+                updated = {name: values for name, values in whole.items() if name != _GRADIENTS}
+                updates = torch.tensor(float(self.updates), device=whole[_GRADIENTS].device)
+                part = Elements(updated, whole[_GRADIENTS], updates, segment.parameter.decayed)
+                self.rule.update([part], learning_rate, gradient_divisor)
+                for values, (_, mine, _) in zip(whole.values(), of_names, strict=True):
+                    piece = tensor.shard.take(values).reshape(-1)
+                    mine.copy_(piece[offset : offset + mine.numel()])
+        self.updates += 1
+        self.publish()
+
+
+@dataclass(frozen=True)
+class _CutTensor:
+    """A tensor of which the ranks of `group`, if any, hold pieces of one shape that begin at `starts`."""
+
+    shard: Shard
+    group: Group | None
+    starts: Sequence[Sequence[int]]
+
+    def join(self, piece: Tensor) -> Tensor:
+        """All of it, of this rank's piece. Collective over the group."""
+        if self.group is None:
+            return piece
+        whole = piece.new_empty(self.shard.shape)
+        for start, other in zip(self.starts, self.group.all_gather(piece.unsqueeze(0)), strict=True):
+            into = whole[tuple(slice(at, at + size) for at, size in zip(start, other.shape, strict=True))]
+            into.copy_(other[tuple(slice(0, size) for size in into.shape)])
+        return whole
+
+
+def _tensors(bucket: Bucket) -> list[_CutTensor]:
+    """Those of a bucket's segments. Collective."""
+    tensors = []
+    for segment in bucket.segments:
+        shard, group = segment.parameter.shard, segment.replication.pieces
+        starts = [] if group is None else group.all_gather_object(shard.start)
+        tensors.append(_CutTensor(shard, group, starts))
+    return tensors

@@ -1,0 +1,105 @@
+"""State: whatever belongs to parameters, named and placed in the terms of a Shard.
+
+Checkpoint, accounts and plan go over StateTensors and know nothing of who keeps them, or what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from hpctrain.memory.accounts import storage_bytes
+from hpctrain.memory.scratch import Flat
+from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.state import KeepsState
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.replication import Replication, Replications
+
+MODEL = "model"
+"""The kind of parameters, in the format in which layers compute with them."""
+
+MASTER = "master"
+"""The kind of the fp32 weights that are updated, where the parameters have another format."""
+
+Resumed = Literal["always", "if stored", "never"]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """This rank's elements of one tensor that belongs to the parameter `shard.name`.
+
+    `kind` says whose and what it is: "model", "optimizer/exp_avg", "reducer/residual". `shard` is the
+    parameter's, or one of that name for a shape of its own. `values`, flat, are the elements `offset` to
+    `offset + values.numel()` of the Shard's local piece, row-major. This rank is number `copy[0]` of the
+    `copy[1]` ranks that hold just these; with `written` it takes part in writing them.
+
+    A run that goes on cannot do without what is `resumed` "always", leaves what the file lacks as it began
+    with "if stored", and makes by itself what it reads "never". Forward, backward or sums change what
+    `changes_in_step`; all else is changed by the update alone.
+    """
+
+    kind: str
+    shard: Shard
+    values: Flat
+    offset: int
+    copy: tuple[int, int]
+    written: bool
+    resumed: Resumed = "if stored"
+    changes_in_step: bool = True
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is updated itself, by whatever else there is."""
+        return self.kind in {MODEL, MASTER} and self.resumed == "always"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Optimizers, and those of Reducers, Outers, layers and Products that keep state."""
+
+    def state(self) -> Iterator[StateTensor]:
+        """All of it, the same tensors in every step."""
+
+
+def own_state(
+    kind: str, flat: Flat, bucket: Bucket, resumed: Resumed = "if stored", changes_in_step: bool = True
+) -> Iterator[StateTensor]:
+    """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own."""
+    for segment, values, offset in bucket.owned(flat):
+        held = segment.replication
+        shard = segment.parameter.shard
+        yield StateTensor(kind, shard, values, offset, held.copy, held.written, resumed, changes_in_step)
+
+
+def whole_state(kind: str, shard: Shard, values: Tensor, replication: Replication) -> StateTensor:
+    """State of a shape of its own, of which every rank has its whole piece; `replication` is the Shard's."""
+    return StateTensor(kind, shard, values, 0, replication.copy_whole, True)
+
+
+class StateOfModules:
+    """What modules, and their Products, keep; made together, since a Shard may need a new group."""
+
+    def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
+        inner = (each for module in modules for each in module.modules())
+        kept = (each for module in inner for each in (module, *vars(module).values()))
+        keeping = [each for each in kept if isinstance(each, KeepsState)]
+        self._placed = [
+            (each, {held.shard: replications.of(held.shard) for held in each.state()}) for each in keeping
+        ]
+
+    def state(self) -> Iterator[StateTensor]:
+        """See Stateful."""
+        for each, replications in self._placed:
+            for held in each.state():
+                yield whole_state(held.kind, held.shard, held.values, replications[held.shard])
+
+
+def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:
+    """Bytes of the memory behind state where layers compute, without what is the parameters' own."""
+    device = buckets[0].sharding.group.device
+    own = [bucket.own_values for bucket in buckets]
+    beside = [tensor.values for tensor in tensors if tensor.values.device == device]
+    return storage_bytes([*beside, *own]) - storage_bytes(own)

@@ -1,0 +1,114 @@
+"""A rule of whole matrices trains the same model on any layout as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.engine.offload import RULES
+from hpctrain.optim.matrices import MatrixOptimizer
+from hpctrain.optim.offload import OffloadedOptimizer
+from hpctrain.optim.optimizer import Elements
+from hpctrain.plan.memory import plan_memory
+from hpctrain.sharding.state import MASTER
+from hpctrain.train.checkpoints import Checkpoints
+from tests.engines import LLAMA, reference, small_deck, trainer
+
+ROUNDS = 5
+TOLERANCE = 1e-4
+SHAPES = {(61, 32), (32, 32), (8, 32), (4, 32), (48, 32), (32, 48)}
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest matrix whose rows (or columns) are orthonormal, by Newton's iteration."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(ROUNDS):
+        wide = 1.5 * wide - 0.5 * wide @ wide.t() @ wide
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.t()
+
+
+class Orthogonalized:
+    """Momentum, of matrices orthogonalized."""
+
+    names: ClassVar[tuple[str, ...]] = ("velocity",)
+    by_element: ClassVar[bool] = False
+    seen: ClassVar[set[tuple[int, ...]]] = set()
+
+    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+        for part in parts:
+            assert part.updates == round(float(part.updates))
+            self.seen.add(tuple(part.gradients.shape))
+            part.gradients.div_(gradient_divisor)
+            velocity = part.state["velocity"].mul_(0.9).add_(part.gradients)
+            step = orthogonal(velocity) if velocity.dim() == 2 else velocity
+            part.state[MASTER].mul_(1 - 0.1 * learning_rate * part.decayed).sub_(learning_rate * step)
+
+
+@pytest.fixture
+def by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deck's optimizer is Orthogonalized."""
+    monkeypatch.setitem(RULES, "adamw", lambda _: Orthogonalized())  # type: ignore[misc]
+
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one rank, half precision": (1, ("precision.compute=bf16",)),
+    "zero 0": (2, ("layout.zero=0",)),
+    "zero 1": (2, ("layout.zero=1", 'model.frozen=["blocks.1.attention.*"]')),
+    "zero 2": (2, ("layout.zero=2",)),
+    "zero 3": (2, ("layout.zero=3",)),
+    "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
+    "tensor, shared heads": (2, ("layout.tensor=2", "model.key_value_heads=1")),
+    "pipeline, tied": (2, ("layout.pipeline=2", "model.tied=true")),
+    "tensor and zero 3": (4, ("layout.tensor=2", "layout.zero=3")),
+    "pipeline and zero 1, tied": (4, ("layout.pipeline=2", "layout.zero=1", "model.tied=true")),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("by_matrix")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, name: str) -> None:
+    ranks, keys = LAYOUTS[name]
+    if ranks != world.size:
+        pytest.skip(f"of {ranks} ranks")
+    deck = small_deck(*LLAMA, *keys, f"run.dir={mpi_tmp_path}", "learning_rate.peak=1e-2")
+    training, alone = trainer(world, deck), reference(world, deck)
+    assert isinstance(training.engine.optimizer, MatrixOptimizer)
+    Orthogonalized.seen.clear()
+    found, expected = ([step.loss for step in each.train(3)] for each in (training, alone))
+    assert found == pytest.approx(expected, rel=TOLERANCE)
+    shapes = {shape for shape in Orthogonalized.seen if len(shape) == 2}
+    assert shapes <= SHAPES
+    pieces = {
+        segment.parameter.shard.name: (
+            segment.parameter.shard,
+            segment.view(bucket.gathered(bucket.own_values)),
+        )
+        for bucket in training.engine.buckets
+        for segment in bucket.segments
+    }
+    whole = alone.parameters()
+    for tensor, (shard, values) in pieces.items():
+        error = (values - shard.take(whole[tensor])).abs().max() / whole[tensor].abs().max()
+        assert error <= TOLERANCE, tensor
+    planned = plan_memory(deck, world.size, 61)
+    assert planned.largest.memory.optimizer > 0
+    checkpoints = Checkpoints(deck, training.engine, {})
+    checkpoints.save(training.state)
+    before = [flat.clone() for state in training.engine.optimizer.states for flat in state.values()]
+    training.train(1)
+    training.state = checkpoints.restore(mpi_tmp_path / "checkpoints/step-00000003.h5")
+    after = [flat for state in training.engine.optimizer.states for flat in state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_state_in_files_is_updated_by_elements_alone(world: World) -> None:
+    with pytest.raises(AssertionError, match="cut anywhere"):
+        OffloadedOptimizer(Orthogonalized(), [], torch.zeros, 1000)  # type: ignore[arg-type]

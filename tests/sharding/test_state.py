@@ -1,0 +1,267 @@
+"""State of those who are no optimizer: stored, brought back on any layout, and counted, whoever keeps it.
+
+Tests of sharding/state.py, parallel/state.py and checkpoint/entries.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.work import Work
+from hpctrain.comm.world import World
+from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.parallel.product import PRODUCTS, Product
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.state import LayerState
+from hpctrain.plan.memory import plan_memory
+from hpctrain.sharding import reducer as reducers
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.state import StateTensor, own_state, state_bytes
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.memory import MemoryLedger
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+HISTORY, WIDTH = 4, 2
+KINDS = {"reducer/residual", "product/history", "product/rows"}
+
+
+class Rounding:
+    """Rounds a bucket's sums, and adds what that loses to the next ones."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket, self.inner = bucket, reducers.make_reducer(bucket)
+        self.repeats = False
+        self.residual = torch.zeros(bucket.own.stop - bucket.own.start, device=bucket.sharding.group.device)
+
+    def begin(self) -> None:
+        self.inner.begin()
+
+    def start(self) -> Work[Tensor]:
+        return self.inner.start()
+
+    def complete(self) -> None:
+        self.inner.complete()
+        sums = self.bucket.own_gradients.add_(self.residual)
+        self.residual.copy_(sums)
+        sums.copy_(sums.bfloat16())
+        self.residual.sub_(sums)
+
+    def state(self) -> Iterator[StateTensor]:
+        yield from own_state("reducer/residual", self.residual, self.bucket)
+
+
+class Remembering(Product):
+    """Of each weight, which passes it has seen, and two numbers for each of its rows."""
+
+    history: tuple[Tensor, ...] = ()
+    rows: tuple[Tensor, ...] = ()
+
+    def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.remember()
+        return super().forward(inputs, bias)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        self.remember()
+        return super().logits(inputs)
+
+    def remember(self) -> None:
+        for weight, history, rows in zip(self.weights, self.history, self.rows, strict=True):
+            history.copy_(history.roll(1))
+            history[0] = history[1] + 1 + crc32(weight.shard.name.encode()) % 97
+            first = WIDTH * weight.shard.start[0]
+            rows.copy_(torch.arange(first, first + len(rows)) + history[0])
+            rows[WIDTH * weight.shard.extent[0] :] = 0  # padding
+
+    def state(self) -> Iterator[LayerState]:
+        if not self.history:
+            device = self.weights[0].device
+            self.history = tuple(torch.zeros(HISTORY, device=device) for _ in self.weights)
+            self.rows = tuple(torch.zeros(WIDTH * weight.shape[0], device=device) for weight in self.weights)
+        for weight, history, rows in zip(self.weights, self.history, self.rows, strict=True):
+            yield LayerState("product/history", Shard.whole(weight.shard.name, (HISTORY,)), history)
+            yield LayerState("product/rows", rows_shard(weight), rows)
+
+
+def rows_shard(weight: Parameter) -> Shard:
+    """Of a matrix [n, WIDTH], cut as the weight's rows are."""
+    of = weight.shard
+    cut = of.split if of.local[0] != of.shape[0] else frozenset()
+    local, start = (of.local[0], WIDTH), (of.start[0], 0)
+    return Shard(of.name, (of.shape[0], WIDTH), start, local, cut, copies=of.copies if cut else 1)
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All reducers and products keep state."""
+    monkeypatch.setattr("hpctrain.engine.stage.make_reducer", Rounding)
+    for product_format in PRODUCTS:
+        monkeypatch.setitem(PRODUCTS, product_format, Remembering)  # type: ignore[misc]
+
+
+DECK = ("model.layers=4", "batch.global_size=8", "run.steps=3", "model.tied=false")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "zero-0": ("precision.compute=bf16",),
+    "zero-1": ("layout.zero=1",),
+    "zero-2": ("layout.zero=2", "precision.compute=bf16"),
+    "zero-3": ("layout.zero=3", "memory.optimizer=disk"),
+    "tensor": ("layout.tensor=2",),
+    "pipeline": ("layout.pipeline=2", "model.tied=true"),
+}
+
+
+CUTS = {"layout.tensor=2", "layout.pipeline=2", "layout.zero=3"}
+
+
+def made(world: World, folder: Path, *keys: str) -> tuple[Trainer, Checkpoints]:
+    deck = small_deck(*DECK, *LLAMA, *keys, f"run.dir={folder}", "checkpoint.buffer=20000")
+    training = trainer(world, deck)
+    checkpoints = Checkpoints(deck, training.engine, {})
+    training.hooks.append(checkpoints)
+    return training, checkpoints
+
+
+def written(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint."""
+    found: dict[str, np.ndarray] = {}
+
+    def visit(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset) and "/" in name:
+            found[name] = item[()]
+
+    with h5py.File(path_of(folder, step)) as file:
+        file.visititems(visit)
+    return found
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"checkpoints/step-{step:08d}.h5"
+
+
+def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
+    """This rank's state by kind and name."""
+    return {
+        (tensor.kind, tensor.shard.name): torch.cat([piece.clone() for _, piece in to_read(tensor.values)])
+        for tensor in training.engine.state()
+        if tensor.values.numel()
+    }
+
+
+def ruin(training: Trainer) -> None:
+    for tensor in training.engine.state():
+        for _, piece in to_fill(tensor.values):
+            piece.fill_(float("nan"))
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout: str) -> None:
+    keys = LAYOUTS[layout]
+    if world.size == 1 and CUTS & set(keys):
+        pytest.skip("needs two ranks")
+    training, checkpoints = made(world, mpi_tmp_path / "a", *keys, "checkpoint.mode=background")
+    training.train(2)
+    before = contents(training)
+    assert {kind for kind, _ in before} >= KINDS
+    assert all(bool(values.any()) for (kind, _), values in before.items() if kind.startswith("product"))
+    checkpoints.save(training.state)
+    losses = [step.loss for step in training.train(2)]
+    checkpoints.finish()
+    training.engine.close()
+    expected = written(mpi_tmp_path / "a", 2)
+    source = path_of(mpi_tmp_path / "a", 2)
+    assert {"/".join(name.split("/")[:2]) for name in expected} >= KINDS
+
+    again, checkpoints = made(world, mpi_tmp_path / "b", *keys)
+    ruin(again)
+    again.state = checkpoints.restore(source)
+    after = contents(again)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert [step.loss for step in again.train(2)] == losses
+    again.engine.close()
+
+    tied = [key for key in keys if key.startswith(("model.tied", "precision"))]
+    others = [("layout.zero=3",), ("layout.zero=0", "memory.optimizer=disk")]
+    for number, other in enumerate(others if world.size > 1 else others[1:]):
+        expect_same(world, mpi_tmp_path / f"c{number}", source, expected, (*other, *tied))
+    alone = world.alone()
+    with world.agreement():
+        if world.rank == 0:
+            expect_same(alone, mpi_tmp_path / "d", source, expected, ("layout.zero=1", *tied))
+
+
+def expect_same(
+    world: World, folder: Path, source: Path, expected: dict[str, np.ndarray], keys: tuple[str, ...]
+) -> None:
+    """What another layout reads and writes again is the same."""
+    training, checkpoints = made(world, folder, *keys)
+    ruin(training)
+    training.state = checkpoints.restore(source)
+    checkpoints.save(training.state)
+    found = written(folder, 2)
+    assert found.keys() == expected.keys()
+    differing = [name for name, values in expected.items() if values.tobytes() != found[name].tobytes()]
+    assert not differing
+    training.engine.close()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.usefixtures("keeping")
+def test_state_is_held_and_planned(world: World, tmp_path: Path) -> None:
+    for keys in LAYOUTS.values():
+        if world.size == 1 and CUTS & set(keys):
+            continue
+        deck = small_deck(*DECK, *LLAMA, *keys, f"memory.offload_dir={tmp_path / 'offload'}")
+        training = trainer(world, deck)
+        training.train(1)
+        planned = plan_memory(deck, world.size, 61)
+        engine = training.engine
+        here = planned.stages[engine.mesh.coordinate("pipeline")].memory
+        held = MemoryLedger(engine, training.activations, planned, tmp_path).held()
+        assert held.optimizer == here.optimizer, keys
+        own = {id(state): state for state in engine.stateful if isinstance(state, Rounding)}
+        residuals = sum(each.residual.nbytes for each in own.values())
+        of_products = [t for t in engine.state() if t.kind.startswith("product/")]
+        assert len(of_products) > 4
+        others = [tensor for tensor in engine.state() if tensor.kind not in KINDS]
+        beside = residuals + sum(tensor.values.nbytes for tensor in of_products)
+        assert here.optimizer == state_bytes(others, engine.buckets) + beside, keys
+        engine.close()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_a_file_lacks_begins_anew(
+    world: World,
+    mpi_tmp_path: Path,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A run that turns compression on when it is resumed, and one that turns it off."""
+    plain, checkpoints = made(world, mpi_tmp_path / "plain")
+    plain.train(2)
+    checkpoints.save(plain.state)
+    request.getfixturevalue("keeping")
+    training, checkpoints = made(world, mpi_tmp_path / "keeping")
+    with caplog.at_level(logging.INFO, "hpctrain"):
+        training.state = checkpoints.restore(path_of(mpi_tmp_path / "plain", 2))
+    said = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    assert [sentence.split("all of the run's ")[1].split(":")[0] for sentence in said] == sorted(KINDS)
+    found = contents(training)
+    assert not any(bool(values.any()) for (kind, _), values in found.items() if kind in KINDS)
+    expected = contents(plain)
+    assert all(torch.equal(found[key], values) for key, values in expected.items())
+    training.train(1)
+    checkpoints.save(training.state)
+    request.getfixturevalue("monkeypatch").undo()
+    plain.state = Checkpoints(plain.deck, plain.engine, {}).restore(path_of(mpi_tmp_path / "keeping", 3))
+    assert plain.state.step == 3
