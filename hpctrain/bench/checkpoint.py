@@ -248,6 +248,12 @@ class _Bench:
             held_up += time.perf_counter() - began
 
         class Protection(Hook):
+            @contextmanager
+            def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
+                with timed():
+                    pending.protect(update=False)
+                yield
+
             def before_update(self) -> None:
                 with timed():
                     pending.protect()

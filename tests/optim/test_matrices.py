@@ -61,7 +61,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank, half precision": (1, ("precision.compute=bf16",)),
     "zero 0": (2, ("layout.zero=0",)),
     "zero 1": (2, ("layout.zero=1", 'model.frozen=["blocks.1.attention.*"]')),
-    "zero 2": (2, ("layout.zero=2",)),
     "zero 3": (2, ("layout.zero=3",)),
     "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
     "tensor, shared heads": (2, ("layout.tensor=2", "model.key_value_heads=1")),

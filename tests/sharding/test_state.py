@@ -191,9 +191,10 @@ def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout
     again.engine.close()
 
     tied = [key for key in keys if key.startswith(("model.tied", "precision"))]
-    others = [("layout.zero=3",), ("layout.zero=0", "memory.optimizer=disk")]
-    for number, other in enumerate(others if world.size > 1 else others[1:]):
-        expect_same(world, mpi_tmp_path / f"c{number}", source, expected, (*other, *tied))
+    if world.size > 1:
+        cut = layout in {"zero-0", "zero-1", "tensor"}
+        other = ("layout.zero=3",) if cut else ("layout.zero=0", "memory.optimizer=disk")
+        expect_same(world, mpi_tmp_path / "c", source, expected, (*other, *tied))
     alone = world.alone()
     with world.agreement():
         if world.rank == 0:
