@@ -85,12 +85,15 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Return once `condition()` holds; AssertionError that names `what` after `seconds`."""
+def wait_until(condition: Callable[[], bool], seconds: float, what: str, every: float = 0.4) -> None:
+    """Return once `condition()` holds; AssertionError that names `what` after `seconds`.
+
+    It is asked every so many seconds: a question to Slurm costs the ranks a few hundredths of a second.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 class Machine:

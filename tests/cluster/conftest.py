@@ -19,10 +19,11 @@ from tests.cluster.cluster import ROOT, Cluster, missing
 from tests.launch import clean_environment
 
 #: Small, but slow enough that something can happen to it: a step takes about a tenth of a second.
-STEADY = """
+STEPS = 30
+STEADY = f"""
 [run]
 title = "steady"
-steps = 40
+steps = {STEPS}
 [model]
 family = "llama"
 layers = 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import Cluster, metrics, wait_until
+from tests.cluster.conftest import STEPS
 
 pytestmark = pytest.mark.cluster
 
@@ -59,7 +60,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_goes_on_without_the_hang(
     assert "in changed" in (project / "runs/steady/hang.3.txt").read_text()
     job = cluster.wait(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1")
-    assert [step["step"] for step in metrics(project / "runs/steady")] == list(range(1, 41))
+    assert [step["step"] for step in metrics(project / "runs/steady")] == list(range(1, STEPS + 1))
 
 
 def test_ranks_that_call_different_operations_are_named_before_the_hang(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.cluster.cluster import Cluster, metrics, wait_until
+from tests.cluster.conftest import STEPS
 
 pytestmark = pytest.mark.cluster
 
 SCRIPTS = ("slurm-mpirun.sh", "slurm-srun.sh")
-STEPS = 40
 ON_TWO = "4 ranks (pipeline 1 x data 4 x context 1 x tensor 1) on 2 nodes"
 ON_ONE = "2 ranks (pipeline 1 x data 2 x context 1 x tensor 1) on 1 node"
 
@@ -51,7 +51,7 @@ def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
 ) -> None:
     number = cluster.sbatch(script(name, "steady.toml"), cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 3, 60, "the first steps")
+    wait_until(lambda: len(metrics(folder)) > 3, 60, "the first steps", every=0.05)
     cluster.drain("n2")
     cluster.run("scancel", "--signal=USR2", *(["--batch"] if "mpirun" in name else []), str(number))
     job = cluster.wait(number, 90)
@@ -81,7 +81,7 @@ def test_a_lost_node_is_done_without(
     edited.write_text(edited.read_text().replace("ranks_per_node=2\n", f"ranks_per_node={ranks}\n"))
     number = cluster.sbatch(edited, cwd=project)
     folder = project / "runs/steady"
-    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more")
+    wait_until(lambda: len(metrics(folder)) > 8, 60, "a checkpoint and more", every=0.05)
     harm(cluster, lost)
     assert len(metrics(folder)) < STEPS
     job = cluster.wait(number, 120)
@@ -98,8 +98,8 @@ def test_a_lost_node_is_done_without(
 def test_a_job_stops_before_its_time_limit_and_goes_on(
     cluster: Cluster, project: Path, script: Callable[..., Path]
 ) -> None:
-    """Half a minute early, since no limit of Slurm is shorter than a minute."""
-    settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=30")
+    """40 seconds early, since no limit of Slurm is shorter than a minute."""
+    settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=40")
     edited = script("slurm-srun.sh", "steady.toml", *settings)
     number = cluster.sbatch(edited, options=["--time=1", "--signal=USR1@1"], cwd=project)
     folder = project / "runs/steady"
