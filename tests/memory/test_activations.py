@@ -69,6 +69,8 @@ def in_file(shelf: DiskShelf) -> ActivationStore:
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
 def test_a_file_changes_no_bit(world: World, disk: DiskShelf, model: str, recompute: str) -> None:
+    if world.size > 1 and (model == "gpt2") != (recompute in {"none", "selective"}):
+        pytest.skip("one rank has tried every pair")
     for layout in layouts(world.size):
         sizes = (*SIZES, *layout, f"memory.recompute={recompute}", *(LLAMA if model == "llama" else ()))
         kept = storing(world, small_deck(*sizes), None)

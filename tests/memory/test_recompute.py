@@ -19,9 +19,10 @@ MODELS = {"gpt2": ("model.dropout=0.1",), "llama": LLAMA}
 
 
 def layouts(ranks: int) -> list[tuple[str, ...]]:
+    """Data ranks alone do what one does."""
     found: list[tuple[str, ...]] = [()]
     if ranks >= 2:
-        found += [
+        found = [
             ("layout.zero=3",),
             ("layout.tensor=2",),
             ("layout.tensor=2", "layout.sequence_parallel=true"),
@@ -54,6 +55,8 @@ def test_recomputation_gives_the_same_bits(world: World, model: str, compute: st
         deck = (*sizes, *MODELS[model], *layout, "model.layers=5", f"precision.compute={compute}")
         losses, parameters = run(world, small_deck(*deck))
         for setting in SETTINGS:
+            if setting == "sqrt" and world.size > 1:
+                continue  # a number of blocks, as the next one is
             recompute = setting
             if recompute == "3" and "layout.schedule=zb-v" in layout:
                 recompute = "2"  # blocks of a part
@@ -94,6 +97,8 @@ def predicted(deck: Deck, shape: Any) -> ActivationBytes:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_saved_bytes_are_those_predicted(world: World, model: str, compute: str) -> None:
     family, _, dropout = model.partition("-")
+    if world.size > 1 and bool(dropout) != (compute == "bf16"):
+        pytest.skip("one rank has tried every pair")
     sizes = LLAMA if family == "llama" else ()
     sizes = (*sizes, "model.dropout=0.1") if dropout else sizes
     for layout in layouts(world.size):

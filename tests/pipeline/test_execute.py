@@ -54,12 +54,15 @@ def schedules(world: World, micro_batches: int, *overrides: str) -> Iterator[tup
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro_batches", [3, 4])
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_schedule_is_one_rank_bit_for_bit_or_to_rounding(
     world: World, micro_batches: int, tied: str
 ) -> None:
-    """Without tied embeddings nothing is summed in another order, so that every bit is the same."""
+    """Without tied embeddings nothing is summed in another order, so that every bit is the same.
+
+    test_matrix.py has other numbers of micro-batches, and larger bounds.
+    """
     overrides = (f"model.tied={tied}", "model.dropout=0.1")
     single = expected(world, micro_batches, *overrides)
     result, gradients = single.train(1)[0], single.gradients()

@@ -100,9 +100,10 @@ def test_loss_curves_agree(world: World, family: str) -> None:
 def test_half_precision_within_what_the_format_explains(world: World, compute: str) -> None:
     """Losses differ from fp32's by the format's rounding, of which a handful of sums are made."""
     epsilon = {"bf16": 2.0**-8, "fp16": 2.0**-11}[compute]
-    exact = by_rank_0(world, lambda: reference(world, small_deck()).train(5))
+    batch = "batch.global_size=8"
+    exact = by_rank_0(world, lambda: reference(world, small_deck(batch)).train(5))
     for layout in spread(world.size):
-        half = trainer(world, small_deck(*layout, f"precision.compute={compute}")).train(5)
+        half = trainer(world, small_deck(batch, *layout, f"precision.compute={compute}")).train(5)
         assert [s.loss for s in half] == pytest.approx([s.loss for s in exact], rel=2 * epsilon), layout
         assert half[0].grad_norm == pytest.approx(exact[0].grad_norm, rel=8 * epsilon), layout
 

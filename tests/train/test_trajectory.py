@@ -37,7 +37,7 @@ tokens = "{{folder}}/tokens.h5"
 validation = 0.0
 [batch]
 global_size = {BATCH}
-micro_size = 1
+micro_size = 3
 sequence = {SEQUENCE}
 [learning_rate]
 peak = {PEAK}
