@@ -69,6 +69,19 @@ def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models have blocks of two kinds."""
+    from hpctrain.model import transformer
+    from hpctrain.model.count import count
+    from tests import two_kinds
+
+    monkeypatch.setattr(transformer, "Block", two_kinds.block)
+    count.cache_clear()
+    yield
+    count.cache_clear()
+
+
+@pytest.fixture
 def mpi_tmp_path(tmp_path: Path, world: World) -> Path:
     """A fresh folder that all ranks share, made by rank 0."""
     return world.communicator.bcast(tmp_path)

@@ -180,7 +180,7 @@ def assemble(
         placement=arrangement.placement,
         schedule=schedule,
         offload=offload,
-        activation_files=open_shelf(deck, world, arrangement.recompute, shape, models, schedule, number),
+        activation_files=open_shelf(deck, world, arrangement.recompute, models, schedule, number),
         loss_scale=LossScale(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,

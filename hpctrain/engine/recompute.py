@@ -13,7 +13,7 @@ from hpctrain.engine.offload import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.saved import activation_bytes
+from hpctrain.memory.saved import part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.count import count
@@ -37,7 +37,6 @@ def open_shelf(
     deck: Deck,
     world: World,
     recompute: Recompute,
-    shape: ModelShape,
     models: Sequence[Part],
     schedule: Schedule,
     stage: int,
@@ -52,8 +51,8 @@ def open_shelf(
     if where == "host":
         store.shelf = HostShelf(world.device)
         return None
-    sizes = activation_bytes(deck, shape, not on_host(world.device), deck.memory.recompute)
-    most = max((sizes.of_part(model.span.blocks) for model in models), default=0)
+    parts = part_bytes(deck, models, not on_host(world.device), deck.memory.recompute)
+    most = max((part.of_blocks for part in parts), default=0)
     need = ceil(peak_activations(schedule)[stage] * schedule.chunks) * most
     scratch = open_scratch(deck, world, need)
     with world.agreement():
@@ -67,11 +66,10 @@ def introduce_recompute(
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
     device, alive = models[0].layers[0].held[0].device, peak_activations(schedule)[stage]
-    parts = [(model.span.blocks, model.span.embeds, model.span.predicts) for model in models]
 
     def saved(recompute: Recomputed) -> int:
-        sizes = activation_bytes(deck, shape, not on_host(device), recompute)
-        return int(alive * sum(sizes.of_part(*part) for part in parts))
+        parts = part_bytes(deck, models, not on_host(device), recompute)
+        return int(alive * sum(part.of_part for part in parts))
 
     now = saved(memory.recompute)
     if memory.recompute != "none":

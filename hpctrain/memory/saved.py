@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
-from hpctrain.model.build import bare_model
+from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.parallel.saved import Saving, Storage, total
@@ -35,89 +37,85 @@ def packed_bytes(storage: Storage, form: ActivationFormat) -> int:
 
 
 @dataclass(frozen=True)
-class ActivationBytes:
-    """Bytes that autograd saves of one micro-batch on one rank; see `activation_bytes`.
+class PartBytes:
+    """What autograd saves of one micro-batch in a part of a model on one rank, as its layers tell it."""
 
-    `storages` of a block whose forward pass is kept, in the order of the forward pass, `hidden` of the hidden
-    states between blocks, `shared` of what all blocks of a part share, `embedding` of the part that embeds,
-    `head` of the one that predicts: final norm and loss. `waiting` is held of a block by weight gradients
-    that are computed later than the rest of its backward pass; `waiting_first` is there besides before
-    anything of it goes, `waiting_core` while the core of its attention is computed again. The workspaces are
-    what the backward pass of a block and the loss need in passing. `tokens` are those of the rank's piece.
-    """
-
-    tokens: int
-    storages: tuple[Storage, ...]
-    hidden: Storage
-    shared: int
-    embedding: int
-    head: int
-    waiting: int
-    waiting_first: int
-    waiting_core: int
-    block_workspace: int
-    head_workspace: int
-    recompute: Recomputed = "none"
+    part: Part
+    at: Saving
+    recompute: Recomputed
 
     @property
-    def block(self) -> int:
-        """Of a block whose forward pass is kept."""
-        return total(self.storages)
+    def blocks(self) -> list[Layer]:
+        """Those of the part."""
+        return blocks_of(self.part)
 
-    def segments(self, blocks: int, silent: int = 0) -> int:
-        """Of how many pieces of a part something is kept: blocks, or what is computed again as a whole.
+    @property
+    def segment_size(self) -> int:
+        """Blocks of a segment, or one where their forward passes are kept."""
+        return segment_size(self.recompute, len(self.blocks)) or 1
 
-        None is of those that lie within the first `silent` blocks, which autograd does not see.
+    @property
+    def hidden(self) -> Storage:
+        """The hidden states between layers."""
+        size = prod(self.part.hidden_shape(self.at.micro_size)) * self.at.itemsize
+        return Storage(size, self.at.itemsize)
+
+    @property
+    def embedding(self) -> int:
+        """Bytes of what comes before the blocks."""
+        return total(self.part.layers[0].saved(self.at)) if self.part.span.embeds else 0
+
+    @property
+    def head(self) -> int:
+        """Bytes of what comes after the blocks: final norm and loss."""
+        return total(self.part.layers[-1].saved(self.at)) if self.part.span.predicts else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of what all blocks share."""
+        return self.part.shared_bytes(self.at) if self.blocks else 0
+
+    def seen(self, silent: int = 0) -> list[Layer]:
+        """The blocks of the segments of which something is kept: none of those that lie within the first
+        `silent` blocks, which autograd does not see.
         """
-        size = segment_size(self.recompute, blocks) or 1
-        return -(-self.seen(blocks, silent) // size)
+        blocks, size = self.blocks, self.segment_size
+        return blocks[silent // size * size :] if silent < len(blocks) else []
 
-    def seen(self, blocks: int, silent: int) -> int:
-        """Blocks of these pieces."""
-        size = segment_size(self.recompute, blocks) or 1
-        return blocks - silent // size * size if silent < blocks else 0
+    def segments(self, silent: int = 0) -> list[list[Storage]]:
+        """What is kept of each of these: of a block, or of what is computed again as a whole."""
+        seen = self.seen(silent)
+        if self.recompute in {"none", "selective"}:
+            return [block.saved(self.at) for block in seen]
+        return [[self.hidden] for _ in range(0, len(seen), self.segment_size)]
 
     @property
-    def segment(self) -> tuple[Storage, ...]:
-        """What is kept of a segment of blocks."""
-        return self.storages if self.recompute in {"none", "selective"} else (self.hidden,)
+    def of_blocks(self) -> int:
+        """Bytes that the blocks keep from a micro-batch's forward to its backward."""
+        return sum(map(total, self.segments())) + self.shared
 
-    def of_part(self, blocks: int, embeds: bool = False, predicts: bool = False) -> int:
-        """What a part of the model keeps from a micro-batch's forward to its backward."""
-        size = self.segments(blocks) * total(self.segment) + (self.shared if blocks else 0)
-        return size + (self.embedding if embeds else 0) + (self.head if predicts else 0)
+    @property
+    def of_part(self) -> int:
+        """Those that the whole part keeps."""
+        return self.of_blocks + self.embedding + self.head
 
-    def again(self, blocks: int) -> int:
-        """What is there besides while the longest segment of a part is computed again, in backward."""
-        size = segment_size(self.recompute, blocks)
-        return size * self.block - self.hidden.bytes if size else 0
+    @property
+    def again(self) -> list[int]:
+        """Bytes that are there besides while each segment of the part is computed again, in backward."""
+        each, size = [total(block.saved(self.at)) for block in self.blocks], self.segment_size
+        if not segment_size(self.recompute, len(each)):
+            return [0] * len(each)
+        return [sum(each[first : first + size]) - self.hidden.bytes for first in range(0, len(each), size)]
 
 
-def activation_bytes(deck: Deck, shape: ModelShape, gpu: bool, recompute: Recomputed) -> ActivationBytes:
-    """What autograd saves of a micro-batch on one rank of the deck's layout with this recomputation, each
-    storage once; `gpu` decides what norms save.
+def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomputed) -> list[PartBytes]:
+    """What autograd saves of a micro-batch in these parts with this recomputation; `gpu` decides what norms
+    save.
     """
     layout, micro_size = deck.layout, deck.batch.micro_size
-    tensor, split = layout.tensor, layout.sequence_parallel
-    model = bare_model(replace(shape, layers=1), tensor, split, layout.context, layout.context_form)
-    tokens = shape.sequence // layout.context * micro_size
-    rows = tokens // tensor if split else tokens
+    tokens = deck.batch.sequence // layout.context * micro_size
+    rows = tokens // layout.tensor if layout.sequence_parallel else tokens
     formats = Precision.of(deck)
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
     at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective")
-    embedding, block, predictor = model.layers
-    waiting, waiting_first, waiting_core = block.waiting(at)
-    return ActivationBytes(
-        tokens=tokens,
-        storages=tuple(block.saved(at)),
-        hidden=at.row_features(shape.hidden),
-        shared=model.shared_bytes(at),
-        embedding=total(embedding.saved(at)),
-        head=total(predictor.saved(at)),
-        waiting=waiting,
-        waiting_first=waiting_first,
-        waiting_core=waiting_core,
-        block_workspace=block.workspace(at),
-        head_workspace=predictor.workspace(at),
-        recompute=recompute,
-    )
+    return [PartBytes(part, at, recompute) for part in parts]

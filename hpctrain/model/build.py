@@ -9,7 +9,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.groups import ContextForm, LayerGroups
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter
 
 
@@ -30,19 +30,8 @@ def build_model(shape: ModelShape, groups: LayerGroups) -> Part:
     return model
 
 
-def bare_model(
-    shape: ModelShape,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    context: int = 1,
-    context_form: ContextForm = "ring",
-) -> Part:
-    """The whole model as the first of so many ranks has it, without memory."""
+def bare_model(shape: ModelShape) -> Part:
+    """The whole model as a single rank has it, without memory."""
     ledger = Ledger()
-    groups = LayerGroups(
-        planned_group(("tensor",), 0, tensor, ledger),
-        planned_group(("context",), 0, context, ledger),
-        sequence_parallel,
-        context_form,
-    )
-    return build_model(shape, groups)
+    tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))
+    return build_model(shape, LayerGroups(tensor, context))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.model.inputs import Inputs
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.residency import Residency
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Saving, Storage, Waiting
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
 
@@ -50,11 +50,13 @@ class Span:
 class Layer(nn.Module, ABC):
     """A layer of a part, from which everything about the part is told.
 
-    `is_block` says that it is one of those between the first and the last, which backward may compute again;
-    `core_flops` are the FLOPs of a token's forward pass that are not products with its matrices; `terms`
-    names what it adds to the losses, see Terms.
+    `kind` names what it is: layers of one kind of a model take as long, and save as much. `is_block` says
+    that it is one of those between the first and the last, which backward may compute again; `core_flops`
+    are the FLOPs of a token's forward pass that are not products with its matrices; `terms` names what it
+    adds to the losses, see Terms.
     """
 
+    kind: str
     is_block: ClassVar[bool] = False
     core_flops: int = 0
     terms: tuple[str, ...] = ()
@@ -96,15 +98,18 @@ class Layer(nn.Module, ABC):
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
 
+    def waiting(self, at: Saving) -> Waiting:
+        """What its weight gradients need where they are computed later."""
+        linear = (layer for layer in self.modules() if isinstance(layer, SplitLinear))
+        return Waiting(sum(layer.waiting(at) for layer in linear), 0)
+
     def workspace(self, at: Saving) -> int:  # noqa: ARG002
         """Bytes that its backward pass, or its loss, needs in passing."""
         return 0
 
-    def waiting(self, at: Saving) -> tuple[int, int, int]:  # noqa: ARG002
-        """Bytes that weight gradients hold which are computed later; what is there besides before anything
-        of the layer goes, and while the core of its attention is computed again.
-        """
-        return 0, 0, 0
+    def holes(self, at: Saving) -> int:  # noqa: ARG002
+        """Bytes of freed memory that the C library keeps between what is in use, by the largest layer."""
+        return 0
 
 
 class Part(Protocol):

@@ -103,6 +103,10 @@ class SplitLinear(nn.Module):
         """The parameters whose gradients wait in the queue of weight gradients."""
         return self.weights
 
+    def waiting(self, at: Saving) -> int:
+        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
+        raise NotImplementedError
+
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
             self.product.add_weight_gradient(output_gradient, inputs)
@@ -198,7 +202,7 @@ class ColumnLinear(SplitLinear):
         return self.weights + self.biases
 
     def waiting(self, at: Saving) -> int:
-        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
+        """See SplitLinear."""
         inputs = at.row_features(self.weights[0].shape[1])
         return total((inputs, at.features(sum(self.split_sizes))))
 
@@ -231,6 +235,6 @@ class RowLinear(SplitLinear):
         return result
 
     def waiting(self, at: Saving) -> int:
-        """See ColumnLinear."""
+        """See SplitLinear."""
         outputs, inputs = self.weights[0].shape
         return total((at.features(inputs), at.features(outputs)))

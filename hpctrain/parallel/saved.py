@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,15 @@ class Storage:
     bytes: int
     itemsize: int
     features: bool = True
+
+
+class Waiting(NamedTuple):
+    """Bytes of a layer whose weight gradients are computed later than the rest of its backward pass: what
+    these hold, and what is there besides at the most while the rest is computed.
+    """
+
+    held: int
+    passing: int
 
 
 @dataclass(frozen=True)

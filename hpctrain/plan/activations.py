@@ -8,28 +8,31 @@ from typing import NamedTuple
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.activations import SMALLEST, UNDER_WAY
 from hpctrain.memory.compress import compress_peak
-from hpctrain.memory.saved import ActivationBytes, packed_bytes
+from hpctrain.memory.saved import PartBytes, packed_bytes
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.model.part import Part
 from hpctrain.parallel.saved import Storage, total
 from hpctrain.pipeline.action import Action
 
 
-class _PartBytes(NamedTuple):
-    """Of a part of the stage: pieces and blocks of which something is saved, bytes of its head, of a
-    micro-batch that waits for backward, and of what is there besides while a piece is computed again.
+class _PartFigures(NamedTuple):
+    """Of a part of the stage, of one micro-batch: segments of which something is saved, and bytes.
+
+    `head` of `waiting`, what waits for backward; besides, `present` of a segment that is computed, `moving`
+    of one on its way, `again` of one that is computed again; `deferred` of weight gradients that are computed
+    later, and `coming`, in place of `again`, while these come and the graph goes.
     """
 
     pieces: int
-    seen: int
     head: int
     waiting: int
+    present: int
+    moving: int
     again: int
+    deferred: int
+    coming: int
 
 
-def activation_peak(
-    deck: Deck, saved: ActivationBytes, actions: Sequence[Action], models: Sequence[Part]
-) -> int:
+def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Action]) -> int:
     """The most that a stage's forwards save at once, until the end of their backwards, in bytes.
 
     Autograd saves nothing of the first blocks, nor of what embeds, where all that comes before the first
@@ -37,56 +40,67 @@ def activation_peak(
     there besides.
     """
     elsewhere = deck.memory.activations != "keep"
-    staying, packed, exact = _segment_bytes(deck, saved.segment)
-    moving = exact if deck.memory.activation_format == "exact" else packed
-    here = 0 if elsewhere else packed
-    rest, present = staying + here, exact - here  # of one that waits, and besides of one that is computed
-
-    def bytes_of(part: Part) -> _PartBytes:
-        blocks, silent = part.span.blocks, silent_blocks(part)
-        pieces, head = saved.segments(blocks, silent), saved.head if part.span.predicts else 0
-        waiting = pieces * rest + (saved.shared if pieces else 0) + head
-        waiting += saved.embedding if part.span.embeds and embedding_trained(part) else 0
-        return _PartBytes(
-            pieces, saved.seen(blocks, silent), head, waiting, saved.again(blocks) if pieces else 0
-        )
-
-    parts = [bytes_of(model) for model in models]
+    figures = [_figures(deck, part) for part in parts]
+    moving = max(part.moving for part in figures)
     alive = peak = stored = 0
     latest: tuple[int, int] | None = None
     for action in actions:
-        pieces, seen, head, waiting, again = parts[action.chunk]
+        part = figures[action.chunk]
+        pieces, before = part.pieces, alive - part.head
         if action.kind == "F":
             # The present segment as it is, those before it still leaving; the head comes after them.
             leaving = min(UNDER_WAY, stored + pieces - 1) if elsewhere and pieces else 0
-            forward = alive + waiting - head + (present if pieces else 0) + leaving * moving
+            forward = before + part.waiting + part.present + leaving * moving
             left = min(UNDER_WAY, stored + pieces) if elsewhere else 0
-            alive += waiting
+            alive += part.waiting
             stored += pieces
             peak = max(peak, forward, alive + left * moving)
             latest = (action.chunk, action.micro_batch)
             continue
-        deferred = seen * saved.waiting if action.kind in "IW" else 0
+        deferred = part.deferred if action.kind in "IW" else 0
         if action.kind == "W":
             alive -= deferred
             continue
-        extra = present if pieces else 0
+        extra = part.present
         if elsewhere and pieces:
             extra += moving * min(1, pieces - 1)
             if latest != (action.chunk, action.micro_batch):
                 extra += min(UNDER_WAY, stored - pieces) * moving
-        peak = max(peak, alive, alive - head + extra + again)
-        if action.kind == "I" and pieces:
-            # From block to block the graph goes and what weight gradients need comes.
-            done = seen - seen // pieces
-            change = max(0, done * saved.waiting - (pieces - 1) * rest)
-            peak = max(
-                peak, alive - head + change + extra + again + max(saved.waiting_first, saved.waiting_core)
-            )
-        alive += deferred - waiting
+        peak = max(peak, alive, before + extra + (part.coming if action.kind == "I" else part.again))
+        alive += deferred - part.waiting
         peak = max(peak, alive)
         stored -= pieces
     return peak
+
+
+def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
+    silent = silent_blocks(part.part)
+    seen, segments = part.seen(silent), [_segment_bytes(deck, each) for each in part.segments(silent)]
+    elsewhere, exact = deck.memory.activations != "keep", deck.memory.activation_format == "exact"
+    rests = [staying + (0 if elsewhere else packed) for staying, packed, _ in segments]
+    presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
+    waiting = sum(rests) + part.head + (part.shared if segments else 0)
+    waiting += part.embedding if embedding_trained(part.part) else 0
+    needs = [block.waiting(part.at) for block in seen]
+    held, size = [each.held for each in needs], part.segment_size
+    again, passing = part.again, [each.passing for each in needs]
+    most = max(again, default=0) if segments else 0
+    # From block to block the graph goes and what weight gradients need comes.
+    coming = [most + max(passing, default=0)]
+    for number, besides in enumerate(again[len(again) - len(rests) :]):
+        first = number * size
+        later = sum(held[first + len(seen) // len(rests) :]) - sum(rests[number + 1 :])
+        coming.append(later + besides + max(passing[first : first + size]))
+    return _PartFigures(
+        pieces=len(segments),
+        head=part.head,
+        waiting=waiting,
+        present=max(presents, default=0),
+        moving=max((computed if exact else packed for _, packed, computed in segments), default=0),
+        again=most,
+        deferred=sum(held),
+        coming=max(coming),
+    )
 
 
 def _segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, int]:
@@ -101,13 +115,13 @@ def _segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, in
     return total(segment) - total(leaving), packed, total(leaving)
 
 
-def packing_bytes(deck: Deck, activations: ActivationBytes) -> int:
+def packing_bytes(deck: Deck, segment: Sequence[Storage]) -> int:
     """What compressing a segment needs at the most, beyond the segment as it is computed."""
     form = deck.memory.activation_format
     if form == "exact":
         return 0
     peak = saved = 0
-    for storage in activations.segment:
+    for storage in segment:
         if storage.features and storage.bytes >= SMALLEST:
             length = storage.bytes // storage.itemsize
             peak = max(peak, compress_peak(length, storage.itemsize, form) - saved)

@@ -16,9 +16,10 @@ from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
-from hpctrain.memory.saved import ActivationBytes, activation_bytes
+from hpctrain.memory.saved import PartBytes, part_bytes
+from hpctrain.model.build import bare_model
 from hpctrain.model.count import count
-from hpctrain.model.part import Span
+from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
@@ -29,15 +30,6 @@ from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.model import rehearse
 from hpctrain.sharding.bucket import Bucket, gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
-
-HOLES = {"gpt2": 2.4, "llama": 3.5}
-"""Activations of so many blocks: freed memory between what is in use, which the C library keeps.
-
-Measured, not derived: with glibc 2.36, on models of 2M to 124M parameters, the peak of a process beside that
-of one whose tensors are mapped apart (MALLOC_MMAP_THRESHOLD_: it leaves no holes and costs half of the
-speed). gpt2: 0.3 to 3.9 blocks. llama, whose norms, rotation and gate free what they need in passing between
-what they keep: 2.6 blocks after five steps, 3.8 after 250.
-"""
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -124,13 +116,13 @@ def plan_memory(
         schedule = make_schedule(deck, sizes["data"])(passes)
     counts = unmeasured_split(deck, schedule) if split is None else split
     device = device_named(deck.run.device)
-    saved = activation_bytes(deck, shape, not on_host(device), deck.memory.recompute)
+    kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
     planned: dict[object, tuple[TrainedStage, Account]] = {}
     stages = []
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold.
-        kind: object = tuple((span.blocks, span.embeds, span.predicts) for span in spans)
+        kind: object = tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans)
         if deck.model.frozen:
             kind = number
         if kind not in planned:
@@ -143,17 +135,18 @@ def plan_memory(
                     rehearse(stage, deck.memory.recompute, step, number)
             planned[kind] = stage, _states(deck, stage, device)
         stage, states = planned[kind]
+        parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
         used = sum(bucket.layout.used for bucket in stage.buckets)
-        buffer, other = _messages(saved, schedule, number), libraries + _workspace(deck, saved, spans)
+        buffer, other = _messages(parts, schedule, number), libraries + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
-            summed = saved.tokens * shape.hidden, Precision.of(deck).storage.itemsize
+            summed = parts[0].at.tokens * shape.hidden, parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed)
-            other += int(HOLES[shape.family] * saved.block)
+            other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
             other += _snapshot(deck, stage)
         memory = replace(
             states,
-            activation=activation_peak(deck, saved, schedule.stages[number], stage.models),
+            activation=activation_peak(deck, parts, schedule.stages[number]),
             buffer=states.buffer + buffer,
             other=other,
         )
@@ -200,17 +193,20 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
 
 
-def _messages(saved: ActivationBytes, schedule: Schedule, number: int) -> int:
+def _messages(parts: Sequence[PartBytes], schedule: Schedule, number: int) -> int:
     """Hidden states and their gradients on their way between stages."""
     senders = {number - 1, number + 1} & set(range(schedule.stage_count))
-    return (AHEAD + 1) * len(senders) * saved.hidden.bytes
+    return (AHEAD + 1) * len(senders) * parts[0].hidden.bytes
 
 
-def _workspace(deck: Deck, saved: ActivationBytes, spans: Sequence[Span]) -> int:
+def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     """What computing needs in passing beside activations at their peak: the loss of a chunk of tokens, the
     last block's backward, by when the head's activations are gone, or the compression of what waits.
     """
-    block, loss = saved.block_workspace, 0
-    if any(span.predicts for span in spans):
-        block, loss = block - saved.head, saved.head_workspace
-    return max(block, loss, packing_bytes(deck, saved))
+    gone = sum(part.head for part in parts)
+    layers = [
+        layer.workspace(part.at) - (gone if layer.is_block else 0)
+        for part in parts
+        for layer in part.part.layers
+    ]
+    return max(*layers, *(packing_bytes(deck, segment) for part in parts for segment in part.segments()), 0)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.live import LiveActivations
-from hpctrain.memory.saved import ActivationBytes, activation_bytes
+from hpctrain.memory.saved import part_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 STEPS = 2
@@ -88,8 +86,10 @@ def saved_bytes(training: Trainer) -> list[int]:
     return found
 
 
-def predicted(deck: Deck, shape: Any) -> ActivationBytes:
-    return activation_bytes(deck, shape, False, deck.memory.recompute)
+def predicted(training: Trainer) -> list[int]:
+    """What is planned of it."""
+    deck, models = training.deck, training.engine.models
+    return [part.of_part for part in part_bytes(deck, models, False, deck.memory.recompute)]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -113,9 +113,19 @@ def test_saved_bytes_are_those_predicted(world: World, model: str, compute: str)
                 f"memory.recompute={recompute}",
             )
             training = trainer(world, deck)
-            expected = [
-                predicted(deck, training.engine.shape).of_part(p.blocks, p.embeds, p.predicts)
-                for p in (model.span for model in training.engine.models)
-            ]
-            measured = saved_bytes(training)
+            measured, expected = saved_bytes(training), predicted(training)
             assert measured == expected, (layout, recompute, measured, expected)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_blocks_of_two_kinds_save_what_is_predicted(
+    world: World, two_kinds: None, family: tuple[str, ...]
+) -> None:
+    for layout in layouts(world.size):
+        if "layout.zero=3" in layout:
+            continue  # as above
+        for recompute in ("none", "selective", "full", "sqrt", "2"):
+            deck = small_deck(*family, *layout, "model.layers=5", f"memory.recompute={recompute}")
+            training = trainer(world, deck)
+            assert saved_bytes(training) == predicted(training), (layout, recompute)

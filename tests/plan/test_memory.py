@@ -134,6 +134,19 @@ def test_activations_of_split_backward_are_those_that_are_kept(world: World, fam
             expect_activations(world, small_deck(*family, *layout, *more))
 
 
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt", "2"])
+def test_activations_of_blocks_of_two_kinds_are_those_that_are_kept(
+    world: World, two_kinds: None, recompute: str
+) -> None:
+    layouts: list[tuple[str, ...]] = [("model.layers=12",), ("model.layers=12", *LLAMA)]
+    if world.size > 1:
+        schedules = ("1f1b", "zb-h1", "zb-v")
+        layouts = [("model.layers=8", "layout.pipeline=2", f"layout.schedule={each}") for each in schedules]
+    for layout in layouts:
+        expect_activations(world, small_deck(*layout, f"memory.recompute={recompute}"))
+
+
 FROZEN = {
     "first blocks": '["embedding.*", "blocks.0.*", "blocks.1.*"]',
     "middle": '["blocks.1.*", "final_norm.*"]',

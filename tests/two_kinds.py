@@ -1,0 +1,44 @@
+"""A model with blocks of two kinds: every second one has a second, wider feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.shape import ModelShape
+from hpctrain.model.transformer import Block, Surroundings
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import apart_bytes
+from hpctrain.parallel.saved import Saving, Storage
+
+FACTOR = 3
+
+
+class WideBlock(Block):
+    """A block, and after it a feed-forward of `FACTOR` times its width."""
+
+    kind = "wide block"
+
+    def __init__(self, index: int, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__(index, shape, groups)
+        wide = replace(shape, mlp=FACTOR * shape.mlp)
+        self.wide = FeedForward(f"blocks.{index}.wide", wide, groups)
+
+    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
+        x = super().forward(x, around)
+        wide: Tensor = self.wide(x)
+        return x + wide
+
+    def saved(self, at: Saving) -> list[Storage]:
+        return [*super().saved(at), at.row_features(self.hidden), *self.wide.saved(at)]
+
+    def workspace(self, at: Saving) -> int:
+        widest = sum(self.wide.up.split_sizes)
+        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
+
+
+def block(index: int, shape: ModelShape, groups: LayerGroups) -> Block:
+    """In place of Block."""
+    return (WideBlock if index % 2 else Block)(index, shape, groups)
