@@ -17,8 +17,8 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import fill_parts
-from hpctrain.model.build import build_parts
-from hpctrain.model.part import Part, Span
+from hpctrain.model.build import bare_model, build_parts
+from hpctrain.model.part import Layer, Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import End
@@ -55,41 +55,48 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one micro-batch in each kind of layer, the same figures on all ranks.
+    """Seconds of one micro-batch in a layer of each kind, the same figures on all ranks.
 
-    `head` is final norm and loss; its weight gradient counts as forward, where it is computed.
+    That of the head is final norm and loss; its weight gradient counts as forward, where it is computed.
     `communication` is what hidden states need from one stage to the next.
     """
 
-    block: PassTimes
-    embedding: PassTimes
-    head: PassTimes
+    of_kind: Mapping[str, PassTimes]
     communication: float
 
-    def of_parts(self, counts: Sequence[int]) -> Times:
-        """The times of every part of a pipeline whose parts hold so many blocks."""
-        last = len(counts) - 1
+    def of_parts(self, parts: Iterable[Sequence[Layer]]) -> Times:
+        """The times of every part of a pipeline whose parts have these layers."""
+        passes = [[self.of_kind[layer.kind] for layer in part] for part in parts]
+        return Times(
+            [sum(each.forward for each in part) for part in passes],
+            [sum(each.input_gradient for each in part) for part in passes],
+            [sum(each.weight_gradient for each in part) for part in passes],
+            self.communication,
+        )
 
-        def seconds(name: str) -> list[float]:
-            block, first, final = (getattr(each, name) for each in (self.block, self.embedding, self.head))
-            return [
-                count * block + (part == 0) * first + (part == last) * final
-                for part, count in enumerate(counts)
-            ]
 
-        own = seconds("forward"), seconds("input_gradient"), seconds("weight_gradient")
-        return Times(*own, self.communication)
+def alone(layers: Sequence[Layer]) -> dict[str, Span]:
+    """Of a model's layers one of each kind, by itself: blocks, then what embeds and what predicts."""
+    spans: dict[str, Span] = {}
+    blocks = [layer for layer in layers if layer.is_block]
+    for number, block in enumerate(blocks):
+        spans.setdefault(block.kind, Span(number, number + 1, False, False))
+    first, last = layers[0], layers[-1]
+    return spans | {
+        first.kind: Span(0, 0, True, False),
+        last.kind: Span(len(blocks), len(blocks), False, True),
+    }
 
 
 def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> LayerTimes:
-    """Time one embedding, one block and one head with loss at their full size on this rank.
+    """Time one layer of each kind, the head with its loss, at full size on this rank.
 
     Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
-    or a few repetitions where they take longer, and the memory of a block and of the tables.
+    or a few repetitions where they take longer, and the memory of these layers.
     """
-    world, layers = mesh.world, shape.layers
-    spans = Span(0, 0, True, False), Span(0, 1, False, False), Span(layers, layers, False, True)
-    models = [part for span in spans for part in build_parts(shape, groups, [span])]
+    world, spans = mesh.world, alone(bare_model(shape).layers)
+    models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
+    chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
     for bucket in fill_parts(deck, models, Replications.alone(mesh.part("data", 1))):
         assert bucket.values is not None
@@ -97,7 +104,7 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
 
     def repeated(times: int) -> list[Action]:
         kinds: tuple[Kind, ...] = ("F", "I", "W")
-        return [Action(kind, 0, chunk) for chunk in range(3) for _ in range(times) for kind in kinds]
+        return [Action(kind, 0, chunk) for chunk in chunks for _ in range(times) for kind in kinds]
 
     replay = Replay(models, groups, _random_batch(deck, shape, groups, world.device))
     replay.run(repeated(1))
@@ -107,10 +114,10 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
     (longest,) = _slowest(world, [perf_counter() - started])
     count = max(2, min(_MOST_REPETITIONS, int(_SECONDS / max(longest, 1e-6))))
     measured = replay.run(repeated(count))
-    figures = [measured[kind, chunk] for chunk in range(3) for kind in ("F", "I", "W")]
+    figures = [measured[kind, chunk] for chunk in chunks for kind in ("F", "I", "W")]
     *slowest, communication = _slowest(world, [*figures, _ping(mesh.group("pipeline"), replay.hidden)])
-    embedding, block, head = (PassTimes(*slowest[first : first + 3]) for first in (0, 3, 6))
-    return LayerTimes(block, embedding, head, communication)
+    passes = (PassTimes(*slowest[3 * chunk : 3 * chunk + 3]) for chunk in chunks)
+    return LayerTimes(dict(zip(spans, passes, strict=True)), communication)
 
 
 class Replay:

@@ -9,11 +9,12 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import LayerTimes, measure_layers
 from hpctrain.engine.sizes import micro_batches
+from hpctrain.model.build import bare_model
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
-from hpctrain.pipeline.split import balanced_split, even_split
+from hpctrain.pipeline.split import balanced_split, cut, even_split
 from hpctrain.pipeline.wanted import make_schedule, outline
 
 
@@ -32,8 +33,7 @@ class Placement:
         text = f"layers of each part: {', '.join(map(str, self.split))}"
         if self.times is not None:
             text += "; measured, a micro-batch: " + ", ".join(
-                f"{name} {1e3 * getattr(self.times, name).total:.3g} ms"
-                for name in ("block", "embedding", "head")
+                f"{kind} {1e3 * times.total:.3g} ms" for kind, times in self.times.of_kind.items()
             )
         return text
 
@@ -64,15 +64,14 @@ def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh)
     schedule = None if searched else make_schedule(deck, data)
     form = outline(deck) if schedule is None else schedule(micro_batches(deck, data))
     wanted = layout.split
-    times = None
+    times, layers = None, bare_model(shape).layers
     if searched or (wanted == "balanced" and form.parts > 1):
         times = measure_layers(deck, shape, groups, mesh)
     if wanted == "balanced" and times is not None:
-        ends = times.embedding.total, times.head.total
-        split = tuple(balanced_split(shape.layers, times.block.total, *ends, form))
+        split = tuple(balanced_split([times.of_kind[layer.kind].total for layer in layers], form))
     else:
         split = unmeasured_split(deck, form)
     if schedule is None:
         assert times is not None
-        schedule = make_schedule(deck, data, times.of_parts(split))
+        schedule = make_schedule(deck, data, times.of_parts(cut(layers, split)))
     return Placement(schedule, split, times)

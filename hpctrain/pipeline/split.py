@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from heapq import nsmallest
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from hpctrain.model.part import Span
 from hpctrain.pipeline.action import Schedule
 
+Item = TypeVar("Item")
+Number = TypeVar("Number", int, float)
+
 _ROUNDING = 1e-9
+_UNITS = 10**12  # of the longest layer
+_MOST_WAYS = 500
 
 
 def even_split(layers: int, parts: int) -> list[int]:
@@ -22,56 +30,117 @@ def even_split(layers: int, parts: int) -> list[int]:
     return [least + (first <= part < first + more) for part in range(parts)]
 
 
-def balanced_split(layers: int, block: float, first: float, last: float, schedule: Schedule) -> list[int]:
+def cut(layers: Sequence[Item], counts: Sequence[int]) -> list[Sequence[Item]]:
+    """What belongs to each layer of a model, by parts of so many blocks; the first layer is not a block but
+    the first part's, the last one the last part's.
+    """
+    ends = [1 + blocks for blocks in accumulate(counts)]
+    return [layers[start:end] for start, end in pairwise([0, *ends[:-1], len(layers)])]
+
+
+def balanced_split(times: Sequence[float], schedule: Schedule) -> list[int]:
     """Blocks of each part so that the longest stage, all its chunks together, is as short as can be.
 
-    `block`, `first` and `last` are the times of one block, of what the first part does besides (it embeds),
-    and of what the last one does (it predicts). Among all such placements, one whose longest part is
+    `times` are those of every layer: what the first part does besides its blocks (it embeds), all blocks, and
+    what the last part does besides (it predicts). Among all such placements, one whose longest part is
     shortest; the even one where it is as good. Every part has a block at least.
 
-    Exact: stages take blocks one by one, each time the one that will be shortest; then so do the parts, up
-    to the blocks that their stage has room for. With blocks all alike no other choice is shorter.
+    Exact with blocks all alike; see `_of_unlike` for others.
     """
-    parts = schedule.parts
-    assert layers >= parts and min(block, first, last) >= 0, (layers, parts, block, first, last)
+    blocks = times[1:-1]
+    assert len(blocks) >= schedule.parts and min(times) >= 0, (times, schedule.parts)
+    split = _of_alike(times, schedule) if len(set(blocks)) == 1 else _of_unlike(times, schedule)
+    even = even_split(len(blocks), schedule.parts)
+    both = zip(_longest(times, even, schedule), _longest(times, split, schedule), strict=True)
+    return even if all(one <= other * (1 + _ROUNDING) for one, other in both) else split
+
+
+def _longest(times: Sequence[Number], counts: Sequence[int], schedule: Schedule) -> tuple[Number, Number]:
+    """Of the longest stage, and of the longest part."""
+    parts = [sum(part) for part in cut(times, counts)]
+    stages = [parts[0] * 0] * schedule.stage_count
+    for part, seconds in enumerate(parts):
+        stages[schedule.home(part)[0]] += seconds
+    return max(stages), max(parts)
+
+
+def _of_alike(times: Sequence[float], schedule: Schedule) -> list[int]:
+    """Stages take blocks one by one, each time the one that will be shortest; then so do the parts, up to the
+    blocks that their stage has room for. With blocks all alike no other choice is shorter.
+    """
+    first, block, *_, last = times
+    more, parts = len(times) - 2 - schedule.parts, schedule.parts
     stage_of = [schedule.home(part)[0] for part in range(parts)]
     fixed = [(part == 0) * first + (part == parts - 1) * last for part in range(parts)]
     fixed_of_stage = [0.0] * schedule.stage_count
     for part, stage in enumerate(stage_of):
         fixed_of_stage[stage] += fixed[part]
     count = [schedule.chunks] * schedule.stage_count
-    for _ in range(layers - parts):
+    for _ in range(more):
         shortest = min(
             range(len(count)), key=lambda stage: (count[stage] + 1) * block + fixed_of_stage[stage]
         )
         count[shortest] += 1
-
-    def longest_stage(blocks: Sequence[int]) -> float:
-        return max(blocks[stage] * block + fixed_of_stage[stage] for stage in range(len(blocks)))
-
-    longest = longest_stage(count) * (1 + _ROUNDING)
+    longest = max(number * block + extra for number, extra in zip(count, fixed_of_stage, strict=True))
     split, held = [1] * parts, [schedule.chunks] * schedule.stage_count
-
-    for _ in range(layers - parts):
+    for _ in range(more):
         roomy = [
             part
             for part, stage in enumerate(stage_of)
-            if (held[stage] + 1) * block + fixed_of_stage[stage] <= longest
+            if (held[stage] + 1) * block + fixed_of_stage[stage] <= longest * (1 + _ROUNDING)
         ]
         shortest = min(roomy, key=lambda part: (split[part] + 1) * block + fixed[part])
         split[shortest] += 1
         held[stage_of[shortest]] += 1
+    return split
 
-    def longest_part(blocks: Sequence[int]) -> float:
-        return max(number * block + extra for number, extra in zip(blocks, fixed, strict=True))
 
-    even = even_split(layers, parts)
-    of_stage = [
-        sum(even[part] for part in range(parts) if stage_of[part] == stage) for stage in range(len(count))
-    ]
-    as_good = longest_stage(of_stage) <= longest
-    as_good &= longest_part(even) <= longest_part(split) * (1 + _ROUNDING)
-    return even if as_good else split
+class _Way(NamedTuple):
+    """How the first parts are placed; the better of two is the smaller one.
+
+    `stage` and `part` are what the longest ones will take at least, `uneven` tells how far the parts are from
+    equal, `split` are their blocks.
+    """
+
+    stage: int
+    part: int
+    uneven: int
+    split: tuple[int, ...]
+
+
+def _of_unlike(times: Sequence[float], schedule: Schedule) -> list[int]:
+    """Part by part: of all ways to place so many blocks that leave the open stages alike, the best one; of
+    these the `_MOST_WAYS` best, and where there never are more, none has a shorter longest stage.
+    """
+    parts, blocks = schedule.parts, len(times) - 2
+    stage_of = [schedule.home(part)[0] for part in range(parts)]
+    # Whole numbers, so that sums are alike in any order.
+    layers = [round(seconds / max(times) * _UNITS) for seconds in times]
+    even = even_split(blocks, parts)
+    limit = _longest(layers, even, schedule)[0]
+    until = [*accumulate(layers[:-2]), sum(layers)]  # with so many blocks, and what belongs to their parts
+    mean = until[-1] // parts
+    ways = {(0, (0,) * schedule.stage_count): _Way(0, 0, 0, ())}
+    for part, stage in enumerate(stage_of):
+        following: dict[tuple[int, tuple[int, ...]], _Way] = {}
+        later = set(stage_of[part + 1 :])
+        for (placed, loads), way in ways.items():
+            before = until[placed] if part else 0
+            for end in range(placed + 1 if later else blocks, blocks - parts + part + 2):
+                own = until[end] - before
+                load = loads[stage] + own
+                if load > limit:
+                    break
+                left = (*loads[:stage], load if stage in later else 0, *loads[stage + 1 :])
+                rest = until[-1] - until[end]
+                stage_bound = max(way.stage, load, (rest + sum(left)) // max(1, len(later)))
+                if stage_bound <= limit:
+                    part_bound = max(way.part, own, rest // max(1, parts - part - 1))
+                    uneven = way.uneven + (own - mean) ** 2
+                    new = _Way(stage_bound, part_bound, uneven, (*way.split, end - placed))
+                    following[end, left] = min(new, following.get((end, left), new))
+        ways = dict(nsmallest(_MOST_WAYS, following.items(), key=itemgetter(1)))
+    return list(min(ways.values()).split) if ways else even
 
 
 def spans_of(schedule: Schedule, counts: Sequence[int], stage: int) -> list[Span]:

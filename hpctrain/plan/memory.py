@@ -20,7 +20,6 @@ from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
-from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import AHEAD

@@ -13,17 +13,24 @@ from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.layer_times import LayerTimes, PassTimes, measure_layers, share_parts
-from hpctrain.engine.place import with_split
+from hpctrain.engine.place import Placement, with_split
 from hpctrain.errors import HpctrainError
+from hpctrain.model.build import bare_model
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
+from hpctrain.pipeline.split import cut
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.train.run import resume, run_deck
 from tests.engines import LLAMA, small_deck, trainer
 
-TIMES = LayerTimes(PassTimes(1, 2, 3), PassTimes(10, 20, 30), PassTimes(100, 200, 300), 0.5)
+KINDS = ("block", "embedding", "head")
+
+
+def times_of(*passes: PassTimes, communication: float = 0.0) -> LayerTimes:
+    """Of a block, an embedding and a head."""
+    return LayerTimes(dict(zip(KINDS, passes, strict=True)), communication)
 
 
 def measure(world: World, *overrides: str) -> LayerTimes:
@@ -34,13 +41,28 @@ def measure(world: World, *overrides: str) -> LayerTimes:
 
 
 def test_times_of_parts_are_those_of_their_layers() -> None:
-    times = TIMES.of_parts([2, 1, 4])
+    given = times_of(PassTimes(1, 2, 3), PassTimes(10, 20, 30), PassTimes(100, 200, 300), communication=0.5)
+    layers = bare_model(ModelShape.of(small_deck("model.layers=7"), 61)).layers
+    times = given.of_parts(cut(layers, [2, 1, 4]))
     assert times.forward == [12, 1, 104]
     assert times.input_gradient == [24, 2, 208]
     assert times.weight_gradient == [36, 3, 312]
     assert times.communication == 0.5
-    assert TIMES.of_parts([1]).forward == [111]
-    assert TIMES.head.total == 600
+    assert given.of_parts([[layers[0], layers[1], layers[-1]]]).forward == [111]
+    assert given.of_kind["head"].total == 600
+
+
+def test_each_kind_is_measured_and_told(world: World, two_kinds: None) -> None:
+    deck = ("model.layers=4", "model.hidden=256", "batch.micro_size=4")
+    times = measure(world.alone(), *deck)
+    assert list(times.of_kind) == ["block", "wide block", "embedding", "head"]
+    # Its second feed-forward alone has half again as many weights as a block.
+    assert times.of_kind["wide block"].total > 1.5 * times.of_kind["block"].total
+    assert "measured, a micro-batch: block " in str(Placement(lambda _: generate("1f1b", 1, 1), (4,), times))
+    layers = bare_model(ModelShape.of(small_deck(*deck), 61)).layers
+    first, second = times.of_parts(cut(layers, [1, 3])).forward
+    block, wide, embedding, head = (each.forward for each in times.of_kind.values())
+    assert (first, second) == pytest.approx((embedding + block, 2 * wide + block + head))
 
 
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
@@ -50,12 +72,14 @@ def test_work_takes_time(world: World, family: tuple[str, ...]) -> None:
     # 256 times the weights and a mlp that dwarfs attention: no machine does that in twice the time.
     large = measure(alone, *family, "model.hidden=512", "model.mlp=2048", "batch.micro_size=4")
     for times in (small, large):
-        for passes in (times.block, times.embedding, times.head):
+        assert tuple(times.of_kind) == KINDS
+        for passes in times.of_kind.values():
             assert passes.forward > 0 and passes.input_gradient > 0 and passes.weight_gradient >= 0
         assert times.communication == 0
-    assert large.block.total > 2 * small.block.total
-    assert large.block.weight_gradient > large.block.total / 10
-    assert large.block.total > large.embedding.total
+    block = large.of_kind["block"]
+    assert block.total > 2 * small.of_kind["block"].total
+    assert block.weight_gradient > block.total / 10
+    assert block.total > large.of_kind["embedding"].total
 
 
 def test_nothing_is_left(world: World) -> None:
@@ -103,7 +127,7 @@ def test_all_ranks_choose_alike_and_train(world: World, layout: tuple[str, ...])
     run = trainer(world, deck)
     placement = run.engine.placement
     chosen = world.everyone.all_gather_object(
-        (placement.split, placement.times, str(placement.schedule_of(4)), str(run.engine.schedule))
+        (placement.split, repr(placement.times), str(placement.schedule_of(4)), str(run.engine.schedule))
     )
     assert placement.times is not None
     assert len(set(chosen)) == 1
@@ -123,7 +147,7 @@ def test_the_slowest_stage_takes_no_longer_than_it_must(
     world: World, monkeypatch: pytest.MonkeyPatch, embedding: float, head: float, split: tuple[int, int]
 ) -> None:
     """Of given times: seconds of the ends, where a block takes one."""
-    times = LayerTimes(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)), 0.0)
+    times = times_of(*(PassTimes(total, 0.0, 0.0) for total in (1.0, embedding, head)))
     monkeypatch.setattr("hpctrain.engine.place.measure_layers", lambda *_: times)
     deck = small_deck("layout.pipeline=2", "model.layers=9", "layout.split=balanced")
     engine = trainer(world, deck).engine
@@ -131,11 +155,24 @@ def test_the_slowest_stage_takes_no_longer_than_it_must(
     assert engine.model.span.blocks == split[world.rank]
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_stages_balance_blocks_of_two_kinds(
+    world: World, monkeypatch: pytest.MonkeyPatch, two_kinds: None
+) -> None:
+    seconds = {"block": 1.0, "wide block": 9.0, "embedding": 0.0, "head": 3.0}
+    times = LayerTimes({kind: PassTimes(total, 0.0, 0.0) for kind, total in seconds.items()}, 0.0)
+    monkeypatch.setattr("hpctrain.engine.place.measure_layers", lambda *_: times)
+    run = trainer(world, small_deck("layout.pipeline=2", "model.layers=6", "layout.split=balanced"))
+    # 1 9 1 9 and 1 9 3; were all blocks alike, it would be three and three.
+    assert run.engine.placement.split == (4, 2)
+    run.train(1)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_with_tensor_ranks(world: World) -> None:
     times = measure(world, f"layout.tensor={world.size}", "layout.sequence_parallel=true")
-    assert len(set(world.everyone.all_gather_object(times))) == 1
-    assert times.block.total > 0
+    assert len(set(world.everyone.all_gather_object(repr(times)))) == 1
+    assert times.of_kind["block"].total > 0
 
 
 @pytest.mark.mpi(min_size=2)

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.split import balanced_split, even_split
+from hpctrain.pipeline.split import balanced_split, cut, even_split
 
 SCHEDULES = (
     *(generate("1f1b", stages, 4) for stages in (1, 2, 3, 4)),
@@ -31,17 +31,23 @@ def ways(layers: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def cost(
-    counts: Sequence[int], block: float, first: float, last: float, schedule: Schedule
-) -> tuple[float, float]:
-    """The longest stage, and the longest part."""
-    parts = [count * block for count in counts]
+def cost(counts: Sequence[int], times: Sequence[float], schedule: Schedule) -> tuple[float, float]:
+    """The longest stage, and the longest part, of the times of all layers."""
+    first, *blocks, last = times
+    parts = []
+    for count in counts:
+        parts.append(sum(blocks[:count]))
+        del blocks[:count]
     parts[0] += first
     parts[-1] += last
     stages = [0.0] * schedule.stage_count
     for part, seconds in enumerate(parts):
         stages[schedule.home(part)[0]] += seconds
     return round(max(stages), 9), round(max(parts), 9)
+
+
+def alike(layers: int, block: float, first: float, last: float) -> list[float]:
+    return [first, *[block] * layers, last]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
@@ -51,10 +57,34 @@ def test_no_other_way_is_shorter(schedule: Schedule) -> None:
         for _ in range(12):
             block = generator.uniform(0.5, 2.0)
             first, last = generator.choice([0.0, 0.3, 1.0, 2.7, 9.0]), generator.uniform(0.0, 7.0)
-            counts = balanced_split(layers, block, first, last, schedule)
+            times = alike(layers, block, first, last)
+            counts = balanced_split(times, schedule)
             assert sum(counts) == layers and min(counts) >= 1
-            best = min(cost(way, block, first, last, schedule) for way in ways(layers, schedule.parts))
-            assert cost(counts, block, first, last, schedule) == best
+            best = min(cost(way, times, schedule) for way in ways(layers, schedule.parts))
+            assert cost(counts, times, schedule) == best
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
+def test_no_other_way_has_a_shorter_longest_stage_where_blocks_differ(schedule: Schedule) -> None:
+    generator = random.Random(schedule.parts)
+    for layers in range(schedule.parts, schedule.parts + 7):
+        for number in range(12):
+            dense, expert = generator.uniform(0.5, 2.0), generator.uniform(2.0, 9.0)
+            blocks = [
+                # Every second one is another, the first ones are, any is, all differ.
+                [expert if block % 2 else dense for block in range(layers)],
+                [dense if block < 2 else expert for block in range(layers)],
+                [generator.choice([dense, expert]) for _ in range(layers)],
+                [generator.uniform(0.0, 5.0) for _ in range(layers)],
+            ][number % 4]
+            times = [generator.choice([0.0, 0.3, 2.7, 9.0]), *blocks, generator.uniform(0.0, 7.0)]
+            counts = balanced_split(times, schedule)
+            assert sum(counts) == layers and min(counts) >= 1
+            best = min(cost(way, times, schedule) for way in ways(layers, schedule.parts))
+            stage, part = cost(counts, times, schedule)
+            assert stage == best[0]
+            if schedule.chunks == 1:
+                assert part == best[1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
@@ -62,21 +92,39 @@ def test_even_where_that_is_as_good(schedule: Schedule) -> None:
     for layers in range(schedule.parts, 20):
         even = even_split(layers, schedule.parts)
         for first, last in ((0.0, 0.0), (0.25, 0.25), (1.0, 2.0)):
-            least = min(cost(way, 1.0, first, last, schedule) for way in ways(layers, schedule.parts))
-            if cost(even, 1.0, first, last, schedule) == least:
-                assert balanced_split(layers, 1.0, first, last, schedule) == even
-    assert balanced_split(12, 0.0, 0.0, 0.0, schedule) == even_split(12, schedule.parts)
+            times = alike(layers, 1.0, first, last)
+            least = min(cost(way, times, schedule) for way in ways(layers, schedule.parts))
+            if cost(even, times, schedule) == least:
+                assert balanced_split(times, schedule) == even
+    assert balanced_split(alike(12, 0.0, 0.0, 0.0), schedule) == even_split(12, schedule.parts)
 
 
 def test_ends_that_take_time_get_fewer_blocks() -> None:
     two, four = generate("1f1b", 2, 4), generate("1f1b", 4, 4)
-    assert balanced_split(5, 1.0, 0.1, 0.9, two) == [3, 2]
-    assert balanced_split(5, 1.0, 0.9, 0.1, two) == [2, 3]
-    assert balanced_split(10, 1.0, 2.0, 5.0, four) == [2, 4, 3, 1]
+    assert balanced_split(alike(5, 1.0, 0.1, 0.9), two) == [3, 2]
+    assert balanced_split(alike(5, 1.0, 0.9, 0.1), two) == [2, 3]
+    assert balanced_split(alike(10, 1.0, 2.0, 5.0), four) == [2, 4, 3, 1]
     # The first stage of a V holds both ends.
-    assert balanced_split(12, 1.0, 1.0, 3.0, generate("dualpipe-v", 2, 4)) == [3, 4, 4, 1]
+    assert balanced_split(alike(12, 1.0, 1.0, 3.0), generate("dualpipe-v", 2, 4)) == [3, 4, 4, 1]
 
 
-def test_many_layers_take_no_time() -> None:
-    counts = balanced_split(1000, 1.0, 3.0, 5.0, generate("1f1b", 64, 64))
-    assert sum(counts) == 1000
+def test_what_the_longest_stage_leaves_is_shared_out_evenly() -> None:
+    assert balanced_split([0.0, 1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 9.0], generate("1f1b", 3, 4)) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("other", [1.0, 3.0], ids=["alike", "unlike"])
+def test_many_layers_take_no_time(other: float) -> None:
+    for schedule in (generate("1f1b", 64, 64), generate("interleaved", 8, 8, 4)):
+        times = [3.0, *[1.0, other] * 64, 5.0]
+        counts = balanced_split(times, schedule)
+        assert sum(counts) == 128
+        stage, part = cost(counts, times, schedule)
+        assert stage <= sum(times) / schedule.stage_count + max(times)
+        assert part <= sum(times) / schedule.parts + 2 * max(times)
+    assert sum(balanced_split(alike(1000, 1.0, 3.0, 5.0), generate("1f1b", 64, 64))) == 1000
+
+
+def test_layers_are_cut_into_parts() -> None:
+    layers = ["embedding", *"abcde", "head"]
+    assert cut(layers, [2, 1, 2]) == [["embedding", "a", "b"], ["c"], ["d", "e", "head"]]
+    assert cut(layers, [5]) == [layers]
