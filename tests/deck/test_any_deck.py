@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 
@@ -40,10 +41,22 @@ def read(text: str, overrides: list[str], ranks: int | None = None) -> Deck | No
     return deck
 
 
-@settings(MANY, max_examples=1200)
-@given(decks(), some.lists(arguments, max_size=2), some.sampled_from([None, None, 1, 6, 4096]))
-def test_any_change_of_a_deck(text: str, overrides: list[str], ranks: int | None) -> None:
-    read(text, overrides, ranks)
+def try_changes(count: int) -> None:
+    @settings(MANY, max_examples=count)
+    @given(decks(), some.lists(arguments, max_size=2), some.sampled_from([None, None, 1, 6, 4096]))
+    def changes(text: str, overrides: list[str], ranks: int | None) -> None:
+        read(text, overrides, ranks)
+
+    changes()
+
+
+def test_any_change_of_a_deck() -> None:
+    try_changes(500)
+
+
+@pytest.mark.slow
+def test_twelve_hundred_changes_of_a_deck() -> None:
+    try_changes(1200)
 
 
 @settings(MANY, max_examples=800)
