@@ -16,7 +16,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.stage import fill_parts
+from hpctrain.engine.stage import build_stage
 from hpctrain.model.build import bare_model, build_parts
 from hpctrain.model.part import Layer, Part, Span
 from hpctrain.model.shape import ModelShape
@@ -98,7 +98,8 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
     models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
-    for bucket in fill_parts(deck, models, Replications.alone(mesh.part("data", 1))):
+    alone_here = Replications.alone(mesh.part("data", 1))
+    for bucket in build_stage(deck, groups, models, alone_here, trained=True).buckets:
         assert bucket.values is not None
         bucket.values.normal_(std=shape.initial_std, generator=generator)
 

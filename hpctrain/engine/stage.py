@@ -125,19 +125,6 @@ def zero_group_size(deck: Deck, mesh: StageMesh, everyone: Group) -> int:
     return size
 
 
-def fill_parts(
-    deck: Deck,
-    models: Sequence[Part],
-    replications: Replications,
-    trained: bool = True,
-    store: Store | None = None,
-) -> list[Bucket]:
-    """Give parts of a model their memory, in buckets. Arguments as in Bucket."""
-    size, own = deck.communication.bucket_bytes, Precision.of(deck)
-    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
-    return [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
-
-
 def build_stage(
     deck: Deck,
     groups: LayerGroups,
@@ -147,7 +134,9 @@ def build_stage(
     trained: bool = False,
 ) -> Stage:
     """Give the parts of a stage their memory. `store` makes that of slices, `trained` as in Bucket."""
-    buckets = fill_parts(deck, models, replications, trained, store)
+    size, own = deck.communication.bucket_bytes, Precision.of(deck)
+    layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
+    buckets = [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
     blocks = [block.held[0] for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
