@@ -147,6 +147,16 @@ def test_activations_of_blocks_of_two_kinds_are_those_that_are_kept(
         expect_activations(world, small_deck(*layout, f"memory.recompute={recompute}"))
 
 
+def test_stages_of_as_many_blocks_hold_what_their_kinds_do(two_kinds: None) -> None:
+    _, wide, narrow, _ = plan(4, "layout.pipeline=4", "model.layers=4", "layout.schedule=gpipe").stages
+    assert (wide.blocks, narrow.blocks) == (1, 1)
+    assert wide.parameters > narrow.parameters
+    assert wide.memory.activation > narrow.memory.activation
+    saved = (wide.memory.activation - narrow.memory.activation) // 8  # micro-batches
+    # Beside its workspace, the holes are those of the larger block.
+    assert wide.memory.other > narrow.memory.other + 2.4 * saved
+
+
 FROZEN = {
     "first blocks": '["embedding.*", "blocks.0.*", "blocks.1.*"]',
     "middle": '["blocks.1.*", "final_norm.*"]',
