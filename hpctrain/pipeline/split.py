@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nsmallest
+from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -12,7 +12,6 @@ from hpctrain.model.part import Span
 from hpctrain.pipeline.action import Schedule
 
 Item = TypeVar("Item")
-Number = TypeVar("Number", int, float)
 
 _ROUNDING = 1e-9
 _UNITS = 10**12  # of the longest layer
@@ -55,43 +54,37 @@ def balanced_split(times: Sequence[float], schedule: Schedule) -> list[int]:
     return even if all(one <= other * (1 + _ROUNDING) for one, other in both) else split
 
 
-def _longest(times: Sequence[Number], counts: Sequence[int], schedule: Schedule) -> tuple[Number, Number]:
+def _longest(times: Sequence[float], counts: Sequence[int], schedule: Schedule) -> tuple[float, float]:
     """Of the longest stage, and of the longest part."""
     parts = [sum(part) for part in cut(times, counts)]
-    stages = [parts[0] * 0] * schedule.stage_count
+    stages: list[float] = [0] * schedule.stage_count
     for part, seconds in enumerate(parts):
         stages[schedule.home(part)[0]] += seconds
     return max(stages), max(parts)
 
 
 def _of_alike(times: Sequence[float], schedule: Schedule) -> list[int]:
-    """Stages take blocks one by one, each time the one that will be shortest; then so do the parts, up to the
+    """Stages take blocks one by one, each time the shortest one; then so do the parts, up to the
     blocks that their stage has room for. With blocks all alike no other choice is shorter.
     """
-    first, block, *_, last = times
-    more, parts = len(times) - 2 - schedule.parts, schedule.parts
-    stage_of = [schedule.home(part)[0] for part in range(parts)]
-    fixed = [(part == 0) * first + (part == parts - 1) * last for part in range(parts)]
-    fixed_of_stage = [0.0] * schedule.stage_count
+    block, split = times[1], [1] * schedule.parts
+    stage_of = [schedule.home(part)[0] for part in range(schedule.parts)]
+    parts = [sum(part) for part in cut([times[0], *[block] * schedule.parts, times[-1]], split)]
+    stages = [0.0] * schedule.stage_count
     for part, stage in enumerate(stage_of):
-        fixed_of_stage[stage] += fixed[part]
-    count = [schedule.chunks] * schedule.stage_count
-    for _ in range(more):
-        shortest = min(
-            range(len(count)), key=lambda stage: (count[stage] + 1) * block + fixed_of_stage[stage]
-        )
-        count[shortest] += 1
-    longest = max(number * block + extra for number, extra in zip(count, fixed_of_stage, strict=True))
-    split, held = [1] * parts, [schedule.chunks] * schedule.stage_count
-    for _ in range(more):
-        roomy = [
-            part
-            for part, stage in enumerate(stage_of)
-            if (held[stage] + 1) * block + fixed_of_stage[stage] <= longest * (1 + _ROUNDING)
-        ]
-        shortest = min(roomy, key=lambda part: (split[part] + 1) * block + fixed[part])
-        split[shortest] += 1
-        held[stage_of[shortest]] += 1
+        stages[stage] += parts[part]
+    shortest_first = stages.copy()
+    heapify(shortest_first)
+    blocks_left = range(len(times) - 2 - schedule.parts)
+    for _ in blocks_left:
+        heapreplace(shortest_first, shortest_first[0] + block)
+    limit = max(shortest_first) * (1 + _ROUNDING)
+    for _ in blocks_left:
+        roomy = [part for part, stage in enumerate(stage_of) if stages[stage] + block <= limit]
+        part = min(roomy, key=parts.__getitem__)
+        split[part] += 1
+        parts[part] += block
+        stages[stage_of[part]] += block
     return split
 
 

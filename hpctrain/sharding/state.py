@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.shard import Shard
-from hpctrain.parallel.state import KeepsState
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.replication import Replication, Replications
+from hpctrain.sharding.replication import Replications
 
 MODEL = "model"
 """The kind of parameters, in the format in which layers compute with them."""
@@ -74,9 +73,14 @@ def own_state(
         yield StateTensor(kind, shard, values, offset, held.copy, held.written, resumed, changes_in_step)
 
 
-def whole_state(kind: str, shard: Shard, values: Tensor, replication: Replication) -> StateTensor:
-    """State of a shape of its own, of which every rank has its whole piece; `replication` is the Shard's."""
-    return StateTensor(kind, shard, values, 0, replication.copy_whole, True)
+@runtime_checkable
+class KeepsState(Protocol):
+    """A module, or a Product, that keeps state in shapes of its own."""
+
+    def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """The `kind` of each tensor, a Shard of the parameter's name, and this rank's piece of it, flat, the
+        same on all ranks that hold it; begun as a new run begins.
+        """
 
 
 class StateOfModules:
@@ -85,16 +89,15 @@ class StateOfModules:
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
         inner = (each for module in modules for each in module.modules())
         kept = (each for module in inner for each in (module, *vars(module).values()))
-        keeping = [each for each in kept if isinstance(each, KeepsState)]
-        self._placed = [
-            (each, {held.shard: replications.of(held.shard) for held in each.state()}) for each in keeping
-        ]
+        self._keeping = [each for each in kept if isinstance(each, KeepsState)]
+        shards = [shard for each in self._keeping for _, shard, _ in each.state()]
+        self._copies = {shard: replications.of(shard).copy_whole for shard in shards}
 
     def state(self) -> Iterator[StateTensor]:
         """See Stateful."""
-        for each, replications in self._placed:
-            for held in each.state():
-                yield whole_state(held.kind, held.shard, held.values, replications[held.shard])
+        for each in self._keeping:
+            for kind, shard, values in each.state():
+                yield StateTensor(kind, shard, values, 0, self._copies[shard], True)
 
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:

@@ -1,6 +1,6 @@
 """State of those who are no optimizer: stored, brought back on any layout, and counted, whoever keeps it.
 
-Tests of sharding/state.py, parallel/state.py and checkpoint/entries.py.
+Tests of sharding/state.py and checkpoint/entries.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hpctrain.comm.world import World
 from hpctrain.memory.scratch import to_fill, to_read
 from hpctrain.parallel.product import PRODUCTS, Product
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.parallel.state import LayerState
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding import reducer as reducers
 from hpctrain.sharding.bucket import Bucket
@@ -81,14 +80,14 @@ class Remembering(Product):
             rows.copy_(torch.arange(first, first + len(rows)) + history[0])
             rows[WIDTH * weight.shard.extent[0] :] = 0  # padding
 
-    def state(self) -> Iterator[LayerState]:
+    def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         if not self.history:
             device = self.weights[0].device
             self.history = tuple(torch.zeros(HISTORY, device=device) for _ in self.weights)
             self.rows = tuple(torch.zeros(WIDTH * weight.shape[0], device=device) for weight in self.weights)
         for weight, history, rows in zip(self.weights, self.history, self.rows, strict=True):
-            yield LayerState("product/history", Shard.whole(weight.shard.name, (HISTORY,)), history)
-            yield LayerState("product/rows", rows_shard(weight), rows)
+            yield "product/history", Shard.whole(weight.shard.name, (HISTORY,)), history
+            yield "product/rows", rows_shard(weight), rows
 
 
 def rows_shard(weight: Parameter) -> Shard:
