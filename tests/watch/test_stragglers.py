@@ -56,7 +56,7 @@ def test_a_slowed_rank_is_named_once(
     monkeypatch.setattr(module, "WINDOW", 5)  # two windows after the first step
     folder = mpi_tmp_path / "run"
     keys = [f"run.dir={folder}", "checkpoint.every=0", "run.evaluate_every=0", "batch.ramp_from=0"]
-    keys += ["batch.ramp_steps=0", "run.steps=11"]
+    keys += ["batch.ramp_steps=0", "batch.micro_size=1", "run.steps=11"]
     assert run_deck(world, deck_file, keys) == 0
     if world.rank == 0:
         first = json.loads((folder / "status.json").read_text())["stragglers"][0]
