@@ -199,7 +199,7 @@ def _random_batch(deck: Deck, shape: ModelShape, groups: LayerGroups, device: to
     samples = torch.arange(micro_size, device=device)
     dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)
-    return PreparedBatch.of(micro, make_objective(deck), scale, positions, dropout)
+    return PreparedBatch.of(micro, make_objective(deck), scale, positions, dropout, scale)
 
 
 def _ping(pipeline: Group, hidden: Tensor) -> float:

@@ -125,11 +125,14 @@ def make_optimizer(
 ) -> Optimizer:
     """The deck's optimizer, with its state where `store` makes it or, without one, on the device.
 
-    `device` is the run's, where a plan's buckets are not.
+    `device` is the run's, where a plan's buckets are not. HpctrainError for state of matrices elsewhere.
     """
     rule, memory = make_rule(deck), deck.memory
     if store is None:
         return ResidentOptimizer(rule, buckets) if rule.by_element else MatrixOptimizer(rule, buckets)
+    if not rule.by_element:
+        elsewhere = "holds an optimizer's state by element, and this one updates whole matrices"
+        raise HpctrainError(deck.problem("memory.optimizer", f'{elsewhere} ("device" would do)'))
     computing: Home = "host" if on_host(device) else "gpu"
     home = computing if memory.parameters == "device" else memory.parameters
     return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home)

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.checkpoint.entries import model_entries
+from hpctrain.checkpoint.entries import model_entries, resumed_entries
 from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
@@ -38,8 +39,8 @@ from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
-OUTERS: Mapping[str, Callable[[], Outer]] = {"every_step": EveryStep}
-"""What makes each Outer, by its name."""
+OUTERS: Mapping[str, Callable[[Deck, Sequence[Bucket]], Outer]] = {"every_step": lambda *_: EveryStep()}
+"""What makes each Outer of a deck and its buckets, by its name."""
 
 
 class StageMesh(Axes, Protocol):
@@ -54,8 +55,8 @@ class StageMesh(Axes, Protocol):
 
 @dataclass
 class Stage:
-    """What this rank holds of a pipeline stage: its parts of the model by chunk, in buckets, and what gathers
-    their parameters. Several, of one mesh or of several, live beside each other.
+    """What this rank holds of a pipeline stage: its parts of the model by chunk, in buckets, what gathers
+    their parameters, and what modules keep. Several, of one mesh or of several, live beside each other.
     """
 
     groups: LayerGroups
@@ -63,6 +64,7 @@ class Stage:
     replications: Replications
     buckets: list[Bucket]
     residency: Residency
+    modules: StateOfModules
 
 
 @dataclass
@@ -141,7 +143,8 @@ def build_stage(
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
-    return Stage(groups, list(models), replications, buckets, residency)
+    modules = StateOfModules([layer for model in models for layer in model.layers], replications)
+    return Stage(groups, list(models), replications, buckets, residency, modules)
 
 
 def build_trained_stage(
@@ -158,14 +161,13 @@ def build_trained_stage(
     """
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     reducers = [make_reducer(bucket) for bucket in stage.buckets]
-    outer = OUTERS["every_step"]()
-    modules = StateOfModules([layer for model in models for layer in model.layers], replications)
+    outer = OUTERS["every_step"](deck, stage.buckets)
     return TrainedStage(
         **vars(stage),
         synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced"),
         outer=outer,
         optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
-        stateful=[each for each in (outer, *reducers, modules) if isinstance(each, Stateful)],
+        stateful=[each for each in (outer, *reducers, stage.modules) if isinstance(each, Stateful)],
     )
 
 
@@ -207,5 +209,7 @@ def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
 
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     """Fill a stage that is not trained from a checkpoint. Collective; errors as in `checkpoint.read.load`."""
-    load(path, everyone, model_entries(stage.buckets))
+    structure = examine(path, everyone)
+    kept, _ = resumed_entries(stage.modules.state(), structure.datasets)
+    load(structure, everyone, [*model_entries(stage.buckets), *kept])
     refresh(stage.buckets)

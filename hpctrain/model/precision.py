@@ -32,4 +32,4 @@ class Precision:
     @property
     def scales_loss(self) -> bool:
         """Whether gradients would underflow without a loss scale."""
-        return self.product == torch.float16
+        return torch.float16 in {self.storage, self.product, self.gradient}

@@ -87,9 +87,11 @@ class StateOfModules:
     """What modules, and their Products, keep; made together, since a Shard may need a new group."""
 
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
-        inner = (each for module in modules for each in module.modules())
-        kept = (each for module in inner for each in (module, *vars(module).values()))
-        self._keeping = [each for each in kept if isinstance(each, KeepsState)]
+        inner = [each for module in modules for each in module.modules()]
+        held = [each for module in inner for each in vars(module).values()]
+        listed = [each for many in held if isinstance(many, list | tuple) for each in many]
+        keeping = (each for each in (*inner, *held, *listed) if isinstance(each, KeepsState))
+        self._keeping = list(dict.fromkeys(keeping))
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
         self._copies = {shard: replications.of(shard).copy_whole for shard in shards}
 

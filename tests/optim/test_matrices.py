@@ -12,10 +12,12 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.engine.offload import RULES
+from hpctrain.errors import HpctrainError
 from hpctrain.optim.matrices import MatrixOptimizer
 from hpctrain.optim.offload import OffloadedOptimizer
 from hpctrain.optim.optimizer import Elements
 from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, reference, small_deck, trainer
@@ -111,3 +113,13 @@ def test_every_layout_updates_whole_matrices(world: World, mpi_tmp_path: Path, n
 def test_state_in_files_is_updated_by_elements_alone(world: World) -> None:
     with pytest.raises(AssertionError, match="cut anywhere"):
         OffloadedOptimizer(Orthogonalized(), [], torch.zeros, 1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("by_matrix")
+def test_state_elsewhere_is_refused_in_a_sentence_and_not_advised() -> None:
+    with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: .*whole matrices"):
+        plan_memory(small_deck("memory.optimizer=disk"), 1, 61)
+    deck = small_deck()
+    plan = plan_memory(deck, 1, 61)
+    savings = find_savings(deck, plan, small_deck, lambda changed: plan_memory(changed, 1, 61))
+    assert all("memory.optimizer" not in each.change for each in savings)

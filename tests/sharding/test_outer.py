@@ -65,7 +65,7 @@ def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
 def test_replicas_that_meet_every_second_step_are_two_runs_that_do(
     world: World, monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:
-    monkeypatch.setitem(OUTERS, "every_step", LocalSteps)
+    monkeypatch.setitem(OUTERS, "every_step", lambda *_: LocalSteps())
     deck = small_deck(*KEYS, f"layout.zero={zero}", "layout.zero_group=1")
     training = trainer(world, deck, masked=0.0)
     singles = [alone_with(world, rank, training.step.batches) for rank in range(2)]

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
+from hpctrain.engine.stage import build_stage, load_parameters
 from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.model.build import build_model
 from hpctrain.parallel.product import PRODUCTS, Product
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
@@ -188,6 +190,15 @@ def test_state_comes_back_on_any_layout(world: World, mpi_tmp_path: Path, layout
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert [step.loss for step in again.train(2)] == losses
     again.engine.close()
+
+    if world.size == 1:
+        engine = again.engine
+        stage = build_stage(
+            again.deck, engine.groups, [build_model(engine.shape, engine.groups)], engine.replications
+        )
+        load_parameters(source, stage, world.everyone)
+        kept = {(each.kind, each.shard.name): each.values for each in stage.modules.state()}
+        assert len(kept) > 20 and all(torch.equal(values, before[key]) for key, values in kept.items())
 
     tied = [key for key in keys if key.startswith(("model.tied", "precision"))]
     if world.size > 1:
