@@ -6,7 +6,7 @@ gradients and figures of their own, beside the objective's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +46,3 @@ class Objective(Protocol):
         `piece` gives the rank's [s/c, b] of a [b, s] on its device, `scale` is the factor of the loss in the
         gradient (loss scale over the count of the whole step).
         """
-
-
-def make_figures(names: Sequence[str], sums: Sequence[float], count: int) -> dict[str, float]:
-    """Figures of all ranks' sums."""
-    return {name: value / max(1, count) for name, value in zip(names, sums, strict=True)}

@@ -90,19 +90,16 @@ class Executor:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
         self.figures, self.terms = figures, terms
 
-    def run(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
-        """Forward and backward of all micro-batches.
+    def run(
+        self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
+    ) -> Tensor:
+        """Forward and backward of all micro-batches, or by a schedule of forwards alone, not `training`.
 
         This rank's sums of the objective's figures, zero but on the stage that predicts, and of the terms of
         its layers: fp64 [figures + terms]. Gradients are added to the parameters' buffers. Nothing waits for
         the device.
         """
-        with torch.enable_grad():
-            return _Pass(self, schedule, micro_batches).run()
-
-    def evaluate(self, schedule: Schedule, micro_batches: Sequence[PreparedBatch]) -> Tensor:
-        """Forward only, by a schedule without backward actions; as `run`."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(training):
             return _Pass(self, schedule, micro_batches).run()
 
 
@@ -129,9 +126,8 @@ class _Pass:
             received = self._receive(action)
             began = perf_counter()
             passed_on = self._compute(action, received)
-            if (
-                ledger.timeline is not None
-            ):  # before its sending, so that it is over where its message arrives
+            # Before its sending, so that it is over where its message arrives.
+            if ledger.timeline is not None:
                 ledger.timeline.action(str(action), began, training)
             if passed_on is not None:
                 self._send(action, passed_on)
@@ -139,15 +135,10 @@ class _Pass:
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"
-        return torch.cat((self.figures, self._terms()))
-
-    def _terms(self) -> Tensor:
-        """Sums of what layers have added."""
-        names = self.executor.terms
-        sums = self.figures.new_zeros(len(names))
+        terms = self.figures.new_zeros(len(self.executor.terms))
         for batch in self.micro_batches:
-            batch.inputs.terms.add_to(sums, names)
-        return sums
+            batch.inputs.terms.add_to(terms, self.executor.terms)
+        return torch.cat((self.figures, terms))
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Do an action on what it needs from another part; what the next part needs of it."""
@@ -215,10 +206,8 @@ class _Pass:
 
     def _shape_of(self) -> Tensor:
         """Fresh memory for hidden states or their gradient; all parts pass the same shape on."""
-        inputs = self.micro_batches[0].inputs
-        model = self.executor.models[0]
-        shape = model.hidden_shape(inputs.tokens.shape[1])
-        return self.executor.group.empty(shape, model.dtype)
+        model, inputs = self.executor.models[0], self.micro_batches[0].inputs
+        return self.executor.group.empty(model.hidden_shape(inputs.tokens.shape[1]), model.dtype)
 
 
 class _Mailbox:

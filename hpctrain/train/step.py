@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
-from hpctrain.objective.objective import make_figures
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
@@ -73,11 +72,10 @@ class Step:
         engine = self.engine
         mesh = engine.mesh
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches = self.read(self.batches.step(state.samples, batch, *share))
-        tokens = self.count(micro_batches)
-        scale = torch.tensor(engine.loss_scale.value / max(1, tokens), device=engine.world.device)
-        terms_scale = torch.tensor(
-            engine.loss_scale.value / self.seen(len(micro_batches)), device=engine.world.device
+        micro_batches, tokens = self.read(self.batches.step(state.samples, batch, *share))
+        scale, terms_scale = (
+            torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
+            for count in (max(1, tokens), self.seen(len(micro_batches)))
         )
         prepared = [
             self.prepare(micro, scale, self.dropout_source(state, index), terms_scale)
@@ -87,8 +85,8 @@ class Step:
         with engine.residency.step(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
-        totals = self.agree(torch.cat((sums, local_square_norm(engine.buckets).unsqueeze(0))))
-        figures = self.figures_of(totals, tokens, len(prepared))
+        sums = torch.cat((sums, local_square_norm(engine.buckets).unsqueeze(0)))
+        figures, totals = self.agree(sums, tokens, len(prepared))
         # In single precision no layout's order of the sum shows.
         norm = float(np.sqrt(np.float32(totals[-1]))) if totals[-1] >= 0 else totals[-1]
         norm /= engine.loss_scale.value
@@ -112,28 +110,26 @@ class Step:
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches = self.read(batches.evaluation(sequences, *share))
-        tokens = self.count(micro_batches)
+        micro_batches, tokens = self.read(batches.evaluation(sequences, *share))
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
-            sums = self.executor.evaluate(forward, prepared)
-        figures = self.figures_of(self.agree(sums), tokens, len(prepared))
+            sums = self.executor.run(forward, prepared, training=False)
+        figures, _ = self.agree(sums, tokens, len(prepared))
         ledger.phase = "other"
         return figures
 
-    def read(self, micro_batches: Iterator[MicroBatch]) -> list[MicroBatch]:
-        """All of them; what one rank cannot read, or must not trust, is an error on all ranks."""
+    def read(self, micro_batches: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """All of them, and how many tokens all data ranks together are to predict.
+
+        What one rank cannot read, or must not trust, is an error on all ranks.
+        """
         with self.engine.world.agreement():
             read = list(micro_batches)
-        return read
-
-    def count(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Tokens to be predicted by all data ranks together."""
-        count = sum(map(self.engine.objective.count, micro_batches))
+        count = sum(map(self.engine.objective.count, read))
         data = self.engine.mesh.group("data")
-        return int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
+        return read, int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
 
     def seen(self, micro_batches: int) -> int:
         """Tokens of so many micro-batches of all data ranks, whether they are to be predicted or not."""
@@ -161,22 +157,17 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, sums: Tensor) -> list[float]:
-        """The executor's sums, and what follows them, over all ranks, by one small all-reduce.
+    def agree(self, sums: Tensor, tokens: int, micro_batches: int) -> tuple[dict[str, float], list[float]]:
+        """The executor's sums, and what follows them, over all ranks, by one small all-reduce; and figures:
+        the objective's of one of the `tokens` to be predicted, layers' terms of any token.
 
         Of those that compute on the same tokens, and so have the same figures, one counts.
         """
-        if not self.engine.replications.speaks:
+        engine, own = self.engine, self.engine.objective.figures
+        if not engine.replications.speaks:
             sums = sums.clone()
-            sums[: len(self.engine.objective.figures)] = 0
-        totals: list[float] = self.engine.world.everyone.all_reduce(sums).tolist()
-        return totals
-
-    def figures_of(self, totals: Sequence[float], tokens: int, micro_batches: int) -> dict[str, float]:
-        """Figures of all ranks' sums: the objective's of a predicted token, layers' terms of any token."""
-        engine = self.engine
-        own = len(engine.objective.figures)
-        figures = make_figures(engine.objective.figures, totals[:own], tokens)
-        return figures | make_figures(
-            engine.terms, totals[own : own + len(engine.terms)], self.seen(micro_batches)
-        )
+            sums[: len(own)] = 0
+        totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
+        counts = [max(1, tokens)] * len(own) + [max(1, self.seen(micro_batches))] * len(engine.terms)
+        figures = zip((*own, *engine.terms), totals, counts, strict=False)
+        return {name: total / count for name, total, count in figures}, totals
