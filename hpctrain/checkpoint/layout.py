@@ -126,7 +126,7 @@ class Rectangle:
             return
         memory = torch.zeros(self._span, dtype=values.dtype)
         yield replace(self, at=0).view(memory)
-        values[self.at : self.at + self._span].store(memory)
+        values[self.at : self.at + self._span].copy_(memory)
 
     @property
     def _span(self) -> int:

@@ -115,11 +115,6 @@ def planned_offload(deck: Deck) -> Offload:
     return Offload(None if deck.memory.optimizer == "device" else make)
 
 
-def make_rule(deck: Deck) -> UpdateRule:
-    """How the deck's optimizer updates."""
-    return RULES[deck.optimizer.name](deck.optimizer)
-
-
 def make_optimizer(
     deck: Deck, buckets: Sequence[Bucket], store: Store | None, device: torch.device, agreement: Agreement
 ) -> Optimizer:
@@ -127,7 +122,7 @@ def make_optimizer(
 
     `device` is the run's, where a plan's buckets are not. HpctrainError for state of matrices elsewhere.
     """
-    rule, memory = make_rule(deck), deck.memory
+    rule, memory = RULES[deck.optimizer.name](deck.optimizer), deck.memory
     if store is None:
         return ResidentOptimizer(rule, buckets) if rule.by_element else MatrixOptimizer(rule, buckets)
     if not rule.by_element:

@@ -141,9 +141,9 @@ class ScratchTensor(OnDisk):
         self.start_read(tensor).result()
         return tensor
 
-    def store(self, tensor: Tensor) -> None:
-        """Write, and wait for it."""
-        self.start_write(tensor).result()
+    def copy_(self, values: Tensor) -> None:
+        """Write them, as torch's `copy_` does."""
+        self.start_write(values.to(self.dtype)).result()
 
 
 Flat = Tensor | ScratchTensor  # a flat tensor, in memory or in a file
@@ -159,7 +159,7 @@ def to_fill(flat: Flat) -> Iterator[tuple[int, Tensor]]:
     for first, tensor, part in _pieces(flat):
         yield first, tensor
         if part is not None:
-            part.store(tensor)
+            part.copy_(tensor)
 
 
 def to_read(flat: Flat) -> Iterator[tuple[int, Tensor]]:

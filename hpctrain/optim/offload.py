@@ -6,7 +6,7 @@ read and the last one is written, so that a step takes as long as the slowest of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -70,11 +70,13 @@ class OffloadedOptimizer(Optimizer):
         states = [_state(rule, bucket, store, home) for bucket in buckets]
         super().__init__(rule, buckets, states, agreement)
         self.updates = 0
-        most = piece_elements(max(map(_element_bytes, buckets, states)), buffer_bytes)
+        state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
+        most = piece_elements(state_bytes + buckets[0].dtype.itemsize, buffer_bytes)
         self._pieces = [
-            OffloadSlice(bucket, state, part, decayed)
+            OffloadSlice(bucket, state, slice(first, min(first + most, span.stop)), decayed)
             for bucket, state in zip(buckets, states, strict=True)
-            for part, decayed in _parts(bucket, most)
+            for span, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
+            for first in range(span.start, span.stop, most)
         ]
         self._slots = [_Slot(self._pieces[first::SLOTS], home == "disk") for first in range(SLOTS)]
 
@@ -188,18 +190,6 @@ def _state(rule: UpdateRule, bucket: Bucket, store: Store, home: Home) -> Bucket
     return {MASTER: values} | state
 
 
-def _element_bytes(bucket: Bucket, state: BucketState) -> int:
-    """What an element's state takes, and its value."""
-    return sum(flat.element_size() for flat in state.values()) + bucket.dtype.itemsize
-
-
 def piece_elements(element_bytes: int, buffer_bytes: int) -> int:
     """Elements of a piece, of which SLOTS fit into the buffer; pieces begin where vector instructions do."""
     return max(ALIGNMENT, buffer_bytes // (SLOTS * element_bytes) // ALIGNMENT * ALIGNMENT)
-
-
-def _parts(bucket: Bucket, most: int) -> Iterator[tuple[slice, bool]]:
-    """What of a bucket's own is updated at a time, at most so many elements, and whether it is decayed."""
-    for part, decayed in zip(decay_ranges(bucket), (True, False), strict=True):
-        for first in range(part.start, part.stop, most):
-            yield slice(first, min(first + most, part.stop)), decayed

@@ -113,7 +113,7 @@ class Optimizer(ABC):
             for bucket, master in zip(self.buckets, self.masters, strict=True):
                 if master is not bucket.own_values:
                     for first, piece in to_read(master):
-                        _put(bucket.own_values[first : first + piece.numel()], piece)
+                        bucket.own_values[first : first + piece.numel()].copy_(piece)
         refresh(self.buckets)
 
 
@@ -155,21 +155,17 @@ class ResidentOptimizer(Optimizer):
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
-        if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets):
-            self._update(self._parts, learning_rate, gradient_divisor)
-        else:
-            # One bucket after the other has its gradients in fp32, for as long.
-            for bucket in self.buckets:
-                parts = [part for part in self._parts if part.bucket is bucket]
-                self._update(parts, learning_rate, gradient_divisor)
+        single = all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
+        # Of another type, one bucket after the other has its gradients in fp32, for as long.
+        for buckets in [self.buckets] if single else [[bucket] for bucket in self.buckets]:
+            elements = [
+                Elements(part.state, part.bucket.own_gradients[part.span].float(), part.updates, part.decayed)
+                for part in self._parts
+                if part.bucket in buckets
+            ]
+            self.rule.update(elements, learning_rate, gradient_divisor)
+            del elements
         self.publish()
-
-    def _update(self, parts: Sequence[_Part], learning_rate: float, gradient_divisor: float) -> None:
-        elements = [
-            Elements(part.state, part.bucket.own_gradients[part.span].float(), part.updates, part.decayed)
-            for part in parts
-        ]
-        self.rule.update(elements, learning_rate, gradient_divisor)
 
 
 def refresh(buckets: Sequence[Bucket]) -> None:
@@ -192,10 +188,3 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
     assert isinstance(values, Tensor)
     master = values if is_master(bucket.dtype, True) else values.float()
     return {MASTER: master, **{name: torch.zeros_like(master) for name in rule.names}}
-
-
-def _put(target: Flat, values: Tensor) -> None:
-    if isinstance(target, Tensor):
-        target.copy_(values)
-    else:
-        target.store(values.to(target.dtype))

@@ -48,7 +48,7 @@ def test_what_is_written_is_read(scratch: ScratchFiles, dtype: torch.dtype) -> N
 def test_slices_of_a_tensor_in_a_file(scratch: ScratchFiles) -> None:
     flat = ScratchTensor(scratch.file("state", 4096), 96, 1000, torch.float32)
     assert torch.equal(flat.load(), torch.zeros(1000))
-    flat[100:][200:300].store(torch.arange(100.0))
+    flat[100:][200:300].copy_(torch.arange(100.0))
     assert torch.equal(flat[290:410].load()[10:110], torch.arange(100.0))
     assert float(flat.load().sum()) == 4950.0
     assert flat[400:300].numel() == 0
