@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -48,6 +49,8 @@ from hpctrain.table import table
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 from hpctrain.units import format_bytes, format_seconds
+
+Result = TypeVar("Result")
 
 EXTRA_BYTES = 64 << 20  # what saving and loading may take of a rank's memory beyond `checkpoint.buffer`
 
@@ -138,7 +141,6 @@ class _Bench:
         deck = deck.with_keys(model={"vocabulary": vocabulary})
         self.world, self.deck, self.wish = world, deck, wish
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
-        self.engine = engine
         batches = Batches(SyntheticSource(deck.batch.sequence, vocabulary, deck.run.seed), deck.run.seed)
         self.trainer = Trainer(deck, engine, batches)
         self._train(1)  # moments that are not zero
@@ -149,7 +151,8 @@ class _Bench:
         self.read_bytes = _bytes(self.loaded)
         self.dcp: TorchCheckpoint | None = None
         if wish.dcp:
-            self.dcp = TorchCheckpoint(world, self.entries, self._everyones(self.loaded))
+            names = world.everyone.all_gather_object([entry.dataset for entry in self.loaded])
+            self.dcp = TorchCheckpoint(world, self.entries, set().union(*names))
         self.piece_bytes = min(PIECE_BYTES, deck.checkpoint.buffer)
         self.buffer: HostBuffer | None = None
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -240,34 +243,30 @@ class _Bench:
         """Begin to save, and train until the file is complete."""
         held_up, count = 0.0, 0
 
-        @contextmanager
-        def timed() -> Iterator[None]:
+        def timed(act: Callable[..., Result], *arguments: object) -> Result:
             nonlocal held_up
             began = time.perf_counter()
-            yield
+            result = act(*arguments)
             held_up += time.perf_counter() - began
+            return result
 
         class Protection(Hook):
             @contextmanager
             def around_step(self, step: int) -> Iterator[None]:  # noqa: ARG002
-                with timed():
-                    pending.protect(update=False)
+                timed(pending.protect, False)
                 yield
 
             def before_update(self) -> None:
-                with timed():
-                    pending.protect()
+                timed(pending.protect)
 
-        with timed():
-            pending = self._begin(folder)
+        pending = timed(self._begin, folder)
         protection = Protection()
         self.trainer.hooks.append(protection)
         complete = False
         while not complete:
             self._train(1)
             count += 1
-            with timed():
-                complete = pending.poll()
+            complete = timed(pending.poll)
         self.trainer.hooks.remove(protection)
         self.held_up.append(slowest(self.world, held_up))
         self.steps.append(count)
@@ -311,14 +310,9 @@ class _Bench:
             self.world.everyone.barrier()
             self._alone(lambda: forget(folder))
 
-    def _everyones(self, entries: Sequence[Entry]) -> set[str]:
-        """The datasets of all ranks' entries."""
-        names = self.world.everyone.all_gather_object([entry.dataset for entry in entries])
-        return {name for each in names for name in each}
-
 
 def _bytes(entries: Sequence[Entry]) -> int:
-    return sum(entry.values.numel() * entry.values.element_size() for entry in entries)
+    return sum(entry.values.nbytes for entry in entries)
 
 
 def _show(

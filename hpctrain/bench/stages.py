@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from statistics import median
 
 import torch
@@ -33,23 +34,6 @@ class Prediction:
     ratio: float
 
 
-@dataclass(frozen=True)
-class _Round:
-    times: Times
-    pipeline: float
-    rest: float
-    measured: float
-
-    @property
-    def communication(self) -> float:
-        assert isinstance(self.times.communication, float)
-        return self.times.communication
-
-    @property
-    def predicted(self) -> float:
-        return self.pipeline + self.rest
-
-
 class StageProbe:
     """Measures the stages of an engine after each round of its steps.
 
@@ -64,47 +48,45 @@ class StageProbe:
         scale = torch.tensor(1.0 / max(1, micro.targets.numel()), device=engine.world.device)
         batch = step.prepare(micro, scale, step.dropout_source(TrainState(), 0))
         self.replay = Replay(engine.models, engine.groups, batch)
-        self.rounds: list[_Round] = []
+        self.rounds: list[tuple[Times, Prediction]] = []
 
-    def __call__(self, seconds: float, phases: dict[str, float]) -> None:
+    def __call__(self, measured: float, phases: dict[str, float]) -> None:
         """Take note of a round: seconds a step, and of each phase of it, on this rank. Collective."""
         engine, schedule = self.engine, self.engine.schedule
         world = engine.world
         # One backward pass more than will come, so that no bucket is ever final.
         engine.synchronizer.start(schedule.micro_batches + 1)
         world.everyone.barrier()
-        measured = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
-        times = share_parts(measured, schedule, engine.mesh, self.replay.hidden)
+        alone = self.replay.run(schedule.stages[engine.mesh.coordinate("pipeline")])
+        times = share_parts(alone, schedule, engine.mesh, self.replay.hidden)
         # The stage that ends last does not wait for others before it synchronizes.
         synchronize, *others = (phases.get(name, 0.0) for name in ("synchronize", "step", "other"))
-        figures = [-synchronize, *others, seconds]
+        figures = [-synchronize, *others, measured]
         shared = world.everyone.all_reduce(torch.tensor(figures, dtype=torch.float64), "max").tolist()
-        rest = -shared[0] + shared[1] + shared[2]
-        self.rounds.append(_Round(times, simulate(schedule, times).cost, rest, shared[3]))
+        forward = self._of_stages(times.forward)
+        backward = self._of_stages(times.input_gradient, times.weight_gradient)
+        pipeline, rest = simulate(schedule, times).cost, -shared[0] + shared[1] + shared[2]
+        assert isinstance(times.communication, float)
+        seconds = times.communication, pipeline, rest, pipeline + rest, shared[3]
+        ratio = shared[3] / (pipeline + rest)
+        one = Prediction(forward, backward, *(*(1e3 * each for each in seconds), ratio))
+        self.rounds.append((times, one))
 
     def prediction(self) -> Prediction:
         """All rounds together."""
-        rounds = self.rounds
-        by_stage = [[self._of_stages(one.times, backward) for one in rounds] for backward in (False, True)]
-        forward, backward = (
-            [1e3 * median(column) for column in zip(*rows, strict=True)] for rows in by_stage
-        )
-        communication, pipeline, rest, predicted, measured = (
-            1e3 * median(float(getattr(one, name)) for one in rounds)
-            for name in ("communication", "pipeline", "rest", "predicted", "measured")
-        )
-        ratio = median(one.measured / one.predicted for one in rounds)
-        return Prediction(forward, backward, communication, pipeline, rest, predicted, measured, ratio)
+        forward, backward, *others = zip(*(astuple(one) for _, one in self.rounds), strict=True)
+        stages = [[median(stage) for stage in zip(*rows, strict=True)] for rows in (forward, backward)]
+        return Prediction(stages[0], stages[1], *map(median, others))
 
-    def _of_stages(self, times: Times, backward: bool) -> list[float]:
+    def _of_stages(self, *passes: float | Sequence[float]) -> list[float]:
+        """Milliseconds of each stage, of seconds of each part."""
         schedule = self.engine.schedule
         seconds = [0.0] * schedule.stage_count
         for part in range(schedule.parts):
-            passes = (times.input_gradient, times.weight_gradient) if backward else (times.forward,)
             for values in passes:
                 assert not isinstance(values, (int, float))
                 seconds[schedule.home(part)[0]] += values[part]
-        return seconds
+        return [1e3 * each for each in seconds]
 
 
 def stage_lines(prediction: Prediction) -> list[str]:

@@ -66,7 +66,7 @@ def test_measuring_stages_changes_nothing(world: World, schedule: str) -> None:
     assert prediction.measured == 1e3 * (1 + world.size)
     assert len(prediction.forward) == len(prediction.backward) == world.size
     assert min(prediction.forward + prediction.backward) > 0
-    costs = [simulate(probed.engine.schedule, one.times).cost for one in probe.rounds]
+    costs = [simulate(probed.engine.schedule, times).cost for times, _ in probe.rounds]
     assert 1e3 * min(costs) <= prediction.pipeline <= 1e3 * max(costs)
 
 
