@@ -39,6 +39,7 @@ class BackgroundSave:
         """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
         self._draft = begin(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))
         self._snapshot = Snapshot(self._draft.pieces, buffer)
+        self.protect = self._snapshot.protect
         self._completing = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._work = self._threads.submit(self._write)
@@ -47,12 +48,6 @@ class BackgroundSave:
     def path(self) -> Path:
         """The name the file will have."""
         return self._draft.path
-
-    def protect(self, update: bool = True) -> None:
-        """Call it before the update changes values, and without `update` before a step begins to change those
-        of Entries that it may; it returns as soon as the checkpoint no longer needs them.
-        """
-        self._snapshot.protect(update)
 
     def poll(self, wait: bool = False) -> bool:
         """Whether the checkpoint is complete, the same on all ranks; collective.

@@ -90,7 +90,7 @@ class Snapshot:
     def protect(self, update: bool = True) -> None:
         """After this the values may be overwritten, without `update` only those that a step changes before.
 
-        For the thread that trains.
+        For the thread that trains: before the update, and without `update` before each step.
         """
         last = len(self._pieces) if update else self._of_step
         for number in range(last):

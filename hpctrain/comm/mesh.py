@@ -91,7 +91,9 @@ def choose_transport(world: World, wish: str) -> str:
 
     Collective. Errors (HpctrainError, on all ranks) where it cannot be used.
     """
-    gpus = world.everyone.all_gather_object(_identity(world))
+    identity = identity_of(world.device)
+    # No other GPU of the job has the name; a CPU has none.
+    gpus = world.everyone.all_gather_object(identity and f"{world.hostname} {identity}")
     automatic = (name for name, carrier in TRANSPORTS.items() if carrier.suits(gpus))
     name = next(automatic) if wish == "auto" else wish
     with world.agreement():
@@ -99,9 +101,3 @@ def choose_transport(world: World, wish: str) -> str:
         if obstacles:
             raise HpctrainError([f'communication.transport = "{wish}": {each}' for each in obstacles])
     return name
-
-
-def _identity(world: World) -> str | None:
-    """A name for this rank's GPU that no other GPU of the job has; None on a CPU."""
-    identity = identity_of(world.device)
-    return None if identity is None else f"{world.hostname} {identity}"

@@ -152,7 +152,6 @@ def assemble(
 ) -> Engine:
     """As `build_engine`, of what was arranged for this deck."""
     groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
-    precision = Precision.of(deck)
     number = mesh.coordinate("pipeline")
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
     freeze(deck, world, models)
@@ -169,7 +168,7 @@ def assemble(
     _initialize(world, shape, stage.optimizer, deck.run.seed, roughness)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
-    scaled = precision.scales_loss
+    scaled = Precision.of(deck).scales_loss
     return Engine(
         **vars(stage),
         world=world,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +40,7 @@ Measured = Mapping[tuple[Kind, int], float]
 """Median seconds of a micro-batch by kind of action and chunk."""
 
 
-@dataclass(frozen=True)
-class PassTimes:
+class PassTimes(NamedTuple):
     """Seconds of one micro-batch; a whole backward takes `input_gradient + weight_gradient`."""
 
     forward: float
@@ -50,7 +50,7 @@ class PassTimes:
     @property
     def total(self) -> float:
         """Forward and backward."""
-        return self.forward + self.input_gradient + self.weight_gradient
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,10 @@ class LayerTimes:
 
     def of_parts(self, parts: Iterable[Sequence[Layer]]) -> Times:
         """The times of every part of a pipeline whose parts have these layers."""
-        passes = [[self.of_kind[layer.kind] for layer in part] for part in parts]
-        return Times(
-            [sum(each.forward for each in part) for part in passes],
-            [sum(each.input_gradient for each in part) for part in passes],
-            [sum(each.weight_gradient for each in part) for part in passes],
-            self.communication,
-        )
+        passes = (zip(*(self.of_kind[layer.kind] for layer in part), strict=True) for part in parts)
+        sums = zip(*(map(sum, part) for part in passes), strict=True)
+        forward, input_gradient, weight_gradient = map(list, sums)
+        return Times(forward, input_gradient, weight_gradient, self.communication)
 
 
 def alone(layers: Sequence[Layer]) -> dict[str, Span]:

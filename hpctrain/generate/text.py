@@ -117,7 +117,7 @@ class TextStream:
     def add(self, ids: Sequence[int]) -> str:
         """The text that these ids complete."""
         self._waiting += ids
-        text = self._text()
+        text = self.end()
         # What is no UTF-8 yet reads as U+FFFD, and so does what never will be.
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -126,9 +126,6 @@ class TextStream:
 
     def end(self) -> str:
         """The text of what still waits."""
-        return self._text()
-
-    def _text(self) -> str:
         # Some decoders drop a blank at the start of their ids: those before show that this is none.
         shown = self.tokenizer.decode(self._shown)
         return self.tokenizer.decode(self._shown + self._waiting)[len(shown) :]

@@ -63,15 +63,12 @@ class DeviceCopies:
         return self.stream.start(lambda: host.copy_(memory, non_blocking=True), [memory])
 
 
-class HostShelf:
+class HostShelf(DeviceCopies):
     """Pinned memory of a GPU's host, for flat tensors of bytes [n] uint8."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.copies = DeviceCopies(device)
 
     def put(self, memory: Tensor) -> Stay:
         """Start to take a tensor in, which must not be changed any more."""
-        return _HostStay(self.copies, memory)
+        return _HostStay(self, memory)
 
 
 class _HostStay(Stay):

@@ -48,15 +48,6 @@ class Rows:
         return Rows(size, group.rank // copies * unit, unit, copies)
 
 
-def add_bias_gradient(biases: Sequence[Parameter], output_gradient: Tensor) -> None:
-    """Gradient of fused biases, [n] += output_gradient [..., n] summed over all but the last dim.
-
-    The sum itself is one in fp32, of which the type of `output_gradient` is kept, as of a weight's.
-    """
-    gradient = joined([gradient_of(bias) for bias in biases])
-    gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
-
-
 def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     """The Shard of a tensor [rows, *others] split by rows."""
     return Shard(
@@ -114,8 +105,10 @@ class SplitLinear(nn.Module):
                 parameter.added()
 
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
+        """[n] += output_gradient [..., n] summed over all but the last dim, in fp32, in its own type."""
         if self.biases and self.biases[0].requires_grad:
-            add_bias_gradient(self.biases, output_gradient)
+            gradient = joined([gradient_of(bias) for bias in self.biases])
+            gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
             for parameter in self.biases:
                 parameter.added()
 

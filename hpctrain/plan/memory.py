@@ -136,7 +136,10 @@ def plan_memory(
         stage, states = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
         used = sum(bucket.layout.used for bucket in stage.buckets)
-        buffer, other = _messages(parts, schedule, number), libraries + _workspace(deck, parts)
+        senders = {number - 1, number + 1} & set(range(schedule.stage_count))
+        # Hidden states and their gradients on their way between stages.
+        buffer = (AHEAD + 1) * len(senders) * parts[0].hidden.bytes
+        other = libraries + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * shape.hidden, parts[0].at.itemsize
@@ -190,12 +193,6 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
         return 0
     written = (t for t in stage.state() if t.written and t.resumed != "never")
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
-
-
-def _messages(parts: Sequence[PartBytes], schedule: Schedule, number: int) -> int:
-    """Hidden states and their gradients on their way between stages."""
-    senders = {number - 1, number + 1} & set(range(schedule.stage_count))
-    return (AHEAD + 1) * len(senders) * parts[0].hidden.bytes
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

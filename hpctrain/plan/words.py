@@ -25,6 +25,7 @@ def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
     deck, memory = plan.deck, plan.memory
     axes = " x ".join(f"{axis} {memory.sizes[axis]}" for axis in ("pipeline", "data", "context", "tensor"))
+    holder = f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, "
         f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({axes}), "
@@ -32,8 +33,7 @@ def plan_text(plan: DeckPlan) -> str:
         "",
         *memory_table(memory),
         "",
-        f"{_holder(memory)} holds at most {format_bytes(memory.largest.memory.total)}; "
-        f"{largest_kinds(memory)}.",
+        f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
         _fits(plan),
     ]
     if plan.savings:
@@ -84,11 +84,6 @@ def largest_kinds(memory: MemoryPlan) -> str:
         for kind, size in kinds
     )
     return f"most of it is {shares}"
-
-
-def _holder(memory: MemoryPlan) -> str:
-    """The ranks that hold most."""
-    return f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
 
 
 def _fits(plan: DeckPlan) -> str:

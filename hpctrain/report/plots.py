@@ -159,8 +159,7 @@ def _learning_rate(runs: Sequence[PlottedRun]) -> Figure:
         axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.label)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     axes.set_ylim(bottom=0)
-    if len(runs) > 1:
-        _legend(axes)
+    _legend(axes)
     return figure
 
 
@@ -179,8 +178,7 @@ def _throughput(runs: Sequence[PlottedRun]) -> Figure:
         panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     for axes in panels:
         axes.set_ylim(bottom=0)
-    if len(runs) > 1:
-        _legend(panels[0])
+    _legend(panels[0])
     return figure
 
 

@@ -37,8 +37,10 @@ class Checkpoints(Hook):
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
         self.longest = 0.0  # seconds from beginning to end of the slowest one so far
-        layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
-        self.provenance = Provenance(deck.run.title, deck.run.dir, layout, engine.world.size, deck.run.steps)
+        self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
+        self.provenance = Provenance(
+            deck.run.title, deck.run.dir, self.layout, engine.world.size, deck.run.steps
+        )
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
         self._held_up = 0.0

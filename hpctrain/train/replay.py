@@ -67,8 +67,9 @@ def replay(
                 raise HpctrainError(deck.problem("data.tokens", f"{other} out again; name that one"))
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
+            layout = layout_text(run.checkpoints.layout)
             opening = (
-                f"replays {deck.run.title} from step {run.trainer.state.step}, {layout_text(_layout(run))}; "
+                f"replays {deck.run.title} from step {run.trainer.state.step}, {layout}; "
                 f"losses recorded in {recorded.source}"
             )
             show("\n".join(fit(opening, columns())))
@@ -176,10 +177,6 @@ def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None
         run.trainer.engine.close()
 
 
-def _layout(run: Run) -> dict[str, int]:
-    return {**run.trainer.engine.mesh.sizes, "zero": run.deck.layout.zero}
-
-
 def _reasons(
     run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: Recorded, count: int
 ) -> list[str]:
@@ -191,7 +188,7 @@ def _reasons(
         original, deck = (each.with_keys(layout=axes) for each in (original, deck))
     changed = [name for name in _COMPUTED if getattr(original, name) != getattr(deck, name)]
     reasons = []
-    if "layout" in changed or any(segment.layout != _layout(run) for segment in made):
+    if "layout" in changed or any(segment.layout != run.checkpoints.layout for segment in made):
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")

@@ -113,8 +113,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close all files."""
-        if self.progress is not None:
-            self.progress.close()
+        self.stepped()
         if self.metrics is not None:
             self.metrics.close()
         self.status.close()
