@@ -63,11 +63,10 @@ def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh)
     searched = layout.pipeline > 1 and layout.schedule in SEARCHED
     schedule = None if searched else make_schedule(deck, data)
     form = outline(deck) if schedule is None else schedule(micro_batches(deck, data))
-    wanted = layout.split
     times, layers = None, bare_model(shape).layers
-    if searched or (wanted == "balanced" and form.parts > 1):
+    if searched or (layout.split == "balanced" and form.parts > 1):
         times = measure_layers(deck, shape, groups, mesh)
-    if wanted == "balanced" and times is not None:
+    if layout.split == "balanced" and times is not None:
         split = tuple(balanced_split([times.of_kind[layer.kind].total for layer in layers], form))
     else:
         split = unmeasured_split(deck, form)

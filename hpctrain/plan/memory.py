@@ -27,7 +27,7 @@ from hpctrain.pipeline.split import spans_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.model import rehearse
-from hpctrain.sharding.bucket import Bucket, gradient_bytes, pool_bytes, value_bytes
+from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
 
 REHEARSED_MICRO_BATCHES = 3
@@ -164,7 +164,9 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
     not count.
     """
     memory, buckets = deck.memory, stage.buckets
-    turns = pool_bytes(buckets) + _reductions(buckets)
+    # Of reductions in host memory, which receive there, two are under way at once.
+    each = [b.sharding.group.host.scratch_bytes(b.length, b.gradient_dtype.itemsize) for b in buckets]
+    turns = pool_bytes(buckets) + sum(sorted(each, reverse=True)[:2])
     if on_host(device):
         turns += stage.optimizer.working_bytes
     if memory.parameters == "disk" and on_host(device):
@@ -175,14 +177,6 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
         state_bytes(stage.state(), buckets),
         buffer=turns,
     )
-
-
-def _reductions(buckets: Sequence[Bucket]) -> int:
-    """What reductions in host memory receive, of which two are under way at once; on a GPU torch's allocator
-    lends it from one to the next.
-    """
-    each = [b.sharding.group.host.scratch_bytes(b.length, b.gradient_dtype.itemsize) for b in buckets]
-    return sum(sorted(each, reverse=True)[:2])
 
 
 def _snapshot(deck: Deck, stage: TrainedStage) -> int:

@@ -41,7 +41,8 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
         try:
             rows.append(read_status(folder))
         except InputOutputError as error:
-            (others if _is_of_another(folder) else problems).extend(error.problems)
+            marked = any((folder / name).exists() for name in (MARKER, STATUS_FILE))
+            (others if folder.is_dir() and not marked else problems).extend(error.problems)
     if not rows:
         problems = others + problems
     if as_json:
@@ -75,11 +76,6 @@ def read_status(folder: Path) -> dict[str, Any]:
     if status["state"] in ENDED:
         status["go_on"] = way_on(folder, newest)
     return status
-
-
-def _is_of_another(folder: Path) -> bool:
-    """Whether a folder is there that no run has marked or written a status in."""
-    return folder.is_dir() and not any((folder / name).exists() for name in (MARKER, STATUS_FILE))
 
 
 def _has_runs(folder: Path) -> bool:
