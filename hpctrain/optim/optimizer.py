@@ -187,4 +187,4 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
     values = bucket.own_values
     assert isinstance(values, Tensor)
     master = values if is_master(bucket.dtype, True) else values.float()
-    return {MASTER: master, **{name: torch.zeros_like(master) for name in rule.names}}
+    return {MASTER: master, **{name: torch.zeros(master.shape, device=master.device) for name in rule.names}}

@@ -40,13 +40,16 @@ STEPS = """
 import sys
 from hpctrain.comm.world import World
 from hpctrain.plan.libraries import library_bytes
+from hpctrain.plan.memory import plan_memory
 from tests.engines import small_deck, trainer
 
 world = World.start("cpu")
 library_bytes()
 before = {name.partition(".")[0] for name in sys.modules}
 for recompute in ("none", "full", "selective"):
-    trainer(world, small_deck(f"memory.recompute={recompute}")).train(2)
+    deck = small_deck(f"memory.recompute={recompute}")
+    plan_memory(deck, 1, 61)
+    trainer(world, deck).train(2)
 print(sorted({name.partition(".")[0] for name in sys.modules} - before - {"hpctrain", "tests"}))
 """
 
