@@ -69,7 +69,7 @@ def introduce_recompute(
 
     def saved(recompute: Recomputed) -> int:
         parts = part_bytes(deck, models, not on_host(device), recompute)
-        return int(alive * sum(part.of_blocks + part.embedding + part.head for part in parts))
+        return int(alive * sum(part.of_part for part in parts))
 
     now = saved(memory.recompute)
     if memory.recompute != "none":

@@ -95,6 +95,11 @@ class PartBytes:
         return sum(map(total, self.segments())) + self.shared
 
     @property
+    def of_part(self) -> int:
+        """Those that the whole part keeps."""
+        return self.of_blocks + self.embedding + self.head
+
+    @property
     def again(self) -> list[int]:
         """Bytes that are there besides while each segment of the part is computed again, in backward."""
         each, size = [total(block.saved(self.at)) for block in self.blocks], self.segment_size
