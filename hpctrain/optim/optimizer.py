@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar, Protocol
 
 import torch
@@ -142,6 +143,10 @@ class ResidentOptimizer(Optimizer):
             for updates in [torch.zeros((), device=state[MASTER].device)]
             if span.stop > span.start
         ]
+        single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
+        # Of another type, one bucket after the other has its gradients in fp32, for as long.
+        by_bucket = [list(parts) for _, parts in groupby(self._parts, lambda part: part.bucket)]
+        self._together = [self._parts] if single else by_bucket
 
     @property
     def updates(self) -> int:
@@ -155,13 +160,10 @@ class ResidentOptimizer(Optimizer):
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
-        single = all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
-        # Of another type, one bucket after the other has its gradients in fp32, for as long.
-        for buckets in [self.buckets] if single else [[bucket] for bucket in self.buckets]:
+        for parts in self._together:
             elements = [
                 Elements(part.state, part.bucket.own_gradients[part.span].float(), part.updates, part.decayed)
-                for part in self._parts
-                if part.bucket in buckets
+                for part in parts
             ]
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements

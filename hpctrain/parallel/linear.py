@@ -9,6 +9,7 @@ for backward but gathered again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -61,7 +62,7 @@ def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     )
 
 
-class SplitLinear(nn.Module):
+class SplitLinear(nn.Module, ABC):
     """What both layers share: fused weights and biases, and the weight-gradient computation."""
 
     def __init__(self, groups: LayerGroups) -> None:
@@ -94,9 +95,9 @@ class SplitLinear(nn.Module):
         """The parameters whose gradients wait in the queue of weight gradients."""
         return self.weights
 
+    @abstractmethod
     def waiting(self, at: Saving) -> int:
         """Bytes of input and output gradient, which weight gradients hold that are computed later."""
-        raise NotImplementedError
 
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
