@@ -8,6 +8,9 @@ A rank that dies takes the run with it (mpirun sees to that, and names the rank)
 Ranks above 0 print nothing but such a last word.
 
 Tests whose mpi mark is not for so many ranks are left out: fewer have proven it, or it needs more.
+
+Several runs can share the tests: each begins the files that none has begun, which one creates a file for
+in the folder that CLAIMS names.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +42,8 @@ COLLECTION_GRACE = 60.0
 FAILED_RUN = 70
 MARK = re.compile(r"pytest\.mark\.mpi\b((?:\([^)]*\))?)")
 SIZE = re.compile(r"(min_size|max_size) *= *(\d+)")
+#: Environment variable: a folder, and ":backwards" where a run begins with the last file.
+CLAIMS = "HPCTRAIN_TEST_CLAIMS"
 
 
 class Together:
@@ -52,14 +59,35 @@ class Together:
         self.last_word = os.dup(2)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Before the first test: all ranks must have collected the same tests."""
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """All ranks must have collected the same tests; then those that are shared with other runs."""
         mine = (session.testsfailed, [item.nodeid for item in session.items])
         if not self.meet(COLLECTION_GRACE):
             self.end(f"waited {COLLECTION_GRACE:.0f} s for the other ranks to collect the tests")
         others = self.communicator.allgather(mine)
         if any(other != mine for other in others):
             self.end(f"the ranks collected different tests: {[len(items) for _, items in others]} tests each")
+        if CLAIMS not in os.environ or session.testsfailed:
+            return None
+        for item, following in pairwise(chain(self.claimed(session.items), [None])):
+            assert item is not None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail or session.shouldstop:
+                break
+        return True
+
+    def claimed(self, items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+        """The tests of each file that this run is the first to begin."""
+        folder, _, backwards = os.environ[CLAIMS].partition(":")
+        files = [(path, list(tests)) for path, tests in groupby(items, key=lambda item: item.path)]
+        for path, tests in files[:: -1 if backwards else 1]:
+            ours = False
+            if self.rank == 0:
+                with suppress(FileExistsError):
+                    Path(folder, str(path).replace("/", "-")).touch(exist_ok=False)
+                    ours = True
+            if self.communicator.bcast(ours):
+                yield from tests
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

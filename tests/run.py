@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,12 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.launch import launcher  # noqa: E402
+from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 
 SLOWEST = ("--durations=12", "--durations-min=5")
 """What each part tells of its slowest tests."""
 
 MANY = ("-n", "auto", "--dist", "worksteal")
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+"""What has waiting ranks of Open MPI leave the processor to others."""
 NO_TESTS = 5
 """pytest's exit code where nothing was to run."""
 NO_LAUNCHER = 127
@@ -76,6 +79,11 @@ class Part:
         many = MANY if self.ranks == 1 else ()
         return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments, *files]
 
+    @property
+    def sides(self) -> int:
+        """Runs that share its tests: ranks that wait for each other leave half of the processors idle."""
+        return 2 if self.ranks in {2, 4} else 1
+
 
 def is_path(argument: str) -> bool:
     """Whether an argument of pytest says where tests are."""
@@ -112,15 +120,39 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
     print(f"== {part.title}", flush=True)
     began = monotonic()
     with tempfile.TemporaryDirectory(prefix="hpctrain-tests-") as folder:
-        tally = Path(folder) / "tally"
+        tally, claims = Path(folder) / "tally", Path(folder) / "claims"
+        claims.mkdir()
         try:
-            code = subprocess.run(
-                part.command(arguments), cwd=ROOT, env=os.environ | {VARIABLE: str(tally)}, check=False
-            ).returncode
+            code = run_sides(part, part.command(arguments), claims, os.environ | {VARIABLE: str(tally)})
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part.title}: {error}", file=sys.stderr)
             code = NO_LAUNCHER
         return Outcome(part, code if code >= 0 else 128 - code, count(tally), monotonic() - began)
+
+
+def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Mapping[str, str]) -> int:
+    """Run a part's command as often at a time as it has sides; the exit code of the first that failed.
+
+    What the second one prints comes after the first one's.
+    """
+    if part.sides == 1:
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    environment = {**environment, YIELD: "1"}
+    with tempfile.TemporaryFile() as output:
+        second = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, CLAIMS: f"{claims}:backwards"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        first = subprocess.run(command, cwd=ROOT, env={**environment, CLAIMS: str(claims)}, check=False)
+        second.wait()
+        output.seek(0)
+        print(f"== {part.title}, beside these", flush=True)
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.flush()
+    return first.returncode or second.returncode
 
 
 def verdict(outcomes: Sequence[Outcome], chosen: bool) -> int:

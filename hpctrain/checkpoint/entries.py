@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.structure import StoredTensor
@@ -27,12 +28,15 @@ def resumed_entries(
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. Parameters of half precision are made from the master weights afterwards.
     """
-    weights = MASTER if any(name.startswith(f"/{MASTER}/") for name in stored) else MODEL
-    entries, left = [], set()
+    weights = MASTER if any(f"/{MASTER}/" in name for name in stored) else MODEL
+    entries: list[Entry] = []
+    left: set[str] = set()
     for tensor in state:
         entry = _entry(weights if tensor.is_weight else tensor.kind, tensor)
         found = stored.get(entry.dataset)
-        if tensor.resumed == "if stored" and (found is None or found.shape != entry.shape):
+        if tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
+            entries += _summed(entry, found.shape[0])
+        elif tensor.resumed in {"if stored", "as a sum"} and (found is None or found.shape != entry.shape):
             left.add(tensor.kind)
         elif tensor.resumed != "never":
             entries.append(entry)
@@ -51,6 +55,14 @@ def master_entries(state: Iterable[StateTensor]) -> list[Entry]:
     return [_entry(MODEL, tensor) for tensor in state if tensor.is_weight]
 
 
+def _summed(entry: Entry, count: int) -> Iterator[Entry]:
+    """What goes to this rank of what each of `count` ranks had, all of it to one: perhaps nothing."""
+    shard = entry.shard
+    for number in range(shard.start[0], count, shard.shape[0]):
+        theirs = replace(shard, shape=(count, *shard.shape[1:]), start=(number, *shard.start[1:]))
+        yield replace(entry, shard=theirs, added=number != shard.start[0])
+
+
 def _entry(kind: str, tensor: StateTensor) -> Entry:
-    dataset = f"/{kind}/{tensor.shard.name}"
+    dataset = f"/{'replicas/' if tensor.of_replicas else ''}{kind}/{tensor.shard.name}"
     return Entry(dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step)

@@ -39,7 +39,8 @@ class TensorSource:
         Padding becomes zero, or stays as it is.
         """
         rectangles = rectangles_of(entry)
-        if zero_padding and sum(rectangle.elements for rectangle in rectangles) < entry.values.numel():
+        read = sum(rectangle.elements for rectangle in rectangles)
+        if zero_padding and not entry.added and read < entry.values.numel():
             entry.values.zero_()
         # What is read at once stays in the processor's cache while it is added up.
         limit = max(1, min(self.buffer_bytes, _PART_BYTES) // stored.item_bytes)
@@ -49,14 +50,17 @@ class TensorSource:
 
     def _fill(self, entry: Entry, stored: StoredTensor, rectangle: Rectangle, sums: Sums | None) -> None:
         with rectangle.filling(entry.values) as view:
-            direct = on_host(entry.values.device) and view.is_contiguous()
+            direct = on_host(entry.values.device) and view.is_contiguous() and not entry.added
             target = view.reshape(-1) if direct else torch.empty(rectangle.elements, dtype=view.dtype)
             words = target.numpy().view(f"u{stored.item_bytes}")
             self.read_rectangle(words, rectangle, stored)
             if sums is not None:
                 checksum.add(sums, words, rectangle.start, rectangle.shape, stored.shape)
-            if not direct:
-                view.copy_(target.reshape(rectangle.shape))
+            target = target.reshape(rectangle.shape)
+            if entry.added:
+                view.view(entry.values.dtype).add_(target.view(entry.values.dtype).to(view.device))
+            elif not direct:
+                view.copy_(target)
 
     def read_rectangle(self, words: Words, rectangle: Rectangle, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""

@@ -48,6 +48,7 @@ class Entry:
     whatever axes; the Shard's own `copy` is not consulted.
     Writing is spread over the copies. Pieces that are not copies must not overlap.
     Forward, backward or sums of a training step may overwrite what `changes_in_step`, the update all.
+    What is read is `added` to the values, if it is not to take their place.
     """
 
     dataset: str
@@ -57,6 +58,7 @@ class Entry:
     copy: int = 0
     copies: int = 1
     changes_in_step: bool = False
+    added: bool = False
 
     def __post_init__(self) -> None:
         assert self.dataset.startswith("/") and not self.dataset.endswith("/"), self.dataset

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,13 +34,24 @@ from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep, Outer
-from hpctrain.sharding.reducer import make_reducer
+from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
 from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
-OUTERS: Mapping[str, Callable[[Deck, Sequence[Bucket]], Outer]] = {"every_step": lambda *_: EveryStep()}
-"""What makes each Outer of a deck and its buckets, by its name."""
+SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {"exact": lambda _, bucket: ExactSum(bucket)}
+"""What makes each Summation of a deck and a bucket, by its name."""
+
+
+class OuterChoice(NamedTuple):
+    """What makes an Outer of a deck and its buckets, and whether it lets replicas be apart."""
+
+    make: Callable[[Deck, Sequence[Bucket]], Outer]
+    apart: bool = False
+
+
+OUTERS: Mapping[str, OuterChoice] = {"every_step": OuterChoice(lambda *_: EveryStep())}
+"""Each Outer by its name."""
 
 
 class StageMesh(Axes, Protocol):
@@ -78,6 +89,12 @@ class TrainedStage(Stage):
     optimizer: Optimizer
     stateful: list[Stateful]
 
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(number, count) of this rank's replica, where these are apart."""
+        parted = self.buckets[0].sharding.parted
+        return (parted[0].rank, parted[0].size) if parted else (0, 1)
+
     def state(self) -> Iterator[StateTensor]:
         """All that belongs to parameters, and they themselves."""
         for each in (self.optimizer, *self.stateful):
@@ -103,7 +120,7 @@ def make_replications(deck: Deck, mesh: StageMesh) -> Replications:
         size = zero_group_size(deck, mesh, everyone)
         if size == everyone.size:
             return Sharding(deck.layout.zero, everyone, mesh.part("data", 1))
-        return Sharding(deck.layout.zero, *mesh.cut(everyone, size))
+        return Sharding(deck.layout.zero, *mesh.cut(everyone, size), OUTERS["every_step"].apart)
 
     return Replications(mesh, shard)
 
@@ -160,14 +177,15 @@ def build_trained_stage(
     what does not live on the run's `device`.
     """
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
-    reducers = [make_reducer(bucket) for bucket in stage.buckets]
-    outer = OUTERS["every_step"](deck, stage.buckets)
+    summations = [SUMMATIONS["exact"](deck, bucket) for bucket in stage.buckets]
+    reducers = list(map(make_reducer, stage.buckets, summations))
+    outer = OUTERS["every_step"].make(deck, stage.buckets)
     return TrainedStage(
         **vars(stage),
         synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced"),
         outer=outer,
         optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
-        stateful=[each for each in (outer, *reducers, stage.modules) if isinstance(each, Stateful)],
+        stateful=[each for each in (outer, *summations, stage.modules) if isinstance(each, Stateful)],
     )
 
 

@@ -22,6 +22,11 @@ class FeedForward(nn.Module):
         self.up = ColumnLinear(shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups)
         self.down = RowLinear(f"{name}.down", shape.mlp, shape.hidden, shape.biases, groups)
 
+    @property
+    def widest(self) -> int:
+        """Features of a token between the two."""
+        return sum(self.up.split_sizes)
+
     def forward(self, x: Tensor) -> Tensor:
         """Expand, activate, contract."""
         inner = self.up(x)
@@ -36,4 +41,8 @@ class FeedForward(nn.Module):
     def saved(self, at: Saving) -> list[Storage]:
         """GELU's input and output; or gate and up, which are one, their product's other factor, and it."""
         inner = at.features(self.up.split_sizes[-1])
-        return [*([at.features(sum(self.up.split_sizes))] if self.gated else []), inner, inner]
+        return [*([at.features(self.widest)] if self.gated else []), inner, inner]
+
+    def freed_first(self, at: Saving) -> int:
+        """Bytes of it that are gone before gradients leave: one factor of a gate."""
+        return at.features(self.up.split_sizes[0]).bytes if self.gated else 0

@@ -149,20 +149,19 @@ class Block(TransformerLayer):
         """See Layer: gradients of the hidden states, before and after, and of the widest ones between,
         and of their weights.
         """
-        widest = sum(self.feed_forward.up.split_sizes)
+        widest = self.feed_forward.widest
         return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
 
     def waiting(self, at: Saving) -> Waiting:
         """See Layer: before anything of it goes, and while the core of its attention is computed again."""
-        inner, up, held = self.attention.inner, self.feed_forward.up, super().waiting(at).held
+        inner, held = self.attention.inner, super().waiting(at).held
         whole, masks = at.features(self.hidden).bytes, total(_masks(self, at))
         if not at.selective:
             return Waiting(held, whole - masks)
         again = total(self.attention.saved(replace(at, selective=False))) - total(self.attention.saved(at))
         again += at.features(inner.split_sizes[0]).bytes
-        # By then masks are gone, what the second norm keeps for itself alone, and one factor of a gate.
-        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
-        gone += at.features(up.split_sizes[0]).bytes if self.feed_forward.gated else 0
+        # By then masks are gone, and what the second norm keeps for itself alone.
+        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:]) + self.feed_forward.freed_first(at)
         return Waiting(held, whole + max(again - gone, -masks))
 
     def holes(self, at: Saving) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ class MatrixOptimizer(Optimizer):
         self.updates = 0
         self._tensors = [_tensors(bucket) for bucket in buckets]
 
+    @property
+    def working_bytes(self) -> int:
+        """Host memory that a bucket's state and gradients are gathered in, and a parameter's joined."""
+        names = 1 + len(self._own[0])
+        elements: int = max(
+            (bucket.own.stop - bucket.own.start) * (bucket.gradient_dtype != torch.float32)
+            + names * bucket.length * (bucket.sharding.zero > 0)
+            + max(tensor.working_elements(names) for tensor in tensors)
+            for bucket, tensors in zip(self.buckets, self._tensors, strict=True)
+        )
+        return 4 * elements
+
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
         for bucket, state, tensors in zip(self.buckets, self._own, self._tensors, strict=True):
@@ -43,7 +56,7 @@ class MatrixOptimizer(Optimizer):
                 whole = {name: tensor.join(segment.view(flat)) for name, flat in gathered.items()}
                 updated = {name: values for name, values in whole.items() if name != _GRADIENTS}
                 updates = torch.tensor(float(self.updates), device=whole[_GRADIENTS].device)
-                part = Elements(updated, whole[_GRADIENTS], updates, segment.parameter.decayed)
+                part = Elements(updated, whole[_GRADIENTS], updates, segment.parameter.decayed, tensor.shard)
                 self.rule.update([part], learning_rate, gradient_divisor)
                 for values, (_, mine, _) in zip(whole.values(), of_names, strict=True):
                     piece = tensor.shard.take(values).reshape(-1)
@@ -59,6 +72,11 @@ class _CutTensor:
     shard: Shard
     group: Group | None
     starts: Sequence[Sequence[int]]
+
+    def working_elements(self, names: int) -> int:
+        """Of what is there at a time where it is joined for so many names, and cut again for one."""
+        ranks = 0 if self.group is None else self.group.size
+        return names * prod(self.shard.shape) * (ranks > 0) + max(1, ranks) * self.shard.elements
 
     def join(self, piece: Tensor) -> Tensor:
         """All of it, of this rank's piece. Collective over the group."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, to_read
+from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
 
@@ -38,13 +39,15 @@ class Elements:
     """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
     flat or, of a rule that is not `by_element`, of a whole parameter's shape.
 
-    `updates` is a scalar there that counts the updates before this one; the rule adds it.
+    `updates` is a scalar there that counts the updates before this one; the rule adds it. Of a whole
+    parameter, `shard` says which.
     """
 
     state: Mapping[str, Tensor]
     gradients: Tensor
     updates: Tensor
     decayed: bool
+    shard: Shard | None = None
 
 
 class UpdateRule(Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
@@ -23,7 +24,7 @@ class LayerGroups:
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
-    chooses the layers' Products.
+    chooses the layers' Products; `noted` takes what layers and Products note of a step.
     """
 
     tensor: Group
@@ -33,6 +34,7 @@ class LayerGroups:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     product_format: torch.dtype = torch.float32
+    noted: Noted = field(default_factory=Noted)
 
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""

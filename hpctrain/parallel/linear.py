@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import gradient_of, joined, make_product
+from hpctrain.parallel.product import gradient_of, joined
+from hpctrain.parallel.products import make_product
 from hpctrain.parallel.saved import Saving, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
@@ -69,7 +70,7 @@ class SplitLinear(nn.Module, ABC):
         super().__init__()
         self.groups = groups
         self.weights: list[Parameter] = []
-        self.product = make_product(self.weights, groups.product_format)
+        self.product = make_product(self.weights, groups)
         self.biases: list[Parameter] = []
 
     def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.saved import Saving
 from hpctrain.parallel.shard import Parameter
 
@@ -22,11 +23,11 @@ class Product:
     """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored.
 
     One for each layer, so that what a format needs to remember of its matrix has a place; it is made before
-    the weights are.
+    the weights are. What it sees in the passes of a step goes into `noted`.
     """
 
-    def __init__(self, weights: Sequence[Parameter]) -> None:
-        self.weights = weights
+    def __init__(self, weights: Sequence[Parameter], noted: Noted) -> None:
+        self.weights, self.noted = weights, noted
 
     def weight(self) -> Tensor:
         """All weights as one matrix [n, k]."""
@@ -71,17 +72,6 @@ class Product:
                 into.copy_(part @ right)
             else:
                 into.add_(part @ right)
-
-
-PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
-    (torch.float32, torch.bfloat16, torch.float16), Product
-)
-"""What multiplies in each format (`Precision.product`)."""
-
-
-def make_product(weights: Sequence[Parameter], product_format: torch.dtype) -> Product:
-    """The products of a layer's matrix in a format."""
-    return PRODUCTS[product_format](weights)
 
 
 def apart_bytes(elements: int, at: Saving) -> int:

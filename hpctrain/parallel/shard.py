@@ -7,7 +7,7 @@ conversion and verification: nothing else guesses names or shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -46,6 +46,11 @@ class Shard:
     def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:
         """The Shard of a tensor that every rank holds whole."""
         return Shard(name, shape, (0,) * len(shape), shape, partial=partial)
+
+    def stacked(self, number: int, count: int) -> Shard:
+        """The Shard of number `number` of `count` such tensors that differ, which lie behind each other."""
+        start, local = (number, *self.start), (1, *self.local)
+        return replace(self, shape=(count, *self.shape), start=start, local=local)
 
     @property
     def elements(self) -> int:

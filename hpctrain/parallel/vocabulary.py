@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import make_product
+from hpctrain.parallel.products import make_product
 from hpctrain.parallel.shard import Parameter, Shard
 
 CHUNK_ELEMENTS = 6_500_000
@@ -113,7 +113,7 @@ class VocabularyHead(nn.Module):
         super().__init__()
         self.groups = groups
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
-        self.product = make_product(self.weight, groups.product_format)
+        self.product = make_product(self.weight, groups)
         self.rows = table.shard.extent[0]
 
     @property

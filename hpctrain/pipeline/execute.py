@@ -25,6 +25,7 @@ from hpctrain.model.part import Part
 from hpctrain.objective.objective import LossOf, Objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_piece
+from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
@@ -74,8 +75,8 @@ class Message:
 class Executor:
     """Runs schedules on this rank's stage; `ledger.phase` says which phase communication belongs to.
 
-    `models` are the stage's parts, by chunk; `figures` and `terms` name what objective and layers sum up. A
-    schedule of one stage needs no messages.
+    `models` are the stage's parts, by chunk; `figures` and `terms` name what objective and layers sum up,
+    `noted` takes what layers note. A schedule of one stage needs no messages.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Executor:
         ledger: Ledger,
         figures: Sequence[str] = ("loss",),
         terms: Sequence[str] = (),
+        noted: Noted | None = None,
     ) -> None:
         self.models, self.group, self.queue, self.ledger = models, group, queue, ledger
-        self.figures, self.terms = figures, terms
+        self.figures, self.terms, self.noted = figures, terms, noted or Noted()
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[PreparedBatch], training: bool = True
@@ -120,10 +122,11 @@ class _Pass:
         )
 
     def run(self) -> Tensor:
-        ledger, training = self.executor.ledger, torch.is_grad_enabled()
+        ledger, noted, training = self.executor.ledger, self.executor.noted, torch.is_grad_enabled()
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
+            noted.micro_batch = action.micro_batch if training else None
             began = perf_counter()
             passed_on = self._compute(action, received)
             # Before its sending, so that it is over where its message arrives.
@@ -132,6 +135,7 @@ class _Pass:
             if passed_on is not None:
                 self._send(action, passed_on)
             self.sends = [send for send in self.sends if not send[0].test()]
+        noted.micro_batch = None
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"

@@ -164,9 +164,7 @@ def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:
     not count.
     """
     memory, buckets = deck.memory, stage.buckets
-    # Of reductions in host memory, which receive there, two are under way at once.
-    each = [b.sharding.group.host.scratch_bytes(b.length, b.gradient_dtype.itemsize) for b in buckets]
-    turns = pool_bytes(buckets) + sum(sorted(each, reverse=True)[:2])
+    turns = pool_bytes(buckets) + stage.synchronizer.scratch_bytes
     if on_host(device):
         turns += stage.optimizer.working_bytes
     if memory.parameters == "disk" and on_host(device):

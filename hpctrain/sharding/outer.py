@@ -29,7 +29,7 @@ class Weights(Protocol):
 
 
 class Outer(Protocol):
-    """Keeps the replicas together, or lets them part for some steps."""
+    """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`)."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The gradients of a step are summed over each bucket's own group. Collective over the replicas."""

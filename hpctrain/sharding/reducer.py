@@ -1,4 +1,4 @@
-"""How a bucket's gradients become sums over the ranks that share it."""
+"""How a bucket's gradients become sums over the ranks that share it, and where these are."""
 
 from __future__ import annotations
 
@@ -11,60 +11,69 @@ from hpctrain.comm.work import Work
 from hpctrain.sharding.bucket import Bucket
 
 
-class Reducer(Protocol):
-    """One for each bucket, so that it may have state of its own; afterwards `own_gradients` are sums.
+class Summation(Protocol):
+    """How they become sums: one for each bucket, so that it may have state of its own (`Stateful`)."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that one needs while it is under way, beside gradients and sums."""
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """Start to sum a bucket's `gradients`, which may be overwritten, over the ranks of its group.
+
+        `sums` are these themselves, or where this rank's slice of them goes, there or elsewhere.
+        """
+
+
+class ExactSum:
+    """All bits travel."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket, self.group = bucket, bucket.sharding.group
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Reductions in host memory receive there."""
+        return self.group.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """See Summation."""
+        if sums is gradients:
+            return self.group.start_all_reduce(gradients)
+        return self.group.start_reduce_scatter(gradients, sums)
+
+
+class Reducer:
+    """Sums in place: all of them, or of each rank its slice (ZeRO-1); `own_gradients` are sums afterwards.
 
     `repeats` says whether it may sum several times a step, whose sums it then adds.
     """
 
-    bucket: Bucket
-    repeats: bool
+    repeats = False
+
+    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+        self.bucket, self.summation = bucket, summation
 
     def begin(self) -> None:
         """A step begins, without sums."""
 
     def start(self) -> Work[Tensor]:
         """Start to sum the bucket's final gradients."""
+        whole = self.bucket.final_gradients()
+        sums = whole if self.bucket.sharding.zero == 0 else whole[self.bucket.slice]
+        return self.summation.start(whole, sums)
 
     def complete(self) -> None:
         """Called when the work of the earliest `start` is done."""
 
 
-class AllReduce:
-    """Every rank has all sums, in place."""
-
-    repeats = False
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-
-    def begin(self) -> None:
-        """Nothing is left of the last step."""
-
-    def start(self) -> Work[Tensor]:
-        """Start to sum the bucket's final gradients."""
-        return self.bucket.sharding.group.start_all_reduce(self.bucket.final_gradients())
-
-    def complete(self) -> None:
-        """They are where they belong."""
-
-
-class ReduceScatter(AllReduce):
-    """Every rank has the sums of its slice, in place (ZeRO-1)."""
-
-    def start(self) -> Work[Tensor]:
-        """Start to sum the bucket's final gradients."""
-        whole = self.bucket.final_gradients()
-        return self.bucket.sharding.group.start_reduce_scatter(whole, whole[self.bucket.slice])
-
-
-class ReduceIntoSlice:
+class ReduceIntoSlice(Reducer):
     """Every rank keeps the sums of its slice; whole gradients go with each start (ZeRO-2, 3)."""
 
     repeats = True
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+        super().__init__(bucket, summation)
         self._under_way: deque[tuple[Tensor, Tensor]] = deque()
         self._first = True
 
@@ -79,7 +88,7 @@ class ReduceIntoSlice:
         summed = self.bucket.own_gradients if self._first else whole[self.bucket.slice]
         self._first = False
         self._under_way.append((whole, summed))
-        return self.bucket.sharding.group.start_reduce_scatter(whole, summed)
+        return self.summation.start(whole, summed)
 
     def complete(self) -> None:
         """Add what is summed to what was before, and free the whole gradients."""
@@ -89,6 +98,6 @@ class ReduceIntoSlice:
         self.bucket.sharding.pool.give(whole)
 
 
-def make_reducer(bucket: Bucket) -> Reducer:
+def make_reducer(bucket: Bucket, summation: Summation) -> Reducer:
     """As `layout.zero` asks for."""
-    return (AllReduce, ReduceScatter, ReduceIntoSlice, ReduceIntoSlice)[bucket.sharding.zero](bucket)
+    return (Reducer if bucket.sharding.zero < 2 else ReduceIntoSlice)(bucket, summation)

@@ -33,18 +33,24 @@ class Sharding:
     """How buckets lie on the ranks that train them on other tokens.
 
     `zero` is that of the deck's layout, 0 to 3. Slices are cut over `group`, all of these ranks or, in hybrid
-    sharding, a part of them; `replicas` are the ranks of all parts that hold the same slice, one where there
-    is one part.
+    sharding, a part of them; `replicas` are the ranks of all parts that have the same slice, one where there
+    is one part. Where these are `apart`, as an Outer may let them be, each has values of its own in it.
     """
 
     zero: int
     group: Group
     replicas: Group
+    apart: bool = False
 
     @property
     def ranks(self) -> int:
         """All that train these buckets on other tokens."""
         return self.group.size * self.replicas.size
+
+    @property
+    def parted(self) -> tuple[Group, ...]:
+        """The replicas where they are apart."""
+        return (self.replicas,) if self.apart else ()
 
     @cached_property
     def pool(self) -> Pool:
@@ -73,7 +79,7 @@ class Replication:
     @property
     def counted(self) -> bool:
         """Whether this rank counts its slice: the first of all ranks that hold the same one."""
-        return self.sharding.replicas.rank == self.holders.rank == self.stage_copy == 0
+        return self.copy(False, self.sharding.group, *self.sharding.parted)[0] == 0
 
     @property
     def written(self) -> bool:
@@ -84,20 +90,16 @@ class Replication:
         """
         return self.sharding.zero == 0 or self.stage_copy == 0
 
-    @property
-    def copy(self) -> tuple[int, int]:
-        """(number of this copy, copies) of what this rank owns of the piece."""
-        if self.sharding.zero == 0:
-            return self.copy_whole
-        replicas, holders = self.sharding.replicas, self.holders
-        return replicas.rank * holders.size + holders.rank, replicas.size * holders.size
-
-    @property
-    def copy_whole(self) -> tuple[int, int]:
-        """The same of what every rank has of the whole piece."""
-        number, copies = self.stage_copy, self.stage_copies
-        for group in (self.sharding.group, self.sharding.replicas, self.holders):
-            number, copies = number * group.size + group.rank, copies * group.size
+    def copy(self, owned: bool, *apart: Group) -> tuple[int, int]:
+        """(number of this copy, copies) of the piece, or of what this rank owns of it, where the ranks of the
+        groups `apart` have values of their own.
+        """
+        cut = owned and self.sharding.zero > 0
+        number, copies = (0, 1) if cut else (self.stage_copy, self.stage_copies)
+        others = [self.sharding.replicas, self.holders]
+        for group in others if cut else [self.sharding.group, *others]:
+            if group not in apart:
+                number, copies = number * group.size + group.rank, copies * group.size
         return number, copies
 
 

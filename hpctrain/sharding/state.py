@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
+from hpctrain.parallel.noted import LearnsOfStep
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.replication import Replications
@@ -23,7 +24,7 @@ MODEL = "model"
 MASTER = "master"
 """The kind of the fp32 weights that are updated, where the parameters have another format."""
 
-Resumed = Literal["always", "if stored", "never"]
+Resumed = Literal["always", "if stored", "as a sum", "never"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class StateTensor:
     `copy[1]` ranks that hold just these; with `written` it takes part in writing them.
 
     A run that goes on cannot do without what is `resumed` "always", leaves what the file lacks as it began
-    with "if stored", and makes by itself what it reads "never". Forward, backward or sums change what
-    `changes_in_step`; all else is changed by the update alone.
+    with "if stored" or "as a sum", and makes by itself what it reads "never". What each of another number of
+    ranks had of its own goes on "as a sum": that of several goes to one. Forward, backward or sums change
+    what `changes_in_step`; all else is changed by the update alone. What is `of_replicas` that are apart is
+    stored beside what they have in common, if anything.
     """
 
     kind: str
@@ -48,6 +51,7 @@ class StateTensor:
     written: bool
     resumed: Resumed = "if stored"
     changes_in_step: bool = True
+    of_replicas: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -66,11 +70,32 @@ class Stateful(Protocol):
 def own_state(
     kind: str, flat: Flat, bucket: Bucket, resumed: Resumed = "if stored", changes_in_step: bool = True
 ) -> Iterator[StateTensor]:
-    """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own."""
+    """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own.
+
+    That of replicas which are apart is stored as [replicas, ...], each one's behind the other's.
+    """
+    sharding = bucket.sharding
     for segment, values, offset in bucket.owned(flat):
-        held = segment.replication
-        shard = segment.parameter.shard
-        yield StateTensor(kind, shard, values, offset, held.copy, held.written, resumed, changes_in_step)
+        held, shard = segment.replication, segment.parameter.shard
+        if sharding.apart:
+            shard = shard.stacked(sharding.replicas.rank, sharding.replicas.size)
+        copy = held.copy(True, *sharding.parted)
+        how = resumed, changes_in_step, sharding.apart
+        yield StateTensor(kind, shard, values, offset, copy, held.written, *how)
+
+
+def state_of_ranks(
+    kind: str, flat: Tensor, bucket: Bucket, resumed: Resumed = "as a sum", changes_in_step: bool = True
+) -> Iterator[StateTensor]:
+    """State that each rank which trains the bucket on other tokens has of its own, by parameter: `flat` has a
+    value for each of the bucket's elements. It is stored as [ranks, ...], each one's behind the other's.
+    """
+    group, replicas = bucket.sharding.group, bucket.sharding.replicas
+    number = replicas.rank * group.size + group.rank
+    for segment, values, offset in bucket.cut(flat, slice(0, bucket.length)):
+        shard = segment.parameter.shard.stacked(number, bucket.sharding.ranks)
+        copy = segment.replication.copy(False, group, replicas)
+        yield StateTensor(kind, shard, values, offset, copy, True, resumed, changes_in_step)
 
 
 @runtime_checkable
@@ -84,16 +109,18 @@ class KeepsState(Protocol):
 
 
 class StateOfModules:
-    """What modules, and their Products, keep; made together, since a Shard may need a new group."""
+    """What modules, and their Products, keep, which may need new groups, and who of them learns of a step."""
 
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
         inner = [each for module in modules for each in module.modules()]
         held = [each for module in inner for each in vars(module).values()]
         listed = [each for many in held if isinstance(many, list | tuple) for each in many]
-        keeping = (each for each in (*inner, *held, *listed) if isinstance(each, KeepsState))
-        self._keeping = list(dict.fromkeys(keeping))
+        known = (each for each in (*inner, *held, *listed) if isinstance(each, KeepsState | LearnsOfStep))
+        once = dict.fromkeys(known)
+        self._keeping = [each for each in once if isinstance(each, KeepsState)]
+        self.learning = [each for each in once if isinstance(each, LearnsOfStep)]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
-        self._copies = {shard: replications.of(shard).copy_whole for shard in shards}
+        self._copies = {shard: replications.of(shard).copy(False) for shard in shards}
 
     def state(self) -> Iterator[StateTensor]:
         """See Stateful."""

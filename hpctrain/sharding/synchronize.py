@@ -51,6 +51,11 @@ class GradientSynchronizer:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_move_gradient)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of reductions: two are under way at once."""
+        return sum(sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:])
+
     def start(self, micro_batches: int) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients."""
         for bucket, reducer in self._reducer.items():
@@ -146,7 +151,8 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
     held: dict[Group, list[tuple[BucketSegment, Flat]]] = {}
     for bucket in buckets:
         for segment, values, _ in bucket.owned(bucket.own_values):
-            for holders in (segment.replication.holders, bucket.sharding.replicas):
+            replicas = () if bucket.sharding.apart else (bucket.sharding.replicas,)
+            for holders in (segment.replication.holders, *replicas):
                 held.setdefault(holders, []).append((segment, values))
         if bucket.sharding.zero < 3 and bucket.values is not None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on all ranks: figures of objective and layers by name, norm before clipping."""
+    """One step, the same on all ranks: figures of objective and layers by name, norm before clipping, of
+    replicas that are apart the mean.
+    """
 
     figures: dict[str, float]
     grad_norm: float
@@ -60,6 +63,7 @@ class Step:
             engine.world.ledger,
             engine.objective.figures,
             engine.terms,
+            engine.groups.noted,
         )
 
     def __call__(
@@ -85,25 +89,31 @@ class Step:
         with engine.residency.step(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
-        sums = torch.cat((sums, local_square_norm(engine.buckets).unsqueeze(0)))
-        figures, totals = self.agree(sums, tokens, len(prepared))
+        noted = engine.groups.noted.agree(engine.world.everyone)
+        replica, replicas = engine.replica
+        squares = sums.new_zeros(replicas)
+        squares[replica] = local_square_norm(engine.buckets)
+        figures, totals = self.agree(torch.cat((sums, squares)), tokens, len(prepared))
         # In single precision no layout's order of the sum shows.
-        norm = float(np.sqrt(np.float32(totals[-1]))) if totals[-1] >= 0 else totals[-1]
-        norm /= engine.loss_scale.value
+        roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
+        norms = [root / engine.loss_scale.value for root in roots]
         engine.world.ledger.phase = "step"
-        finite = all(map(isfinite, (*figures.values(), norm)))
+        finite = all(map(isfinite, (*figures.values(), *norms)))
         rate = engine.learning_rate.at(state.step, batch)
         if finite:
             before_update()
-            engine.optimizer.step(rate, engine.loss_scale.value / clip_coefficient(norm, self.clip))
+            clipped = clip_coefficient(norms[replica], self.clip)
+            engine.optimizer.step(rate, engine.loss_scale.value / clipped)
             engine.outer.after_update(engine.optimizer)
+            for each in engine.modules.learning:
+                each.after_update(noted)
         engine.loss_scale.update(finite)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch
         state.tokens += tokens
         state.skipped += not finite
-        return StepResult(figures, norm, rate, batch, tokens, not finite)
+        return StepResult(figures, fmean(norms), rate, batch, tokens, not finite)
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks."""

@@ -9,7 +9,9 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.model.precision import Precision
 from hpctrain.parallel import product
-from hpctrain.parallel.product import PRODUCTS, Product
+from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.product import Product
+from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer
 
@@ -26,7 +28,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
         weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
         if first:
             weight.forget_gradient()
-        Product([weight]).add_weight_gradient(of_output, inputs)
+        Product([weight], Noted()).add_weight_gradient(of_output, inputs)
         found.append(weight.gradient)
     exact = of_output.flatten(0, 1).float().t() @ inputs.flatten(0, 1).float() + (0.0 if first else 2.0)
     torch.testing.assert_close(found[0], exact, rtol=1e-2, atol=1e-1)
@@ -38,9 +40,9 @@ def test_products_by_blocks_are_the_products(monkeypatch: pytest.MonkeyPatch, bl
     monkeypatch.setattr(product, "BLOCK_ROWS", block)
     hidden, table = torch.randn(5, HIDDEN), Parameter(Shard.whole("table", (VOCABULARY, HIDDEN)))
     table.data = torch.randn(VOCABULARY, HIDDEN)
-    torch.testing.assert_close(Product([table]).logits(hidden), hidden @ table.detach().t())
+    torch.testing.assert_close(Product([table], Noted()).logits(hidden), hidden @ table.detach().t())
     table.data = table.data.bfloat16()
-    half = Product([table]).logits(hidden.bfloat16())
+    half = Product([table], Noted()).logits(hidden.bfloat16())
     torch.testing.assert_close(half, hidden.bfloat16() @ table.detach().t())
 
 

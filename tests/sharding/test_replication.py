@@ -74,7 +74,7 @@ def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero:
         counted[stage, piece, own.sharding.group.rank] += own.counted
         if own.written:
             slice_of = own.sharding.group.rank if zero else 0
-            copies.setdefault((stage, piece, slice_of), []).append(own.copy)
+            copies.setdefault((stage, piece, slice_of), []).append(own.copy(True))
         assert own.holders.size == {"matrix": 1, "norm": 4, "shared keys": 2, "tied": 1}[kind]
         assert own.partial == (kind in {"norm", "shared keys"})
         assert (own.ends is not None) == (kind == "tied")
