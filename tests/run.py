@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.launch import launcher  # noqa: E402
+from tests.launch import launcher, share  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 
@@ -137,16 +138,20 @@ def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Map
     """
     if part.sides == 1:
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    environment = {**environment, YIELD: "1"}
-    with tempfile.TemporaryFile() as output:
-        second = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, CLAIMS: f"{claims}:backwards"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
+    processors = sorted(os.sched_getaffinity(0))
+
+    def start(claims: str, on: Sequence[int], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        os.sched_setaffinity(0, on)
+        own = {**environment, YIELD: "1", CLAIMS: claims}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=own, stdout=output, stderr=output and subprocess.STDOUT
         )
-        first = subprocess.run(command, cwd=ROOT, env={**environment, CLAIMS: str(claims)}, check=False)
+
+    with tempfile.TemporaryFile() as output:
+        first = start(str(claims), share(processors, 0, 2))
+        second = start(f"{claims}:backwards", share(processors, 1, 2), output)
+        os.sched_setaffinity(0, processors)
+        first.wait()
         second.wait()
         output.seek(0)
         print(f"== {part.title}, beside these", flush=True)

@@ -28,7 +28,7 @@ def resumed_entries(
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. Parameters of half precision are made from the master weights afterwards.
     """
-    weights = MASTER if any(f"/{MASTER}/" in name for name in stored) else MODEL
+    weights = MASTER if any(f"{MASTER}/" in name for name in stored) else MODEL
     entries: list[Entry] = []
     left: set[str] = set()
     for tensor in state:
@@ -64,5 +64,5 @@ def _summed(entry: Entry, count: int) -> Iterator[Entry]:
 
 
 def _entry(kind: str, tensor: StateTensor) -> Entry:
-    dataset = f"/{'replicas/' if tensor.of_replicas else ''}{kind}/{tensor.shard.name}"
+    dataset = f"/{'replicas.' if tensor.of_replicas else ''}{kind}/{tensor.shard.name}"
     return Entry(dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step)

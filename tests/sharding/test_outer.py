@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +11,16 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.stage import OUTERS
+from hpctrain.engine.stage import OUTERS, OuterChoice
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.outer import Weights
+from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import ROUGHNESS, on_one_rank
 from tests.engines import Trainer, small_deck, trainer
 
 EVERY = 2
 STEPS = 5
-KEYS = ("optimizer.clip=0", "precision.compute=bf16")
+KEYS = ("optimizer.clip=0.1", "precision.compute=bf16")
 
 
 class LocalSteps:
@@ -60,19 +62,25 @@ def alone_with(world: World, rank: int, batches: Batches) -> Trainer:
     return Trainer(deck, engine, OneShare(batches, rank))
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas part for a step each time."""
+    choice = OuterChoice(lambda *_: LocalSteps(), apart=True)
+    monkeypatch.setitem(OUTERS, "every_step", choice)  # type: ignore[misc]
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("zero", [1, 2])
-def test_replicas_that_meet_every_second_step_are_two_runs_that_do(
-    world: World, monkeypatch: pytest.MonkeyPatch, zero: int
-) -> None:
-    monkeypatch.setitem(OUTERS, "every_step", lambda *_: LocalSteps())
+def test_replicas_that_meet_every_second_step_are_two_runs_that_do(world: World, zero: int) -> None:
+    """Each is clipped by its own norm, of which the figure is the mean."""
     deck = small_deck(*KEYS, f"layout.zero={zero}", "layout.zero_group=1")
     training = trainer(world, deck, masked=0.0)
     singles = [alone_with(world, rank, training.step.batches) for rank in range(2)]
     for step in range(1, STEPS + 1):
-        training.train_step()
-        for single in singles:
-            single.train_step()
+        norm = training.train_step().grad_norm
+        norms = [single.train_step().grad_norm for single in singles]
+        assert norm == sum(norms) / 2 and norms[0] != norms[1] and min(norms) > 0.1
         if step % EVERY == 0:
             both = [single.engine.optimizer for single in singles]
             for pair in zip(*(optimizer.masters for optimizer in both), strict=True):
@@ -85,3 +93,34 @@ def test_replicas_that_meet_every_second_step_are_two_runs_that_do(
         for name, values in training.parameters().items():
             assert torch.equal(values, singles[world.rank].parameters()[name]), (step, name)
         assert all(torch.equal(one[name], other[name]) for name in one) == (step % EVERY == 0)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.usefixtures("apart")
+def test_replicas_that_are_apart_are_stored_each_by_itself(world: World, mpi_tmp_path: Path) -> None:
+    deck = small_deck(*KEYS, "layout.zero=1", "layout.zero_group=1", f"run.dir={mpi_tmp_path}")
+    training = trainer(world, deck, masked=0.0)
+    checkpoints = Checkpoints(deck, training.engine, {})
+    training.train(EVERY + 1)
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    saved = {name: values.clone() for name, values in training.parameters().items()}
+    assert any(not torch.equal(*world.everyone.all_gather(values[None])) for values in saved.values())
+    losses = [step.loss for step in training.train(2)]
+    again = trainer(world, deck, masked=0.0)
+    again.state = Checkpoints(deck, again.engine, {}).restore(checkpoints.newest)
+    assert all(torch.equal(values, saved[name]) for name, values in again.parameters().items())
+    assert [step.loss for step in again.train(2)] == losses
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.usefixtures("apart")
+def test_what_is_not_finite_in_one_replica_skips_the_step_in_all(world: World) -> None:
+    training = trainer(world, small_deck(*KEYS, "layout.zero=1", "layout.zero_group=1"), masked=0.0)
+    before = {name: values.clone() for name, values in training.parameters().items()}
+    if world.rank == 1:
+        training.engine.optimizer.masters[0][:1] = float("nan")
+    training.engine.optimizer.publish()
+    assert training.train_step().skipped
+    after = training.parameters()
+    assert world.rank or all(torch.equal(values, before[name]) for name, values in after.items())
