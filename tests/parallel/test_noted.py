@@ -63,11 +63,11 @@ def seen(training: Trainer) -> list[dict[str, Tensor]]:
 
 
 def trained(world: World, *keys: str) -> list[dict[str, Tensor]]:
-    """That of a few steps, with an evaluation between them."""
+    """That of a few steps, with an evaluation of more sequences between them."""
     training = trainer(world, small_deck(*KEYS, *keys))
     for _ in range(STEPS):
         training.train_step()
-        training.step.evaluate(training.step.batches, 4)
+        training.step.evaluate(training.step.batches, 16)
     return seen(training)
 
 
