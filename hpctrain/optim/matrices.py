@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,6 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, resident_state
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
 
 _GRADIENTS = "gradients"
 
@@ -46,23 +47,34 @@ class MatrixOptimizer(Optimizer):
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
         for bucket, state, tensors in zip(self.buckets, self._own, self._tensors, strict=True):
-            own = {**state, _GRADIENTS: bucket.own_gradients.float()}
-            gathered = {name: bucket.gathered(flat) for name, flat in own.items()}
-            pieces = zip(*(bucket.owned(flat) for flat in own.values()), strict=True)
-            for tensor, of_names in zip(tensors, pieces, strict=True):
-                segment, _, offset = of_names[0]
-                if not segment.parameter.requires_grad:
-                    continue
-                whole = {name: tensor.join(segment.view(flat)) for name, flat in gathered.items()}
-                updated = {name: values for name, values in whole.items() if name != _GRADIENTS}
-                updates = torch.tensor(float(self.updates), device=whole[_GRADIENTS].device)
-                part = Elements(updated, whole[_GRADIENTS], updates, segment.parameter.decayed, tensor.shard)
-                self.rule.update([part], learning_rate, gradient_divisor)
-                for values, (_, mine, _) in zip(whole.values(), of_names, strict=True):
-                    piece = tensor.shard.take(values).reshape(-1)
-                    mine.copy_(piece[offset : offset + mine.numel()])
+            self._update_bucket(bucket, state, tensors, learning_rate, gradient_divisor)
         self.updates += 1
         self.publish()
+
+    def _update_bucket(
+        self, bucket: Bucket, state: Mapping[str, Tensor], tensors: Sequence[_CutTensor], *how: float
+    ) -> None:
+        own = {**state, _GRADIENTS: bucket.own_gradients.float()}
+        gathered = {name: bucket.gathered(flat) for name, flat in own.items()}
+        pieces = zip(*(bucket.owned(flat) for flat in own.values()), strict=True)
+        for tensor, of_names in zip(tensors, pieces, strict=True):
+            segment, _, offset = of_names[0]
+            if segment.parameter.requires_grad:
+                whole = self._updated(tensor, segment, gathered, *how)
+                for name, (_, mine, _) in zip(own, of_names, strict=True):
+                    part = slice(offset, offset + mine.numel())
+                    mine.copy_(tensor.shard.take(whole.pop(name)).reshape(-1)[part])
+
+    def _updated(
+        self, tensor: _CutTensor, segment: BucketSegment, gathered: Mapping[str, Tensor], *how: float
+    ) -> dict[str, Tensor]:
+        """All of a parameter, its state and its gradient by name."""
+        whole = {name: tensor.join(segment.view(flat)) for name, flat in gathered.items()}
+        updated = {name: values for name, values in whole.items() if name != _GRADIENTS}
+        updates = torch.tensor(float(self.updates), device=whole[_GRADIENTS].device)
+        decayed = segment.parameter.decayed
+        self.rule.update([Elements(updated, whole[_GRADIENTS], updates, decayed, tensor.shard)], *how)
+        return whole
 
 
 @dataclass(frozen=True)

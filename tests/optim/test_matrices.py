@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpctrain.comm.world import World
 from hpctrain.engine.offload import RULES
@@ -123,3 +126,54 @@ def test_state_elsewhere_is_refused_in_a_sentence_and_not_advised() -> None:
     plan = plan_memory(deck, 1, 61)
     savings = find_savings(deck, plan, small_deck, lambda changed: plan_memory(changed, 1, 61))
     assert all("memory.optimizer" not in each.change for each in savings)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of memory that operations make, as long as it is there, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.before: set[int] = set()
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        for tensor in (each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)):
+            if tensor.untyped_storage() not in self.made:
+                self.before.add(tensor.untyped_storage().data_ptr())
+        for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.before:
+                self.made[storage] = storage.nbytes()
+        self.most = max(self.most, sum(self.made.values()))
+        return result
+
+
+class InPlace(Orthogonalized):
+    """Needs no memory of its own."""
+
+    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+        for part in parts:
+            assert part.shard is not None and part.shard.shape == part.gradients.shape
+            part.state[MASTER].sub_(part.gradients.div_(gradient_divisor))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "key",
+    ["layout.zero=0", "layout.zero=1", "layout.zero=3", "layout.tensor=2", "precision.gradients=compute"],
+)
+def test_what_is_gathered_in_passing_is_what_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setitem(RULES, "adamw", lambda _: InPlace())  # type: ignore[misc]
+    training = trainer(world, small_deck(*LLAMA, key, "precision.compute=bf16"))
+    training.train(1)
+    optimizer = training.engine.optimizer
+    assert isinstance(optimizer, MatrixOptimizer)
+    with Held() as held:
+        optimizer.step(0.0, 1.0)
+    assert held.most == optimizer.working_bytes
