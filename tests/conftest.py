@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch import ROOT, clean_environment, launcher, share
+from tests.launch import ROOT, clean_environment, launcher
 from tests.warm import Server
 
 if TYPE_CHECKING:
@@ -34,14 +34,6 @@ pytest_plugins = ["tests.mpi_plugin"]
 
 # What only a run that names it in -m starts.
 ON_DEMAND = ("cluster", "slow")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Each worker of pytest-xdist has processors of its own."""
-    worker = getattr(config, "workerinput", None)
-    if worker is not None:
-        number, processors = int(worker["workerid"].removeprefix("gw")), sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, share(processors, number, worker["workercount"]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,13 +37,3 @@ def clean_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-
-
-def share(processors: Sequence[int], number: int, count: int) -> Sequence[int]:
-    """What number `number` of `count` runs beside each other has of the processors.
-
-    Ranks that wait for each other then take turns on one, instead of keeping another run from theirs.
-    """
-    size = max(1, len(processors) // count)
-    first = number * size % len(processors)
-    return processors[first : first + size]

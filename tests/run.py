@@ -21,7 +21,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.launch import launcher, share  # noqa: E402
+from tests.launch import launcher  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 
@@ -82,8 +82,8 @@ class Part:
 
     @property
     def sides(self) -> int:
-        """Runs that share its tests: ranks that wait for each other leave half of the processors idle."""
-        return 2 if self.ranks in {2, 4} else 1
+        """Runs that share its tests: two ranks that wait for each other leave half of the processors idle."""
+        return 2 if self.ranks == 2 else 1
 
 
 def is_path(argument: str) -> bool:
@@ -134,11 +134,13 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
 def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Mapping[str, str]) -> int:
     """Run a part's command as often at a time as it has sides; the exit code of the first that failed.
 
-    What the second one prints comes after the first one's.
+    Each side keeps to its half of the processors, where its ranks take turns instead of waiting on one that
+    the other side needs. What the second one prints comes after the first one's.
     """
     if part.sides == 1:
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     processors = sorted(os.sched_getaffinity(0))
+    half = -(-len(processors) // 2)
 
     def start(claims: str, on: Sequence[int], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         os.sched_setaffinity(0, on)
@@ -148,8 +150,8 @@ def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Map
         )
 
     with tempfile.TemporaryFile() as output:
-        first = start(str(claims), share(processors, 0, 2))
-        second = start(f"{claims}:backwards", share(processors, 1, 2), output)
+        first = start(str(claims), processors[:half])
+        second = start(f"{claims}:backwards", processors[-half:], output)
         os.sched_setaffinity(0, processors)
         first.wait()
         second.wait()
