@@ -29,19 +29,12 @@ def token_problems(deck: Deck, file: TokenFile) -> Iterator[Problem]:
     vocabulary, sequence, fraction = deck.model.vocabulary, deck.batch.sequence, deck.data.validation
     if vocabulary is not None and file.vocabulary > vocabulary:
         would = "which adds tokens" if deck.model.source is not None else "or leave the key out"
-        yield Problem(
-            "model.vocabulary",
-            f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}: "
-            f"give at least that, {would}",
-        )
+        smaller = f"is smaller than the vocabulary of {deck.data.tokens}, {file.vocabulary}"
+        yield Problem("model.vocabulary", f"{smaller}: give at least that, {would}")
     if not split_sizes(file.tokens, sequence, fraction)[0]:
         held_out = f" with data.validation = {fraction:g}" if fraction else ""
         longest = (file.tokens - 1) // (2 if fraction else 1)
         would = f"at most {longest} would do" if longest > 0 else "take a file with more"
-        needed = needed_tokens(sequence, fraction)
-        yield Problem(
-            "batch.sequence",
-            f"is too long for the {file.tokens} tokens of {deck.data.tokens}, "
-            f"of which it needs {needed}{held_out} ({would})",
-            ("data.validation",),
-        )
+        needed = f"of which it needs {needed_tokens(sequence, fraction)}{held_out}"
+        sentence = f"is too long for the {file.tokens} tokens of {deck.data.tokens}, {needed} ({would})"
+        yield Problem("batch.sequence", sentence, ("data.validation",))

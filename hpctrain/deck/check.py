@@ -46,9 +46,8 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
         value = deck.value(key)
         if key == "model.vocabulary":
             if isinstance(value, int) and isinstance(own, int) and value < own:
-                problems.append(
-                    Problem(key, f"is smaller than the {own} of {name}, whose vocabulary can only grow")
-                )
+                sentence = f"is smaller than the {own} of {name}, whose vocabulary can only grow"
+                problems.append(Problem(key, sentence))
         elif key == "batch.sequence":
             if deck.model.family == "gpt2" and isinstance(own, int) and deck.batch.sequence > own:
                 sentence = f"is longer than the {own} learned positions of {name}"
@@ -87,11 +86,8 @@ def _texts(deck: Deck) -> Iterator[Problem]:
 def _model(deck: Deck) -> Iterator[Problem]:
     model = deck.model
     if model.hidden % model.heads:
-        yield Problem(
-            "model.heads",
-            must_divide("model.hidden", model.hidden, model.heads),
-            ("model.hidden",),
-        )
+        sentence = must_divide("model.hidden", model.hidden, model.heads)
+        yield Problem("model.heads", sentence, ("model.hidden",))
     elif model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
@@ -102,17 +98,11 @@ def _model(deck: Deck) -> Iterator[Problem]:
             ("model.hidden", "model.family"),
         )
     if model.heads % model.key_value_heads:
-        yield Problem(
-            "model.key_value_heads",
-            must_divide("model.heads", model.heads, model.key_value_heads),
-            ("model.heads",),
-        )
+        sentence = must_divide("model.heads", model.heads, model.key_value_heads)
+        yield Problem("model.key_value_heads", sentence, ("model.heads",))
     if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
-        yield Problem(
-            "model.rope_base",
-            'has no effect on model.family = "gpt2", whose positions are learned (leave it out)',
-            ("model.family",),
-        )
+        sentence = 'has no effect on model.family = "gpt2", whose positions are learned (leave it out)'
+        yield Problem("model.rope_base", sentence, ("model.family",))
 
 
 def _memory(deck: Deck) -> Iterator[Problem]:
@@ -137,11 +127,8 @@ def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
     if ranks is None:
         yield from batch_sizes(batch.micro_size, deck.layout.data or 1, sizes)
     if batch.ramp_from > batch.global_size:
-        yield Problem(
-            "batch.ramp_from",
-            f"must be at most batch.global_size = {batch.global_size}, to which it grows",
-            ("batch.global_size",),
-        )
+        sentence = f"must be at most batch.global_size = {batch.global_size}, to which it grows"
+        yield Problem("batch.ramp_from", sentence, ("batch.global_size",))
     if batch.ramp_from and not batch.ramp_steps:
         yield Problem("batch.ramp_from", "needs batch.ramp_steps of at least 1", ("batch.ramp_steps",))
     if batch.ramp_steps and not batch.ramp_from:
@@ -153,59 +140,40 @@ def _run(deck: Deck) -> Iterator[Problem]:
     # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
     rate = deck.learning_rate
     if rate.decay != "constant" and rate.warmup > rate.decay_steps:
-        yield Problem(
-            "learning_rate.warmup",
-            f"must be at most learning_rate.decay_steps = {rate.decay_steps}",
-            ("learning_rate.decay_steps", "learning_rate.decay", "run.steps"),
-        )
+        sentence = f"must be at most learning_rate.decay_steps = {rate.decay_steps}"
+        others = ("learning_rate.decay_steps", "learning_rate.decay", "run.steps")
+        yield Problem("learning_rate.warmup", sentence, others)
     if run.evaluate_every and not deck.data.validation:
-        yield Problem(
-            "run.evaluate_every",
-            "evaluates on held-out sequences, but data.validation = 0 holds none out (0.01 would; or leave "
-            "the key out)",
-            ("data.validation",),
-            for_writers=True,
-        )
+        sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
+        would = f"{sentence} (0.01 would; or leave the key out)"
+        yield Problem("run.evaluate_every", would, ("data.validation",), for_writers=True)
     if limit is not None and margin is not None and margin >= limit:
-        yield Problem(
-            "run.time_margin", f"must be less than run.time_limit = {toml_value(limit)}", ("run.time_limit",)
-        )
+        sentence = f"must be less than run.time_limit = {toml_value(limit)}"
+        yield Problem("run.time_margin", sentence, ("run.time_limit",))
     if 0 < deck.stability.straggler_factor <= 1:
-        yield Problem(
-            "stability.straggler_factor",
-            "must be above 1, or 0 to name no rank: half of all ranks take longer than the median",
-        )
+        sentence = "must be above 1, or 0 to name no rank: half of all ranks take longer than the median"
+        yield Problem("stability.straggler_factor", sentence)
     if deck.communication.transport == "nccl" and run.device == "cpu":
-        yield Problem(
-            "communication.transport",
-            'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)',
-            ("run.device",),
-        )
+        sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
+        yield Problem("communication.transport", sentence, ("run.device",))
 
 
 def _offload(deck: Deck) -> Iterator[Problem]:
     memory = deck.memory
     if memory.parameters != "device" and deck.layout.zero < 3:
-        yield Problem(
-            "memory.parameters",
-            f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}",
-            ("layout.zero",),
+        sentence = (
+            f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}"
         )
+        yield Problem("memory.parameters", sentence, ("layout.zero",))
     if memory.parameters != "device" and memory.optimizer == "device":
-        yield Problem(
-            "memory.parameters",
-            'needs memory.optimizer = "host" or "disk": the update is where the parameters are',
-            ("memory.optimizer",),
-        )
+        sentence = 'needs memory.optimizer = "host" or "disk": the update is where the parameters are'
+        yield Problem("memory.parameters", sentence, ("memory.optimizer",))
     if memory.activations == "host" and deck.run.device == "cpu":
         yield Problem("memory.activations", NO_HOST_ACTIVATIONS, ("run.device",))
     if memory.activation_format == "bf16" and deck.precision.compute != "fp32":
-        yield Problem(
-            "memory.activation_format",
-            f'saves nothing with precision.compute = "{deck.precision.compute}", of 16 bits as well '
-            '("exact" or "int8" would do)',
-            ("precision.compute",),
-        )
+        nothing = f'saves nothing with precision.compute = "{deck.precision.compute}", of 16 bits as well'
+        sentence = f'{nothing} ("exact" or "int8" would do)'
+        yield Problem("memory.activation_format", sentence, ("precision.compute",))
     for name in ("optimizer", "parameters"):
         if getattr(memory, name) == "host" and deck.run.device == "cpu":
             yield Problem(f"memory.{name}", NO_HOST, ("run.device",))

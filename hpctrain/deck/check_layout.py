@@ -50,11 +50,8 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
         shared = [ranks for ranks in divisors(model.heads) if _shares(model.key_value_heads, ranks)]
         yield problem(asked, "model.key_value_heads", shared)
     if layout.sequence_parallel and tensor == 1:
-        yield Problem(
-            "layout.sequence_parallel",
-            "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1",
-            ("layout.tensor",),
-        )
+        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
+        yield Problem("layout.sequence_parallel", sentence, ("layout.tensor",))
     elif split_sequence and length % tensor and not model.heads % tensor:
         unit = layout.context * tensor
         yield Problem(
@@ -76,28 +73,18 @@ def _context(deck: Deck) -> Iterator[Problem]:
         fitting = [ranks for ranks in divisors(heads) if _exchanges(heads, shared, ranks)]
         would = either(nearest_numbers(context, [ranks for ranks in fitting if sequence % ranks == 0]))
         also = "" if heads % context else f", and divide or be a multiple of its {shared} key/value heads"
-        yield Problem(
-            "layout.context",
-            f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all" '
-            f'({would} would; the form "ring" does not ask for it)',
-            (
-                "layout.context_form",
-                "layout.tensor",
-                "model.heads",
-                "model.key_value_heads",
-                "batch.sequence",
-            ),
-        )
+        asked = f'must divide the heads of a tensor rank, {heads}{also}, in the form "all_to_all"'
+        sentence = f'{asked} ({would} would; the form "ring" does not ask for it)'
+        others = ("layout.tensor", "model.heads", "model.key_value_heads", "batch.sequence")
+        yield Problem("layout.context", sentence, ("layout.context_form", *others))
         return
     unit = 2 * context if ring else context
     if sequence % unit:
-        pieces = f"2 x layout.context = {unit}, an early and a late piece for each context rank"
-        yield Problem(
-            "batch.sequence",
-            f"must be a multiple of {pieces if ring else f'layout.context = {unit}'} "
-            f"({multiples(sequence, unit)} would)",
-            ("layout.context", "layout.context_form"),
-        )
+        pieces = f"layout.context = {unit}"
+        if ring:
+            pieces = f"2 x {pieces}, an early and a late piece for each context rank"
+        sentence = f"must be a multiple of {pieces} ({multiples(sequence, unit)} would)"
+        yield Problem("batch.sequence", sentence, ("layout.context", "layout.context_form"))
 
 
 def _exchanges(heads: int, shared: int, ranks: int) -> bool:
@@ -112,47 +99,29 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
     if parts > layers:
         least = 2 if layout.schedule in TWO_CHUNKS else 1
         fewer = layers // layout.chunks
-        hint = (
-            f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {layers // layout.pipeline}"
-        )
-        possible = fewer >= least or layers // layout.pipeline >= least
-        yield Problem(
-            "layout.pipeline",
-            f"{made} needs {parts} layers or more, but model.layers = {layers}"
-            + (f" ({hint} would do)" if possible else ""),
-            ("layout.chunks", "model.layers"),
-        )
+        chunks = layers // layout.pipeline
+        hint = f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {chunks}"
+        would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
+        sentence = f"{made} needs {parts} layers or more, but model.layers = {layers}{would}"
+        yield Problem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
         exactly = key == "layout.chunks" and layout.schedule != "interleaved"
-        yield Problem(
-            key,
-            f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"',
-            ("layout.schedule",),
-        )
+        sentence = f'must be 2{"" if exactly else " or more"} with layout.schedule = "{layout.schedule}"'
+        yield Problem(key, sentence, ("layout.schedule",))
     elif layout.schedule in V_SHAPED and layout.chunks != 2:
-        yield Problem(
-            "layout.chunks", f'must be 2 with layout.schedule = "{layout.schedule}"', ("layout.schedule",)
-        )
+        sentence = f'must be 2 with layout.schedule = "{layout.schedule}"'
+        yield Problem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
-        yield Problem(
-            "layout.chunks",
-            f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)',
-            ("layout.schedule",),
-        )
+        sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
+        yield Problem("layout.chunks", sentence, ("layout.schedule",))
     if layout.split is not None and layout.split != "balanced":
         if len(layout.split) != parts or min(layout.split) < 1:
-            yield Problem(
-                "layout.split",
-                f"must have a number of at least 1 for each of the {parts} parts of {made}",
-                ("layout.pipeline", "layout.chunks"),
-            )
+            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}"
+            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
         elif sum(layout.split) != layers:
-            yield Problem(
-                "layout.split",
-                f"adds up to {sum(layout.split)}, not model.layers = {layers}",
-                ("model.layers",),
-            )
+            sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
+            yield Problem("layout.split", sentence, ("model.layers",))
 
 
 def _zero(deck: Deck) -> Iterator[Problem]:

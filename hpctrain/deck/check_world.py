@@ -35,30 +35,16 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
     product = f"{' x '.join(keys)} = {' x '.join(str(getattr(layout, name)) for name in names)}"
     if ranks % model_ranks:
         key = next((key for key, name in zip(keys, names, strict=True) if getattr(layout, name) > 1), keys[0])
-        return [
-            Problem(
-                key,
-                f"{product} must divide the number of ranks, {ranks} "
-                f"({multiples(ranks, model_ranks)} ranks would fit)",
-                keys,
-            )
-        ]
+        would = f"{multiples(ranks, model_ranks)} ranks would fit"
+        return [Problem(key, f"{product} must divide the number of ranks, {ranks} ({would})", keys)]
     data = ranks // model_ranks
     if layout.data is not None and layout.data != data:
-        return [
-            Problem(
-                "layout.data",
-                f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')} "
-                f"(leave the key out, or start {counted(layout.data * model_ranks, 'rank')})",
-                keys,
-            )
-        ]
+        made = f"{counted(ranks, 'rank')} with {product} make {counted(data, 'data rank')}"
+        would = f"leave the key out, or start {counted(layout.data * model_ranks, 'rank')}"
+        return [Problem("layout.data", f"{made} ({would})", keys)]
+    sizes = {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from}
     return [
-        *batch_sizes(
-            batch.micro_size,
-            data,
-            {"batch.global_size": batch.global_size, "batch.ramp_from": batch.ramp_from},
-        ),
+        *batch_sizes(batch.micro_size, data, sizes),
         *_micro_batches(deck, data),
         *_zero_groups(deck, data * layout.context),
     ]
@@ -91,14 +77,12 @@ def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
 
 def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
     layout = deck.layout
-    among = f"{counted(ranks, 'data x context rank')}"
+    among = counted(ranks, "data x context rank")
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:
-        yield Problem(
-            "layout.zero_group",
-            f"must divide the {among} ({either(nearest_numbers(size, divisors(ranks)))} would)",
-            ("layout.data", "layout.context"),
-        )
+        would = f"{either(nearest_numbers(size, divisors(ranks)))} would"
+        sentence = f"must divide the {among} ({would})"
+        yield Problem("layout.zero_group", sentence, ("layout.data", "layout.context"))
     elif layout.zero == 3 and size == 1:
         key, others = ("layout.zero_group", ("layout.zero",)) if layout.zero_group else ("layout.zero", ())
         yield Problem(

@@ -25,19 +25,16 @@ def draw_comparison(name: str, step: RecordedStep) -> Figure:
 
     schedule = step.schedule
     measured, simulated = step.measured(), simulate(schedule, step.times())
-    panels = [
-        (f"measured, step {step.step}", measured),
-        ("simulated from the measured mean times", simulated),
-    ]
+    foretold = "simulated from the measured mean times"
+    panels = [(f"measured, step {step.step}", measured), (foretold, simulated)]
     rows = {heading: _in_milliseconds(arrange(schedule, result)) for heading, result in panels}
     total = max(cell.end for grid in rows.values() for row in grid for cell in row)
     longest = max(map(len, schedule.stages))
     width = min(max(0.22 * longest + _MARGIN, _INCHES_WIDE[0]), _INCHES_WIDE[1])
     height = 1.6 + 2 * (0.8 + schedule.stage_count * (0.36 if schedule.stage_count <= 32 else 0.26))
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(
-        f"Schedule: {drawable(name)}: {drawable(title(schedule))}", fontsize=13, x=0.01, ha="left"
-    )
+    heading = f"Schedule: {drawable(name)}: {drawable(title(schedule))}"
+    figure.suptitle(heading, fontsize=13, x=0.01, ha="left")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (heading, result) in zip(axes, panels, strict=True):
         draw_rows(panel, schedule, rows[heading], (width - _MARGIN) / total)

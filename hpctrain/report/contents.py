@@ -91,10 +91,9 @@ def contents_text(facts: Contents) -> list[str]:
         lines += ["", *_loss_table(recorded)]
     if "tensors" in facts:
         rows = [("tensor", "shape", "type", "bytes")]
-        rows += [
-            (each["name"], shape_text(each["shape"]), each["type"], format_bytes(each["bytes"]))
-            for each in facts["tensors"]
-        ]
+        for each in facts["tensors"]:
+            size = format_bytes(each["bytes"])
+            rows.append((each["name"], shape_text(each["shape"]), each["type"], size))
         lines += ["", *fitted(rows, (0, 2), width)]
     return lines
 
@@ -120,18 +119,12 @@ def history_table(chain: Sequence[HistorySegment]) -> list[str]:
     """The runs of a chain, the newest ones where they are many."""
     rows = [("run", "steps", "layout", "started (UTC)", "version", "commit", "went on from")]
     for segment in chain[-SEGMENTS_SHOWN:]:
+        title = shorten(segment.title, 20, placeholder="...") or segment.title[:20]
+        steps = f"{segment.first_step}-{segment.last_step}"
+        started = segment.started.replace("T", " ").removesuffix("Z")
+        code = segment.versions.get("hpctrain", ""), (segment.commit or "")[:8]
         origin = Path(segment.went_on_from).name if segment.went_on_from else ""
-        rows.append(
-            (
-                shorten(segment.title, 20, placeholder="...") or segment.title[:20],
-                f"{segment.first_step}-{segment.last_step}",
-                layout_text(segment.layout),
-                segment.started.replace("T", " ").removesuffix("Z"),
-                segment.versions.get("hpctrain", ""),
-                (segment.commit or "")[:8],
-                origin[-24:],
-            )
-        )
+        rows.append((title, steps, layout_text(segment.layout), started, *code, origin[-24:]))
     more = len(chain) - SEGMENTS_SHOWN
     note = [f"and {more} earlier, which --json tells"] if more > 0 else []
     return fitted(rows, (0, 2, 3, 4, 5, 6), columns()) + note
@@ -173,9 +166,8 @@ def _folders(datasets: Iterable[StoredTensor]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for stored in datasets:
         folder = stored.dataset.rpartition("/")[0] or "/"
-        row = rows.setdefault(
-            folder, {"folder": folder, "tensors": 0, "types": [], "elements": 0, "bytes": 0}
-        )
+        empty = {"folder": folder, "tensors": 0, "types": [], "elements": 0, "bytes": 0}
+        row = rows.setdefault(folder, empty)
         row["tensors"] += 1
         row["elements"] += stored.elements
         row["bytes"] += stored.elements * stored.item_bytes
@@ -186,27 +178,15 @@ def _folders(datasets: Iterable[StoredTensor]) -> list[dict[str, Any]]:
 
 def _folder_table(folders: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [("folder", "tensors", "type", "elements", "bytes")]
-    rows += [
-        (
-            row["folder"],
-            str(row["tensors"]),
-            ", ".join(row["types"]),
-            format_count(row["elements"]),
-            format_bytes(row["bytes"]),
-        )
-        for row in folders
-    ]
+    for row in folders:
+        sizes = format_count(row["elements"]), format_bytes(row["bytes"])
+        rows.append((row["folder"], str(row["tensors"]), ", ".join(row["types"]), *sizes))
     return fitted(rows, (0, 2), columns())
 
 
 def _loss_table(recorded: Sequence[Loss]) -> list[str]:
     rows = [("step", "loss", "grad norm")]
-    rows += [
-        (
-            str(each.step),
-            loss_text(each.loss),
-            "not finite" if each.grad_norm is None else f"{each.grad_norm:.4g}",
-        )
-        for each in recorded[-LOSSES_SHOWN:]
-    ]
+    for each in recorded[-LOSSES_SHOWN:]:
+        norm = "not finite" if each.grad_norm is None else f"{each.grad_norm:.4g}"
+        rows.append((str(each.step), loss_text(each.loss), norm))
     return table(rows, left=())

@@ -49,22 +49,15 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
             for name in both
         ],
         "tensors": [
-            {
-                "name": each.dataset,
-                "elements": each.elements,
-                "differing": each.differing,
-                "absolute": finite(each.absolute),
-                "relative": finite(each.relative),
-            }
+            {"name": each.dataset, "elements": each.elements, "differing": each.differing}
+            | {"absolute": finite(each.absolute), "relative": finite(each.relative)}
             for each in compared
         ],
         "deck": _changes(*(_keys(each) for each in (one, other))),
         "state": _changes(*(_state(each.state) for each in (one, other))),
     }
-    facts["equal"] = not (
-        any(facts["only_in"]) or both or any(tensor["differing"] for tensor in facts["tensors"])
-    )
-    return facts
+    differing = any(each.differing for each in compared)
+    return facts | {"equal": not (differing or both or any(facts["only_in"]))}
 
 
 def differences_text(facts: Differences, everything: bool = False) -> list[str]:
@@ -80,11 +73,8 @@ def differences_text(facts: Differences, everything: bool = False) -> list[str]:
     if facts["reshaped"]:
         rows: list[tuple[str, ...]] = [("of another shape or type", "first", "second")]
         for each in facts["reshaped"]:
-            cells = [
-                f"{kind} {shape_text(shape)}"
-                for kind, shape in zip(each["types"], each["shapes"], strict=True)
-            ]
-            rows.append((each["name"], *cells))
+            sides = zip(each["types"], each["shapes"], strict=True)
+            rows.append((each["name"], *(f"{kind} {shape_text(shape)}" for kind, shape in sides)))
         shown_rows = rows if everything else rows[: 1 + TENSORS_SHOWN]
         lines += ["", *table(shown_rows, left=(0, 1, 2)), *_more(len(rows) - len(shown_rows))]
     listed = facts["tensors"] if everything else differing
@@ -93,18 +83,12 @@ def differences_text(facts: Differences, everything: bool = False) -> list[str]:
     if listed:
         ranked = sorted(listed, key=lambda tensor: -_size(tensor))
         shown = ranked if everything else ranked[:TENSORS_SHOWN]
-        heads = ("tensor", "differing", "of", "largest difference", "relative")
-        rows = [
-            (
-                tensor["name"],
-                str(tensor["differing"]),
-                str(tensor["elements"]),
-                _figure(tensor, "absolute"),
-                _figure(tensor, "relative"),
-            )
-            for tensor in shown
-        ]
-        lines += ["", *table([heads, *rows]), *_more(len(ranked) - len(shown))]
+        rows = [("tensor", "differing", "of", "largest difference", "relative")]
+        for tensor in shown:
+            counts = str(tensor["differing"]), str(tensor["elements"])
+            largest = _figure(tensor, "absolute"), _figure(tensor, "relative")
+            rows.append((tensor["name"], *counts, *largest))
+        lines += ["", *table(rows), *_more(len(ranked) - len(shown))]
     for section, title in (("deck", "deck key"), ("state", "state")):
         if facts[section]:
             rows = [(title, "first", "second")]

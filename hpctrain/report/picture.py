@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import failing_as
 from hpctrain.pipeline.action import Kind, Schedule
@@ -69,16 +69,10 @@ def draw(
         lines = [f"cost {cost}, ideal {ideal}; the numbers are micro-batches"]
         _stage_columns(axes, simulation)
     axes.set_title(heading, fontsize=13, loc="left", pad=8 + 14 * len(lines))
+    style: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 10}
+    colour = _MARK if problems else "#404040"
     for number, line in enumerate(reversed(lines)):
-        axes.annotate(
-            line,
-            (0, 1),
-            xycoords="axes fraction",
-            xytext=(0, 6 + 14 * number),
-            textcoords="offset points",
-            fontsize=10,
-            color=_MARK if problems else "#404040",
-        )
+        axes.annotate(line, (0, 1), xytext=(0, 6 + 14 * number), color=colour, **style)
     add_legend(figure, schedule, all_reached=all(cell.reached for row in rows for cell in row))
     return figure
 
@@ -97,16 +91,10 @@ def draw_rows(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]], in
     edge = min(0.8, 4 * inches * median[len(median) // 2])
     for (kind, chunk, reached), boxes in groups.items():
         face = rgb(colour_of(kind, chunk, schedule.chunks))
-        axes.add_collection(
-            PolyCollection(
-                boxes,
-                facecolors=[face if reached else (*face, 0.25)],
-                edgecolors="white" if reached else "#707070",
-                linewidths=edge,
-                linestyles="-" if reached else ":",
-            ),
-            autolim=False,
-        )
+        style: dict[str, Any] = {"facecolors": [face], "edgecolors": "white", "linestyles": "-"}
+        if not reached:
+            style = {"facecolors": [(*face, 0.25)], "edgecolors": "#707070", "linestyles": ":"}
+        axes.add_collection(PolyCollection(boxes, linewidths=edge, **style), autolim=False)
     _write_numbers(axes, schedule, rows, inches)
     axes.set_xlim(0, max((cell.end for row in rows for cell in row), default=1.0))
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -140,16 +128,10 @@ def _write_numbers(axes: Axes, schedule: Schedule, rows: Sequence[Sequence[Cell]
 
 def _stage_columns(axes: Axes, simulation: Simulation) -> None:
     def write(words: str, height: float, offset: int, *, of_axes: bool) -> None:
-        axes.annotate(
-            words,
-            (1, height),
-            xycoords="axes fraction" if of_axes else axes.get_yaxis_transform(),
-            xytext=(offset, 6 if of_axes else 0),
-            textcoords="offset points",
-            ha="right",
-            va="baseline" if of_axes else "center_baseline",
-            fontsize=10,
-        )
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 10}
+        at = "axes fraction" if of_axes else axes.get_yaxis_transform()
+        va = "baseline" if of_axes else "center_baseline"
+        axes.annotate(words, (1, height), xycoords=at, xytext=(offset, 6 * of_axes), va=va, **style)
 
     write("idle", 1, 46, of_axes=True)
     write("peak", 1, 86, of_axes=True)
@@ -168,26 +150,16 @@ def _frame_problems(axes: Axes, rows: Sequence[Sequence[Cell]], problems: Sequen
             start = ends[problem.stage]
             end = ends[problem.stage] = start + 1
             axes.set_xlim(0, max(end, axes.get_xlim()[1]))
-            axes.text(
-                start + 0.5,
-                problem.stage,
-                str(problem.action),
-                fontsize=8,
-                color=_MARK,
-                ha="center",
-                va="center",
-            )
+            style: dict[str, Any] = {"fontsize": 8, "color": _MARK, "ha": "center", "va": "center"}
+            axes.text(start + 0.5, problem.stage, str(problem.action), **style)
         else:
             cell = rows[problem.stage][problem.index]
             start, end = cell.start, cell.end
-        corner = start, problem.stage - 0.44
-        axes.add_patch(
-            Rectangle(
-                corner, end - start, 0.88, fill=False, edgecolor=_MARK, linewidth=2.5, zorder=5, clip_on=False
-            )
-        )
-        top = (start + end) / 2, problem.stage - 0.44
-        axes.plot(*top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
+        top = problem.stage - 0.44
+        frame: dict[str, Any] = {"fill": False, "edgecolor": _MARK, "linewidth": 2.5, "clip_on": False}
+        axes.add_patch(Rectangle((start, top), end - start, 0.88, zorder=5, **frame))
+        middle = (start + end) / 2
+        axes.plot(middle, top, marker="v", markersize=7, color=_MARK, zorder=6, clip_on=False)
 
 
 def add_legend(figure: Figure, schedule: Schedule, *, all_reached: bool = True) -> None:
@@ -198,18 +170,10 @@ def add_legend(figure: Figure, schedule: Schedule, *, all_reached: bool = True) 
     entries = [(kind, chunk) for kind in kinds for chunk in chunks]
     if len(entries) > 12:  # the first and the last shade are enough to read the rest
         entries = [(kind, chunk) for kind in kinds for chunk in (0, chunks[-1])]
-    patches = [
-        Patch(
-            facecolor=rgb(colour_of(kind, chunk, len(chunks))),
-            label=KINDS[kind] + (f", chunk {chunk}" if len(chunks) > 1 else ""),
-        )
-        for kind, chunk in entries
-    ]
+    patches = []
+    for kind, chunk in entries:
+        label = KINDS[kind] + (f", chunk {chunk}" if len(chunks) > 1 else "")
+        patches.append(Patch(facecolor=rgb(colour_of(kind, chunk, len(chunks))), label=label))
     if not all_reached:
         patches.append(Patch(facecolor="white", edgecolor="#707070", linestyle=":", label="never reached"))
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=len(patches) if len(patches) <= 4 else 4,
-        frameon=False,
-    )
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 4), frameon=False)

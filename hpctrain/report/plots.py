@@ -137,15 +137,8 @@ def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
         if len(validation[0]):
             label = f"{run.label}, validation" if len(runs) > 1 else "validation"
             colour = f"C{index}" if len(runs) > 1 else "C1"
-            axes.plot(
-                *validation,
-                color=colour,
-                linestyle="--",
-                marker="o",
-                markersize=4,
-                linewidth=1.2,
-                label=label,
-            )
+            style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
+            axes.plot(*validation, color=colour, label=label, **style)
     if log_loss:
         _logarithmic(axes)
     _mark_skipped(axes, runs)
@@ -256,16 +249,9 @@ def _mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
             name = f"{run.label}, skipped steps" if len(runs) > 1 else "skipped steps"
             colour = f"C{index}" if len(runs) > 1 else _SKIPPED_COLOUR
             height = np.full(len(steps), 0.02 + 0.03 * index)
-            axes.plot(
-                steps,
-                height,
-                transform=axes.get_xaxis_transform(),
-                color=colour,
-                marker="x",
-                markersize=6,
-                linestyle="none",
-                label=f"{name} ({len(steps)})",
-            )
+            style: dict[str, Any] = {"marker": "x", "markersize": 6, "linestyle": "none", "color": colour}
+            label = f"{name} ({len(steps)})"
+            axes.plot(steps, height, transform=axes.get_xaxis_transform(), label=label, **style)
 
 
 def _logarithmic(axes: Axes) -> None:
