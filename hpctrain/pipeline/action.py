@@ -88,14 +88,8 @@ class Schedule:
         return (self.stage_count - 1 - stage if turned else stage), chunk
 
     def __str__(self) -> str:
-        header = ", ".join(
-            [
-                counted(self.stage_count, "stage"),
-                counted(self.micro_batches, "micro-batch"),
-                counted(self.chunks, "chunk"),
-                self.placement,
-            ]
-        )
+        counts = (self.stage_count, "stage"), (self.micro_batches, "micro-batch"), (self.chunks, "chunk")
+        header = ", ".join([*(counted(*each) for each in counts), self.placement])
         named = f"# {self.name}: {header}" if self.name else f"# {header}"
         return "\n".join([named, *(" ".join(map(str, stage)) or _IDLE for stage in self.stages)])
 
@@ -159,14 +153,10 @@ def _parse_stage(words: list[str], where: str, problems: list[str]) -> Iterator[
 
 def _check_header(schedule: Schedule, match: re.Match[str], where: str) -> None:
     """A header that promises other counts than the lines below hold is a mistake in one of the two."""
-    counts = {
-        "stages": schedule.stage_count,
-        "micro_batches": schedule.micro_batches,
-        "chunks": schedule.chunks,
-    }
+    counts = schedule.stage_count, schedule.micro_batches, schedule.chunks
     problems = [
         f"{where}: the header says {match[key]} {key.replace('_', '-')}, the lines below hold {count}"
-        for key, count in counts.items()
+        for key, count in zip(("stages", "micro_batches", "chunks"), counts, strict=True)
         if int(match[key]) != count
     ]
     if problems:

@@ -72,20 +72,14 @@ def _missing(schedule: Schedule, stage: int, indices: dict[Action, int]) -> Iter
             if forward not in indices:
                 yield ScheduleProblem(stage, None, forward, "is missing")
             if whole in indices:
+                reason = f"is doubled: {whole} is the whole backward, {inputs} and {weights} its pieces"
                 for piece in (inputs, weights):
                     if piece in indices:
-                        reason = (
-                            f"is doubled: {whole} is the whole backward, {inputs} and {weights} its pieces"
-                        )
                         yield ScheduleProblem(stage, indices[piece], piece, reason)
-            elif inputs in indices and weights not in indices:
-                yield ScheduleProblem(
-                    stage, None, weights, f"is missing: {inputs} is only one piece of the backward"
-                )
-            elif weights in indices and inputs not in indices:
-                yield ScheduleProblem(
-                    stage, None, inputs, f"is missing: {weights} is only one piece of the backward"
-                )
+            elif (inputs in indices) != (weights in indices):
+                there, piece = (inputs, weights) if inputs in indices else (weights, inputs)
+                reason = f"is missing: {there} is only one piece of the backward"
+                yield ScheduleProblem(stage, None, piece, reason)
             elif inputs not in indices:
                 reason = f"is missing, and there are no {inputs} and {weights} instead"
                 yield ScheduleProblem(stage, None, whole, reason)
@@ -243,8 +237,6 @@ def _activations(schedule: Schedule, limit: float) -> Iterator[ScheduleProblem]:
     for stage, actions in enumerate(schedule.stages):
         for index, (action, alive) in enumerate(zip(actions, live_activations(actions), strict=True)):
             if alive > limit * schedule.chunks:
-                held = f"{alive / schedule.chunks:g} micro-batches"
-                yield ScheduleProblem(
-                    stage, index, action, f"holds activations of {held}; the limit is {limit:g}"
-                )
+                held = f"holds activations of {alive / schedule.chunks:g} micro-batches"
+                yield ScheduleProblem(stage, index, action, f"{held}; the limit is {limit:g}")
                 break

@@ -117,9 +117,8 @@ class _Pass:
         self.local: dict[Message, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
         self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
-        self.figures = torch.zeros(
-            len(executor.figures), dtype=torch.float64, device=micro_batches[0].inputs.tokens.device
-        )
+        device = micro_batches[0].inputs.tokens.device
+        self.figures = torch.zeros(len(executor.figures), dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
         ledger, noted, training = self.executor.ledger, self.executor.noted, torch.is_grad_enabled()

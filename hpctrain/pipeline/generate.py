@@ -39,9 +39,8 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
     As quick as GPipe, but a stage holds the activations of at most `stages - stage` micro-batches.
     """
     order = [(index, 0) for index in range(micro_batches)]
-    return Schedule(
-        tuple(_in_turn(order, order, warm_up=stages - stage - 1) for stage in range(stages)), "1f1b"
-    )
+    orders = (_in_turn(order, order, warm_up=stages - stage - 1) for stage in range(stages))
+    return Schedule(tuple(orders), "1f1b")
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
@@ -53,13 +52,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
     rounds = range(0, micro_batches, stages)
     forwards = [(r + i, chunk) for r in rounds for chunk in range(chunks) for i in range(stages)]
     backwards = [(r + i, chunk) for r in rounds for chunk in reversed(range(chunks)) for i in range(stages)]
-    return Schedule(
-        tuple(
-            _in_turn(forwards, backwards, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
-            for stage in range(stages)
-        ),
-        "interleaved",
-    )
+    warm_ups = (2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages))
+    return Schedule(tuple(_in_turn(forwards, backwards, each) for each in warm_ups), "interleaved")
 
 
 _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")

@@ -51,15 +51,9 @@ class PartTimes:
 
     def of_stage(self, stage: int) -> tuple[float, ...]:
         """Durations of a piece of the four streams, and of the weight gradients of chunks 0 and 1."""
-        down, up = stage, 2 * self.stages - 1 - stage
-        return (
-            self.forward[down],
-            self.forward[up],
-            self.input_gradient[down],
-            self.input_gradient[up],
-            self.weight_gradient[down],
-            self.weight_gradient[up],
-        )
+        parts = stage, 2 * self.stages - 1 - stage  # down, and up again
+        kinds = self.forward, self.input_gradient, self.weight_gradient
+        return tuple(times[part] for times in kinds for part in parts)
 
 
 class _Stage:

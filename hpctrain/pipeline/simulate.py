@@ -155,9 +155,8 @@ def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], 
         count = schedule.parts - 1
         numbers = [value] * count if isinstance(value, (int, float)) else value
         if len(numbers) != count:
-            problems.append(
-                f"times: communication has {len(numbers)} numbers; the schedule needs one or {count}"
-            )
+            needed = f"the schedule needs one or {count}"
+            problems.append(f"times: communication has {len(numbers)} numbers; {needed}")
             return []
         return [
             0.0 if schedule.home(part)[0] == schedule.home(part + 1)[0] else number

@@ -54,12 +54,8 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
         try:
             by_name(-(-size // at_once))
         except HpctrainError as error:
-            raise HpctrainError(
-                [
-                    deck.problem("layout.schedule", problem.removeprefix(f"{layout.schedule}: "))
-                    for problem in error.problems
-                ]
-            ) from None
+            reasons = [problem.removeprefix(f"{layout.schedule}: ") for problem in error.problems]
+            raise HpctrainError([deck.problem("layout.schedule", each) for each in reasons]) from None
     return by_name
 
 
@@ -71,12 +67,8 @@ def schedule_text(deck: Deck) -> str:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
         near = nearest(deck.layout.schedule, NAMES)
         hint = f' (did you mean "{near}"?)' if near else ""
-        raise HpctrainError(
-            deck.problem(
-                "layout.schedule",
-                f"must be one of {', '.join(NAMES)}, or a file of a schedule ({reason}){hint}",
-            )
-        ) from None
+        sentence = f"must be one of {', '.join(NAMES)}, or a file of a schedule ({reason}){hint}"
+        raise HpctrainError(deck.problem("layout.schedule", sentence)) from None
 
 
 def _from_file(deck: Deck, micro_batches: int) -> Schedule:
@@ -84,14 +76,11 @@ def _from_file(deck: Deck, micro_batches: int) -> Schedule:
     path, layout = Path(deck.layout.schedule), deck.layout
     text = schedule_text(deck)
     schedule = Schedule.parse(text, str(path))
+    share = "batch.global_size / (batch.micro_size x data ranks)"
     numbers = {
         "stages": (schedule.stage_count, "layout.pipeline", layout.pipeline),
         "chunks": (schedule.chunks, "layout.chunks", layout.chunks),
-        "micro-batches": (
-            schedule.micro_batches,
-            "batch.global_size / (batch.micro_size x data ranks)",
-            micro_batches,
-        ),
+        "micro-batches": (schedule.micro_batches, share, micro_batches),
     }
     differing = [
         deck.problem("layout.schedule", f"has {there} {what}, but {name} = {wanted}")

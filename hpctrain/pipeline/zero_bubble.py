@@ -11,19 +11,14 @@ from hpctrain.pipeline.action import Action, Schedule
 
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
     """As many activations as the first stage of 1F1B, p, on every stage; about a third of its bubble."""
-    return Schedule(
-        tuple(_stage(micro_batches, warm_up=stages - stage, lag=stage) for stage in range(stages)), "zb-h1"
-    )
+    orders = (_stage(micro_batches, warm_up=stages - stage, lag=stage) for stage in range(stages))
+    return Schedule(tuple(orders), "zb-h1")
 
 
 def zb_h2(stages: int, micro_batches: int) -> Schedule:
     """Nearly no bubble where all times are alike, for activations of 2 p - 1 micro-batches."""
-    return Schedule(
-        tuple(
-            _stage(micro_batches, warm_up=2 * (stages - stage) - 1, lag=2 * stage) for stage in range(stages)
-        ),
-        "zb-h2",
-    )
+    waits = ((2 * (stages - stage) - 1, 2 * stage) for stage in range(stages))
+    return Schedule(tuple(_stage(micro_batches, warm_up, lag) for warm_up, lag in waits), "zb-h2")
 
 
 def _stage(micro_batches: int, warm_up: int, lag: int) -> tuple[Action, ...]:
