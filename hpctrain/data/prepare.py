@@ -137,9 +137,8 @@ def _text_alone(sources: Sequence[TextSource], faults: Mapping[str, int], left: 
             continue
         if source.named:
             what = "binary" if faults[source.path] == BINARY else "not UTF-8"
-            refused.append(
-                HpctrainError(f"{printable(source.path)}: is {what}, no text to train on; --binary takes it")
-            )
+            sentence = f"is {what}, no text to train on; --binary takes it"
+            refused.append(HpctrainError(f"{printable(source.path)}: {sentence}"))
         else:
             left.files[source.path] = faults[source.path]
     raise_all(refused)

@@ -108,9 +108,8 @@ def find_sources(
                     left.setdefault(real, (str(file), reason))
             if folder.is_dir() and all(reason in {NAME, HIDDEN, IRREGULAR} for _, reason in walked):
                 wanted = ", ".join(globs) if globs else "*" + ", *".join(TEXT_ENDINGS)
-                problems.append(
-                    HpctrainError(f"{given}: no file in this folder matches {wanted}; see --glob")
-                )
+                sentence = f"{given}: no file in this folder matches {wanted}; see --glob"
+                problems.append(HpctrainError(sentence))
         except FileNotFoundError:
             problems.append(InputOutputError(f"{given}: no such file or folder"))
         except OSError as error:

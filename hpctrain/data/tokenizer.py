@@ -165,8 +165,5 @@ def bytes_json() -> str:
 def _letter(byte: int) -> str:
     """What stands for a byte in a byte-level vocabulary (GPT-2): its own character where that can be seen."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return (
-        chr(byte)
-        if byte in seen
-        else chr(0x100 + [b for b in range(BYTE_VALUES) if b not in seen].index(byte))
-    )
+    unseen = [each for each in range(BYTE_VALUES) if each not in seen]
+    return chr(byte if byte in seen else 0x100 + unseen.index(byte))

@@ -137,12 +137,12 @@ class TokenFile:
             # Read-only, and never changed once it has its name: no lock that a file system may lack.
             file = h5py.File(self.path, "r", locking=False)
         except OSError as error:
-            raise InputOutputError(f"{self.where}: is truncated or damaged ({reason(error)})") from None
+            raise self._error(f"is truncated or damaged ({reason(error)})") from None
         with file:
             try:
                 self._open(file)
             except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise InputOutputError(f"{self.where}: is damaged ({reason(error)})") from None
+                raise self._error(f"is damaged ({reason(error)})") from None
         self._stamp = self._last_change()
         self._verified = bytearray(-(-self.header.pieces // 8))
 
@@ -205,7 +205,7 @@ class TokenFile:
     def _compare_ends(self) -> None:
         """InputOutputError where the document boundaries have another checksum."""
         if self._ends.checksum() != self.header.document_ends_checksum:
-            raise InputOutputError(f"{self.where}: the document boundaries are damaged (wrong checksum)")
+            raise self._error("the document boundaries are damaged (wrong checksum)")
 
     def _read_of_piece(self, piece: int, first: int, last: int) -> npt.NDArray[Any]:
         """Tokens first .. last - 1 of a piece, which is verified unless it was before."""
@@ -222,17 +222,18 @@ class TokenFile:
         start = piece * self.header.piece
         tokens = self._tokens.read(start, min(self.header.piece, self.tokens - start))
         if zlib.crc32(tokens.data) != self._checksums.read(piece, 1)[0]:
-            raise InputOutputError(
-                f"{self.where}: piece {piece + 1} of {self.header.pieces}, tokens {start} to "
-                f"{start + len(tokens) - 1}, is not what was written (wrong checksum); copy or prepare the "
-                "file again"
-            )
+            where = f"piece {piece + 1} of {self.header.pieces}, tokens {start} to {start + len(tokens) - 1}"
+            again = "copy or prepare the file again"
+            raise self._error(f"{where}, is not what was written (wrong checksum); {again}")
         return tokens
 
     def _last_change(self) -> tuple[int, int]:
         """Length of the file and when it was last written to."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
+
+    def _error(self, sentence: str) -> InputOutputError:
+        return InputOutputError(f"{self.where}: {sentence}")
 
     def _require_file(self) -> None:
         """Refuse what is no HDF5 file at all."""
@@ -242,31 +243,23 @@ class TokenFile:
             sought = self.path.absolute()
             looked = f" (looked for {sought}, relative to where this was started)"
             looked = "" if self.path.is_absolute() else looked
-            raise InputOutputError(
-                f"{self.where}: no such file{looked}; {command('prepare', sought, 'TEXT')} makes one"
-            ) from None
+            made = f"{command('prepare', sought, 'TEXT')} makes one"
+            raise self._error(f"no such file{looked}; {made}") from None
         except IsADirectoryError:
-            raise InputOutputError(
-                f"{self.where}: is a folder; it must be a file from `hpctrain prepare`"
-            ) from None
+            raise self._error("is a folder; it must be a file from `hpctrain prepare`") from None
         except OSError as error:
-            raise InputOutputError(f"{self.where}: cannot be read ({error.strerror})") from None
+            raise self._error(f"cannot be read ({error.strerror})") from None
         if not h5py.is_hdf5(self.path):
-            raise InputOutputError(
-                f"{self.where}: is no token file (not HDF5, or cut short); `hpctrain prepare` makes one"
-            )
+            raise self._error("is no token file (not HDF5, or cut short); `hpctrain prepare` makes one")
 
     def _open(self, file: h5py.File) -> None:
         """Check the header and map the datasets."""
         attributes = file.attrs
         if "format" not in attributes or _text(attributes["format"]) != FORMAT:
-            raise InputOutputError(
-                f"{self.where}: is HDF5, but no token file of ours; `hpctrain prepare` makes one"
-            )
+            raise self._error("is HDF5, but no token file of ours; `hpctrain prepare` makes one")
         if (version := int(attributes["version"])) > VERSION:
-            raise InputOutputError(
-                f"{self.where}: has version {version}; this hpctrain reads up to {VERSION}: take a newer one"
-            )
+            known = f"this hpctrain reads up to {VERSION}: take a newer one"
+            raise self._error(f"has version {version}; {known}")
         stored: dict[str, Any] = {
             field.name: (_text if field.type == "str" else int)(attributes[field.name])
             for field in fields(Header)
@@ -293,7 +286,7 @@ class TokenFile:
             raise ValueError(f"/{name} is {dataset.dtype} {dataset.shape}, not {dtype} ({size},)")
         end, length = offset + size * dtype.itemsize, os.fstat(self._file).st_size
         if end > length:
-            raise InputOutputError(f"{self.where}: is truncated: {length} bytes of at least {end} are there")
+            raise self._error(f"is truncated: {length} bytes of at least {end} are there")
         return StoredArray(self.where, self._file, offset, dtype, size)
 
 

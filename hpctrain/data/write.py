@@ -200,18 +200,13 @@ def _write(
         source=source.encode("utf-8", "replace").decode()[:SOURCE_LENGTH],
         package=hpctrain.__version__,
     )
-    _write_file(
-        world,
-        path,
-        header.attributes(),
-        [
-            Range.of("tokenizer", text.size, 0, text if world.rank == 0 else text[:0]),
-            Range.of("checksums", header.pieces, -(-start // PIECE_TOKENS), checksums),
-            Range.of("document_ends", documents, first_document, ends),
-            Range("tokens", part.dtype, tokens, start, part.tokens, part.read),
-        ],
-        report,
-    )
+    ranges = [
+        Range.of("tokenizer", text.size, 0, text if world.rank == 0 else text[:0]),
+        Range.of("checksums", header.pieces, -(-start // PIECE_TOKENS), checksums),
+        Range.of("document_ends", documents, first_document, ends),
+        Range("tokens", part.dtype, tokens, start, part.tokens, part.read),
+    ]
+    _write_file(world, path, header.attributes(), ranges, report)
     return header
 
 
@@ -247,8 +242,7 @@ def _write_file(
     calls = [max(others) for others in zip(*world.everyone.all_gather_object(mine), strict=True)]
     with world.agreement():
         # The newer format has checksums on HDF5's own structures too.
-        communicator = world.communicator
-        file = h5py.File(path, "w", driver="mpio", comm=communicator, libver=("v108", "v110"))
+        file = h5py.File(path, "w", driver="mpio", comm=world.communicator, libver=("v108", "v110"))
     failures: list[Exception] = []
     try:
         for name, value in attributes.items():

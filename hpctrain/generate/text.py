@@ -65,9 +65,8 @@ class Sampling:
         if self.tokens < 1:
             problems.append(f"--tokens {self.tokens}: must be at least 1")
         if not 0 <= self.temperature < inf:
-            problems.append(
-                f"--temperature {self.temperature:g}: must be a number from 0 (the likeliest token) up"
-            )
+            asked = "must be a number from 0 (the likeliest token) up"
+            problems.append(f"--temperature {self.temperature:g}: {asked}")
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"--top-k {self.top_k}: must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -227,9 +226,8 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
     groups = make_groups(deck, mesh, SavedPolicy())
     shape = ModelShape.of(deck, deck.model.vocabulary)
     own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
-    demand_room(
-        world, Machine(), str(path), resident_bytes() + own, lambda _: "more nodes would share the model"
-    )
+    needed, advice = resident_bytes() + own, "more nodes would share the model"
+    demand_room(world, Machine(), str(path), needed, lambda _: advice)
     model = build_model(shape, groups)
     stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
     load_parameters(path, stage, world.everyone)

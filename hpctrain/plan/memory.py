@@ -69,11 +69,8 @@ class MemoryPlan:
         """What the `ranks` ranks of one node hold together, on the node that holds most; what they have in
         common, `shared` bytes, counts once.
         """
-        of_ranks = [
-            stage.memory.total
-            for stage in self.stages
-            for _ in range(prod(self.sizes.values()) // len(self.stages))
-        ]
+        of_stage = prod(self.sizes.values()) // len(self.stages)
+        of_ranks = [stage.memory.total for stage in self.stages for _ in range(of_stage)]
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
         return max(sum(node) - shared * (len(node) - 1) for node in nodes)
 
@@ -192,9 +189,6 @@ def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:
     last block's backward, by when the head's activations are gone, or the compression of what waits.
     """
     gone = sum(part.head for part in parts)
-    layers = [
-        layer.workspace(part.at) - (gone if layer.is_block else 0)
-        for part in parts
-        for layer in part.part.layers
-    ]
+    placed = [(layer, part.at) for part in parts for layer in part.part.layers]
+    layers = [layer.workspace(at) - (gone if layer.is_block else 0) for layer, at in placed]
     return max(*layers, *(packing_bytes(deck, segment) for part in parts for segment in part.segments()), 0)

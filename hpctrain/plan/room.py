@@ -101,9 +101,6 @@ def demand_room(
         _, hostname, _, free = next(rank for rank in ranks if rank[0] == node)
         wanted = sum(rank[2] for rank in ranks if rank[0] == node)
         if free is not None and wanted > free:
-            logging.getLogger("hpctrain").warning(
-                "%s has only %s of its memory free, of which its ranks will need %s",
-                hostname,
-                format_bytes(free),
-                format_bytes(wanted),
-            )
+            sentence = "%s has only %s of its memory free, of which its ranks will need %s"
+            sizes = format_bytes(free), format_bytes(wanted)
+            logging.getLogger("hpctrain").warning(sentence, hostname, *sizes)

@@ -216,10 +216,8 @@ def _sources(
         if getattr(torch, stored.kind) != wanted:
             stored = structure.datasets.get(f"/master/{part.name}", stored)
         if stored.shape != part.shape:
-            problems.append(
-                f"{structure.path}: {stored.dataset}: has shape {list(stored.shape)}, expected "
-                f"{list(part.shape)} by its deck"
-            )
+            shapes = f"has shape {list(stored.shape)}, expected {list(part.shape)} by its deck"
+            problems.append(f"{structure.path}: {stored.dataset}: {shapes}")
         sources[part.name] = stored
     if problems:
         raise first_of(problems)
@@ -262,16 +260,13 @@ def _copy(
             source.fill(Entry(stored.dataset, piece, values), stored, sums)
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
-                raise HpctrainError(
-                    f"{structure.path}: {stored.dataset}: has values beyond the range of fp16; "
-                    "--dtype bf16 or fp32 would do"
-                )
+                beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"
+                raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
             words = converted.view(bits).numpy().view(view.dtype).reshape(local)
             target[part.first + row : part.first + row + local[0]] = words
         if not np.array_equal(sums, structure.sums[stored.pieces]):
-            raise InputOutputError(
-                f"{structure.path}: {stored.dataset} is damaged: it differs from its checksums"
-            )
+            damage = "is damaged: it differs from its checksums"
+            raise InputOutputError(f"{structure.path}: {stored.dataset} {damage}")
 
 
 def _model_deck(shape: ModelShape, out: Path, folder: Path) -> Deck:

@@ -114,9 +114,7 @@ def counterparts(family: Family, ours: Mapping[str, Index]) -> list[Counterpart]
             rows += ours[full_name][0]
         shape = (rows, *parts[0].shape[1:])
         transposed = rule.transposed and len(shape) == 2
-        held[theirs] = Counterpart(
-            theirs, tuple(reversed(shape)) if transposed else shape, transposed, tuple(parts)
-        )
+        held[theirs] = Counterpart(theirs, shape[::-1] if transposed else shape, transposed, tuple(parts))
     return list(held.values())
 
 
@@ -292,10 +290,8 @@ def _mismatches(family: Family, sizes: Mapping[str, int], config: Config, where:
     if heads % shared:
         return [f"{where}: num_key_value_heads = {shared}: must divide {names['heads']} = {heads}"]
     if config.get("head_dim") not in (None, hidden // heads):
-        return [
-            f"{where}: head_dim = {config['head_dim']!r}: must be hidden_size / num_attention_heads = "
-            f"{hidden // heads} in hpctrain"
-        ]
+        asked = f"must be hidden_size / num_attention_heads = {hidden // heads} in hpctrain"
+        return [f"{where}: head_dim = {config['head_dim']!r}: {asked}"]
     if family == "llama" and hidden // heads % 2:
         return [f"{where}: {names['heads']} = {heads}: must leave an even size of each head"]
     return []

@@ -137,9 +137,8 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     for tensor, file in mapped.items():
         safe = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
         if not safe or Path(file).name != file:
-            raise HpctrainError(
-                f"{path / INDEX}: {tensor} in {file!r}: must be a .safetensors file of this folder itself"
-            )
+            asked = "must be a .safetensors file of this folder itself"
+            raise HpctrainError(f"{path / INDEX}: {tensor} in {file!r}: {asked}")
     return mapped
 
 
@@ -180,9 +179,8 @@ def shared_out(tensors: Sequence[NewTensor], most: int) -> dict[str, list[NewTen
         room -= tensor.nbytes
     if len(files) <= 1:
         return {SINGLE: list(tensors)}
-    return {
-        f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)
-    }
+    count = len(files)
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": file for number, file in enumerate(files, 1)}
 
 
 def index_of(files: Mapping[str, Sequence[NewTensor]]) -> dict[str, Any]:
@@ -201,11 +199,8 @@ def new_file(path: Path, tensors: Sequence[NewTensor]) -> Iterator[tuple[str, ND
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": tensor.kind,
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
+        offsets = [end, end + tensor.nbytes]
+        header[tensor.name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": offsets}
         end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -72,9 +72,8 @@ def settled_keys(path: str) -> dict[str, object]:
     HpctrainError, InputOutputError where there is no such model, or none that hpctrain has.
     """
     shape = source_shape(Path(path))
-    return {f"model.{name}": value for name, value in model_keys(shape).items()} | {
-        "batch.sequence": shape.sequence
-    }
+    keys = {f"model.{name}": value for name, value in model_keys(shape).items()}
+    return keys | {"batch.sequence": shape.sequence}
 
 
 def model_keys(shape: ModelShape) -> dict[str, object]:
@@ -109,10 +108,8 @@ def stored_shape(structure: Structure) -> ModelShape:
     if deck.model.vocabulary is None:
         raise HpctrainError(f"{path}: its deck: model.vocabulary is missing")
     if deck.model.layers > len(structure.datasets):
-        raise HpctrainError(
-            f"{path}: its deck: model.layers = {deck.model.layers}, but the file holds "
-            f"{len(structure.datasets)} tensors"
-        )
+        held = f"the file holds {len(structure.datasets)} tensors"
+        raise HpctrainError(f"{path}: its deck: model.layers = {deck.model.layers}, but {held}")
     return ModelShape.of(deck, deck.model.vocabulary)
 
 
@@ -125,10 +122,8 @@ def open_model(path: Path) -> ModelFolder:
     shape = _folder_shape(path)
     folder = open_folder(path)
     if shape.layers > len(folder.tensors):
-        raise HpctrainError(
-            f"{path / CONFIG}: describes {shape.layers} layers, but the files hold "
-            f"{len(folder.tensors)} tensors"
-        )
+        held = f"the files hold {len(folder.tensors)} tensors"
+        raise HpctrainError(f"{path / CONFIG}: describes {shape.layers} layers, but {held}")
     theirs = counterparts(shape.family, tensor_shapes(shape))
     prefix = PREFIX[shape.family]
     if not any(name.startswith(prefix) for name in folder.tensors):
@@ -190,10 +185,8 @@ def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: Mod
         if held is None:
             yield f"{folder.path}: {name}: not in these files, expected with shape {list(size)} by {CONFIG}"
         elif held.shape != size:
-            yield (
-                f"{folder.path / held.file}: {name}: has shape {list(held.shape)}, expected {list(size)} "
-                f"by {CONFIG}"
-            )
+            shapes = f"has shape {list(held.shape)}, expected {list(size)} by {CONFIG}"
+            yield f"{folder.path / held.file}: {name}: {shapes}"
         elif held.kind not in TYPES:
             yield f"{folder.path / held.file}: {name}: is {held.kind}; must be {', '.join(TYPES)}"
     for name, held in folder.tensors.items():
