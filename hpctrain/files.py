@@ -9,7 +9,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,13 +90,20 @@ def is_unfit(error: OSError) -> bool:
     return error.errno in {errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG}
 
 
-def synchronize(path: Path) -> None:
-    """Bring a file or folder, as this node knows it, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def descriptor_of(path: str | Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """The descriptor of a file or folder that is open inside; OSError where it cannot be opened."""
+    descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def synchronize(path: Path) -> None:
+    """Bring a file or folder, as this node knows it, to the disk."""
+    with descriptor_of(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def files_named(pattern: str) -> Callable[[os.DirEntry[str]], bool]:
@@ -110,15 +118,12 @@ def delete_files(folder: Path, ours: Callable[[os.DirEntry[str]], bool]) -> list
     The folder is opened once, and neither it nor what is in it is followed where it is a link: whatever they
     are exchanged for meanwhile stays. OSError where it is no folder, or something cannot be deleted.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with descriptor_of(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as descriptor:
         with os.scandir(descriptor) as entries:
             contents = [(entry.name, ours(entry)) for entry in entries]
         for name, own in contents:
             if own:
                 os.unlink(name, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
     return sorted(name for name, own in contents if not own)
 
 

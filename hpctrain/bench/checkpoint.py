@@ -26,7 +26,7 @@ import torch
 
 from hpctrain.bench.files import PeakMemory, forget, read_plainly, write_plainly
 from hpctrain.bench.peers import start_gloo, stop_gloo
-from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, slowest, write_json
+from hpctrain.bench.timing import seconds_of, slowest, with_vocabulary, write_json
 from hpctrain.bench.torch_checkpoint import TorchCheckpoint
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
@@ -137,8 +137,9 @@ class _Bench:
     """An engine whose state is saved and loaded, and what was measured."""
 
     def __init__(self, world: World, deck: Deck, wish: CheckpointWish) -> None:
-        vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-        deck = deck.with_keys(model={"vocabulary": vocabulary})
+        deck = with_vocabulary(deck)
+        vocabulary = deck.model.vocabulary
+        assert vocabulary is not None
         self.world, self.deck, self.wish = world, deck, wish
         engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
         batches = Batches(SyntheticSource(deck.batch.sequence, vocabulary, deck.run.seed), deck.run.seed)
@@ -183,9 +184,8 @@ class _Bench:
             self._measure(PLAIN_READ, lambda: self._alone(lambda: read_plainly(files, self.read_bytes)))
         with self._fresh() as folder:
             path = folder / "collective.h5"
-            self._measure(
-                COLLECTIVE, lambda: save(path, everyone, self.entries, self.stored, self.piece_bytes)
-            )
+            entries, stored, piece = self.entries, self.stored, self.piece_bytes
+            self._measure(COLLECTIVE, lambda: save(path, everyone, entries, stored, piece))
             self._forget(folder)
             self._measure(LOAD, lambda: load(path, everyone, self.loaded, buffer_bytes=self.piece_bytes))
         with self._fresh() as folder:

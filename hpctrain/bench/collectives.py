@@ -162,10 +162,8 @@ def print_rows(rows: Sequence[CollectiveRow], ranks: int) -> None:
             _microseconds(row.hpctrain - row.mpi4py),
         ]
         if gloo:
-            cells += [
-                _microseconds(row.gloo) if row.gloo is not None else "-",
-                f"{row.hpctrain / row.gloo:.2f}" if row.gloo is not None else "-",
-            ]
+            other = row.gloo
+            cells += ["-", "-"] if other is None else [_microseconds(other), f"{row.hpctrain / other:.2f}"]
         lines.append([*cells, "" if row.good else "over"])
         previous = row.operation
     console = stdout_console()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
-from hpctrain.files import synchronize
+from hpctrain.files import descriptor_of, synchronize
 
 BLOCK_BYTES = 16 << 20
 _REFERENCES = Path("/proc/self/clear_refs")
@@ -38,11 +38,8 @@ def forget(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             synchronize(path)
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
+            with descriptor_of(path) as descriptor:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 class PeakMemory:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.bench.timing import DEFAULT_VOCABULARY, seconds_of, write_json
+from hpctrain.bench.timing import seconds_of, with_vocabulary, write_json
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
@@ -95,8 +95,7 @@ def bench_offload(
 
 def _engine(deck: Deck, world: World, device: str) -> Engine:
     """An engine whose gradients are random and whose optimizer state lives on `device`."""
-    vocabulary = {"vocabulary": deck.model.vocabulary or DEFAULT_VOCABULARY}
-    deck = deck.with_keys(memory={"optimizer": device, "parameters": "device"}, model=vocabulary)
+    deck = with_vocabulary(deck).with_keys(memory={"optimizer": device, "parameters": "device"})
     engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
     for bucket in engine.buckets:
         bucket.own_gradients.normal_(std=1e-3)

@@ -51,12 +51,10 @@ class _Attention(nn.Module):
             query, key = (
                 turned(part.transpose(0, 1), *rotary.tables).transpose(0, 1) for part in (query, key)
             )
+        shared = query.shape[2] != key.shape[2]
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         attended = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=query.shape[2] != key.shape[2],
+            query, key, value, is_causal=True, enable_gqa=shared
         )
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output

@@ -17,7 +17,7 @@ import torch
 
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
-from hpctrain.bench.timing import DEFAULT_VOCABULARY, write_json
+from hpctrain.bench.timing import with_vocabulary, write_json
 from hpctrain.bench.torch_model import torch_step
 from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
@@ -108,18 +108,16 @@ def bench_train(
 ) -> int:
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
-        deck = _with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
+        deck = with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
     with world.agreement():
         names = _chosen(wish)
-        changed = {
-            changes: _with_vocabulary(
-                read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
-            )
-            for changes in wish.variants
-        }
+        changed: dict[str, Deck] = {}
+        for changes in wish.variants:
+            other = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
+            changed[changes] = with_vocabulary(other)
     gloo = any(name in wish.against for name in names)
     if gloo:
         start_gloo(world)
@@ -146,17 +144,11 @@ def bench_train(
     memory = int(world.everyone.all_reduce(own, "max").item()) if len(variants) == 1 else None
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
     flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token
-    figures = [
-        TrainingFigures(
-            variant.name,
-            rates,
-            median(rates) * flops / (peak * world.size),
-            phases,
-            variant.probe.prediction() if variant.probe is not None else None,
-            memory,
-        )
-        for variant, rates, phases in measured
-    ]
+    figures = []
+    for variant, rates, phases in measured:
+        mfu = median(rates) * flops / (peak * world.size)
+        prediction = variant.probe.prediction() if variant.probe is not None else None
+        figures.append(TrainingFigures(variant.name, rates, mfu, phases, prediction, memory))
     if gloo:
         stop_gloo()
     # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
@@ -168,11 +160,6 @@ def bench_train(
         if output is not None:
             write_json(output, [asdict(row) for row in figures])
     return 0
-
-
-def _with_vocabulary(deck: Deck) -> Deck:
-    vocabulary = deck.model.vocabulary or DEFAULT_VOCABULARY
-    return deck.with_keys(model={"vocabulary": vocabulary})
 
 
 def _chosen(wish: TrainingWish) -> list[str]:
@@ -297,11 +284,8 @@ def _show(deck: Deck, world: World, figures: Sequence[TrainingFigures], peak: fl
     console.print("\n".join(table(rates)), markup=False)
     console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
     phases = [["ms a step", *PHASES]]
-    phases += (
-        [row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)]
-        for row in figures
-        if row.phase_ms
-    )
+    timed = (row for row in figures if row.phase_ms)
+    phases += ([row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)] for row in timed)
     console.print("\n".join(table(phases)), markup=False)
     for row in figures:
         if row.pipeline is not None:

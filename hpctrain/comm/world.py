@@ -134,11 +134,7 @@ class World:
         return self._scratch.peak_bytes
 
     def split(
-        self,
-        axes: tuple[str, ...],
-        ranks: tuple[int, ...],
-        transport: str,
-        among: Group | None = None,
+        self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, among: Group | None = None
     ) -> Group:
         """The Group of these ranks of this world, in rising order.
 
@@ -149,11 +145,7 @@ class World:
         return self._group(axes, ranks, communicator, transport)
 
     def _group(
-        self,
-        axes: tuple[str, ...],
-        ranks: tuple[int, ...],
-        communicator: MPI.Intracomm,
-        transport: str,
+        self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
     ) -> Group:
         host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
         group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._under_way)

@@ -13,11 +13,12 @@ import re
 import stat
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from hpctrain.files import descriptor_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +31,7 @@ FILE_COLUMNS = 160
 # Stands for a blank where no line is broken; no text that is told holds it.
 _JOINT = "\0"
 _BLIND = frozenset({"", "dumb", "unknown"})
+_AT_ONCE = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK  # how a terminal is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Terminal:
         """Its width now, in characters, unless COLUMNS says otherwise; 80 where it does not know."""
         if wish := _wished_columns():
             return wish
-        with suppress(OSError), _opened(self.device) as descriptor:
+        with suppress(OSError), descriptor_of(self.device, _AT_ONCE) as descriptor:
             return os.get_terminal_size(descriptor).columns or DEFAULT_COLUMNS
         return DEFAULT_COLUMNS
 
@@ -150,7 +152,7 @@ def find_terminal(proc: Path = Path("/proc"), process: int | None = None) -> Ter
     kind, device = _status(files / "1")
     # Opening a pipe here would make this process one of its readers.
     if stat.S_ISCHR(kind):
-        with suppress(OSError), _opened(files / "1") as descriptor:
+        with suppress(OSError), descriptor_of(files / "1", _AT_ONCE) as descriptor:
             if os.isatty(descriptor):
                 return Terminal(str(files / "1"), takes_errors=device == _status(files / "2")[1] != 0)
     return None
@@ -190,12 +192,3 @@ def _status(path: Path) -> tuple[int, int]:
     with suppress(OSError):
         return path.stat().st_mode, path.stat().st_rdev
     return 0, 0
-
-
-@contextmanager
-def _opened(path: Path | str) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

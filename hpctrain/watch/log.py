@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.comm.outcome import print_error
 from hpctrain.errors import failing_as
 
 NAME = "hpctrain"
@@ -71,7 +72,7 @@ class _LogFile(logging.FileHandler):
         if not self.complained:
             self.complained = True
             problem = sys.exc_info()[1]
-            _print_error(f"warning: {self.baseFilename}: lines are missing, it cannot be written: {problem}")
+            print_error(f"warning: {self.baseFilename}: lines are missing, it cannot be written: {problem}")
 
     def close(self) -> None:
         """Close the file; what a full disk still refuses is lost."""
@@ -92,10 +93,4 @@ class _Screen(logging.Handler):
         if self.show is not None:
             self.show(text)
         else:
-            _print_error(text)
-
-
-def _print_error(text: str) -> None:
-    # A screen that has gone away is no reason to end a run.
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+            print_error(text)
