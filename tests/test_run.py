@@ -14,6 +14,7 @@ from tests.launch import ROOT, clean_environment
 from tests.run import NO_TESTS, Outcome, Part, verdict
 
 RANKS = ("1", "2")
+TITLES = {"serial": "serial", "1": "1 rank", "2": "2 ranks"}
 TESTS = """
 import os, pytest
 
@@ -42,15 +43,15 @@ def test_next():
 """
 
 
-def make(
-    folder: Path, fails: str, how: str = "fails", ranks: Sequence[str] = RANKS
+def run_parts(
+    folder: Path, fails: str, how: str = "fails", ranks: Sequence[str] = RANKS, make: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`make test` on one file, one of whose tests fails on a number of ranks."""
-    path = folder / "test_it.py"
-    path.write_text(TESTS.format(fails=fails, how=how))
+    """What `make test` calls, or that itself, on one file, one of whose tests fails on a number of ranks."""
+    (folder / "test_it.py").write_text(TESTS.format(fails=fails, how=how))
     environment = {k: v for k, v in clean_environment().items() if not k.startswith(("MAKE", "MFLAGS"))}
+    called = [sys.executable, "tests/run.py", "--ranks", " ".join(ranks), "--", "-n", "0", str(folder)]
     return subprocess.run(
-        ["make", "test", f"RANKS={' '.join(ranks)}", f"ARGS=-n 0 {path}"],
+        ["make", "test", f"RANKS={' '.join(ranks)}", f"ARGS=-n 0 {folder}"] if make else called,
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -67,19 +68,20 @@ def summary(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("fails", ["serial", *RANKS])
 def test_a_failure_on_any_number_of_ranks_fails_the_whole(tmp_path: Path, fails: str) -> None:
-    done = make(tmp_path, fails)
+    ranks = RANKS if fails == "2" else ("1",)
+    done = run_parts(tmp_path, fails, ranks=ranks, make=fails == "2")
     assert done.returncode != 0, done.stdout
     lines = summary(done.stdout)
-    for part, title in zip(("serial", *RANKS), ("serial", "1 rank", "2 ranks"), strict=True):
+    for part in ("serial", *ranks):
         count = 1 if part == "serial" else 2
         failed = int(part == fails)
-        assert f"{count - failed} passed, {failed} failed, 0 skipped" in lines[title], done.stdout
-    assert lines[""] == "4 passed, 1 failed, 0 skipped"
+        assert f"{count - failed} passed, {failed} failed, 0 skipped" in lines[TITLES[part]], done.stdout
+    assert lines[""] == f"{2 * len(ranks)} passed, 1 failed, 0 skipped"
 
 
 @pytest.mark.parametrize(("how", "code"), [("dies", 9), ("aborts", 70)])
 def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: int) -> None:
-    done = make(tmp_path, "2", how, ranks=("2",))
+    done = run_parts(tmp_path, "2", how, ranks=("2",))
     assert done.returncode != 0, done.stdout
     lines = summary(done.stdout)
     assert f"ended with code {code}" in lines["2 ranks"]
@@ -101,9 +103,11 @@ def test_a_launcher_that_is_not_there_fails_the_whole(tmp_path: Path) -> None:
 
 
 def test_everything_passes(tmp_path: Path) -> None:
-    done = make(tmp_path, "none")
+    """Of two files, each test of two ranks once, whoever of the two that share them begins it."""
+    (tmp_path / "test_other.py").write_text(TESTS.format(fails="none", how=""))
+    done = run_parts(tmp_path, "none", make=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert summary(done.stdout)[""] == "5 passed, 0 failed, 0 skipped"
+    assert summary(done.stdout)[""] == "10 passed, 0 failed, 0 skipped"
 
 
 def outcome(code: int) -> Outcome:
