@@ -86,6 +86,11 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: inwards[axis] for axis in AXES}
 
 
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """The ranks along each axis, in words; experts where they are split."""
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis != "expert" or sizes[axis] > 1)
+
+
 def choose_transport(world: World, wish: str) -> str:
     """What tensors travel over: with "auto" the first of TRANSPORTS that suits the ranks' GPUs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.comm.mesh import sizes_text
 from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.memory import MemoryPlan
@@ -24,11 +25,10 @@ SAVINGS_SHOWN = 4
 def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
     deck, memory = plan.deck, plan.memory
-    axes = " x ".join(f"{axis} {memory.sizes[axis]}" for axis in ("pipeline", "data", "context", "tensor"))
     holder = f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, "
-        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({axes}), "
+        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({sizes_text(memory.sizes)}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),

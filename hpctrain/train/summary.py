@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpctrain.comm.mesh import sizes_text
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.recompute import introduce_recompute
@@ -19,13 +20,12 @@ MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to n
 def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> list[str]:
     """What will be trained, on what and how; `peak` is the FLOP/s of a rank."""
     shape, world, mesh = engine.shape, engine.world, engine.mesh
-    axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pipeline", "data", "context", "tensor"))
     sequences = corpus.train.source.count
     epochs = samples_of(deck.batch, deck.run.steps) / sequences
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     lines = [
         f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
-        f"{deck.precision.compute}, {counted(world.size, 'rank')} ({axes}) "
+        f"{deck.precision.compute}, {counted(world.size, 'rank')} ({sizes_text(mesh.sizes)}) "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
         f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "
