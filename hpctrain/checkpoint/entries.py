@@ -28,11 +28,14 @@ def resumed_entries(
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. Parameters of half precision are made from the master weights afterwards.
     """
-    weights = MASTER if any(f"{MASTER}/" in name for name in stored) else MODEL
     entries: list[Entry] = []
     left: set[str] = set()
+    weights = {
+        apart: MASTER if any(name.startswith(_dataset(MASTER, apart, "")) for name in stored) else MODEL
+        for apart in (False, True)
+    }
     for tensor in state:
-        entry = _entry(weights if tensor.is_weight else tensor.kind, tensor)
+        entry = _stored_entry(tensor, stored, weights)
         found = stored.get(entry.dataset)
         if tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
             entries += _summed(entry, found.shape[0])
@@ -43,16 +46,46 @@ def resumed_entries(
     return entries, left
 
 
+def _stored_entry(
+    tensor: StateTensor, stored: Mapping[str, StoredTensor], weights: Mapping[bool, str]
+) -> Entry:
+    """What a file has for a tensor; `weights` is the kind of what is updated, of replicas and of others.
+
+    Another number of replicas is taken in turns. Replicas begin with what all have in common where the file
+    has no others, and the other way round with the first one's.
+    """
+    plain = tensor.shard.unstacked if tensor.of_replicas else tensor.shard
+    for of_replicas in (tensor.of_replicas, not tensor.of_replicas):
+        kind = weights[of_replicas] if tensor.is_weight else tensor.kind
+        found = stored.get(_dataset(kind, of_replicas, plain.name))
+        if found is None:
+            continue
+        shard = plain
+        if of_replicas and tensor.resumed == "as a sum":
+            shard = tensor.shard
+        elif of_replicas:
+            count = found.shape[0]
+            shard = plain.stacked(tensor.shard.start[0] % count if tensor.of_replicas else 0, count)
+        return replace(_entry(kind, tensor), dataset=found.dataset, shard=shard)
+    return _entry(tensor.kind, tensor)
+
+
 def model_entries(buckets: Sequence[Bucket]) -> list[Entry]:
     """Entries `/model/<name>` alone, for reading a model without its training state."""
     return training_entries(
-        tensor for bucket in buckets for tensor in own_state(MODEL, bucket.own_values, bucket)
+        tensor for bucket in buckets for tensor in own_state(MODEL, bucket.own_values, bucket, apart=False)
     )
 
 
 def master_entries(state: Iterable[StateTensor]) -> list[Entry]:
     """Entries `/model/<name>` of the fp32 weights that the optimizer updates, whatever the precision."""
-    return [_entry(MODEL, tensor) for tensor in state if tensor.is_weight]
+    entries = ((tensor, _entry(MODEL, tensor)) for tensor in state if tensor.is_weight)
+    return [
+        replace(entry, dataset=_dataset(MODEL, False, entry.shard.name), shard=entry.shard.unstacked)
+        if tensor.of_replicas
+        else entry
+        for tensor, entry in entries
+    ]
 
 
 def _summed(entry: Entry, count: int) -> Iterator[Entry]:
@@ -64,5 +97,9 @@ def _summed(entry: Entry, count: int) -> Iterator[Entry]:
 
 
 def _entry(kind: str, tensor: StateTensor) -> Entry:
-    dataset = f"/{'replicas.' if tensor.of_replicas else ''}{kind}/{tensor.shard.name}"
+    dataset = _dataset(kind, tensor.of_replicas, tensor.shard.name)
     return Entry(dataset, tensor.shard, tensor.values, tensor.offset, *tensor.copy, tensor.changes_in_step)
+
+
+def _dataset(kind: str, of_replicas: bool, name: str) -> str:
+    return f"/{'replicas.' if of_replicas else ''}{kind}/{name}"

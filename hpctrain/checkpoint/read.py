@@ -11,7 +11,7 @@ whose verdict is final. So all that is read is verified, and as a rule nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,21 @@ def load(
     strict: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
     zero_padding: bool = True,
+    left: Collection[str] = (),
 ) -> dict[str, Any]:
     """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
 
     `source` is the file, or what `examine` found in it. Returns the training state, as read_state does.
     Padding becomes zero, or stays as it is. With `strict`, a dataset that no rank asks for is an error if any
-    of its folder ("/model", "/optimizer", ...) is asked for. After an error the values are not to be used.
+    of its folder ("/model", "/optimizer", ...) is asked for, and its kind is not `left`. After an error the
+    values are not to be used.
     Errors, the same on all ranks: HpctrainError if names, shapes or types differ from the file's,
     InputOutputError if the file is missing, truncated or damaged.
     """
     structure = source if isinstance(source, Structure) else examine(Path(source), group)
     _raise_first(group, list(_differences(structure, entries)))
     if strict:
-        _raise_first(group, _surplus(structure, group, entries))
+        _raise_first(group, _surplus(structure, group, entries, left))
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
@@ -89,11 +91,15 @@ def _differences(structure: Structure, entries: Sequence[Entry]) -> Iterator[str
             yield f"{where}: holds {stored.kind}, expected {entry.kind}"
 
 
-def _surplus(structure: Structure, group: Group, entries: Sequence[Entry]) -> list[str]:
+def _surplus(
+    structure: Structure, group: Group, entries: Sequence[Entry], left: Collection[str]
+) -> list[str]:
     """What the file holds and no rank asks for; collective."""
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
-    wanted = combined(group, np.array([name in asked for name in names], np.int64), "max")
+    of_kinds = tuple(f"/{before}{kind}/" for kind in left for before in ("", "replicas."))
+    known = [name in asked or name.startswith(of_kinds) for name in names]
+    wanted = combined(group, np.array(known, np.int64), "max")
     folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"

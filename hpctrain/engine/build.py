@@ -166,6 +166,7 @@ def assemble(
             deck, groups, models, replications, offload, world.device, world.agreement
         )
     _initialize(world, shape, stage.optimizer, deck.run.seed, roughness)
+    stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
     scaled = Precision.of(deck).scales_loss

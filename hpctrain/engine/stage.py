@@ -228,6 +228,6 @@ def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:
 def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     """Fill a stage that is not trained from a checkpoint. Collective; errors as in `checkpoint.read.load`."""
     structure = examine(path, everyone)
-    kept, _ = resumed_entries(stage.modules.state(), structure.datasets)
-    load(structure, everyone, [*model_entries(stage.buckets), *kept])
+    kept, left = resumed_entries(stage.modules.state(), structure.datasets)
+    load(structure, everyone, [*model_entries(stage.buckets), *kept], left=left)
     refresh(stage.buckets)

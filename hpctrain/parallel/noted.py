@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
@@ -16,28 +17,38 @@ How = Literal["max", "sum"]
 class Noted:
     """A step's largest values and sums, by name.
 
-    The executor says whose `micro_batch` an action is. What it computes again in backward counts once, and
-    nothing that is no training step does.
+    The executor says where an action begins. What it computes again in backward counts once, and nothing that
+    is no training step does.
     """
 
     def __init__(self) -> None:
-        self.micro_batch: int | None = None
-        self._values: dict[How, dict[tuple[str, int], Tensor]] = {"max": {}, "sum": {}}
+        self._micro_batch: int | None = None
+        self._times: Counter[str] = Counter()
+        self._values: dict[How, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
         self._sizes: dict[How, dict[str, int]] | None = None
+
+    def begin(self, micro_batch: int | None) -> None:
+        """An action on a micro-batch of a training step begins, or, with None, something else."""
+        self._micro_batch = micro_batch
+        self._times.clear()
 
     def most(self, name: str, values: Tensor) -> None:
         """Of `values` [k], none of them negative, the largest that any rank notes of any micro-batch."""
         self._note("max", name, values)
 
     def sum(self, name: str, values: Tensor) -> None:
-        """The sum of `values` [k], this rank's of a micro-batch, over all micro-batches and ranks."""
+        """The sum of `values` [k] over all times, micro-batches and ranks.
+
+        What is noted in one action for the n-th time is what was in another one, which is done again.
+        """
         self._note("sum", name, values)
 
     def _note(self, how: How, name: str, values: Tensor) -> None:
-        if self.micro_batch is not None:
-            own, key = self._values[how], (name, self.micro_batch if how == "sum" else 0)
-            values = values.detach()
+        if self._micro_batch is not None:
+            own, values = self._values[how], values.detach().clone()
+            key = (name, self._micro_batch, self._times[name]) if how == "sum" else (name, 0, 0)
             own[key] = torch.maximum(own[key], values) if how == "max" and key in own else values
+            self._times[name] += 1
 
     def agree(self, everyone: Group) -> dict[str, Tensor]:
         """By name what all ranks have noted of the step, fp64 [k], which is then forgotten. Collective.
@@ -46,7 +57,7 @@ class Noted:
         names and numbers of the first one, which is where ranks tell each other.
         """
         if self._sizes is None:
-            here = {how: {name: len(v) for (name, _), v in own.items()} for how, own in self._values.items()}
+            here = {how: {name: len(v) for (name, *_), v in own.items()} for how, own in self._values.items()}
             ranks = everyone.all_gather_object(here)
             self._sizes = {how: {k: v for rank in ranks for k, v in rank[how].items()} for how in here}
         agreed: dict[str, Tensor] = {}
@@ -55,9 +66,10 @@ class Noted:
                 continue
             values = everyone.empty((sum(sizes.values()),), torch.float64).zero_()
             pieces = dict(zip(sizes, values.split(list(sizes.values())), strict=True))
-            for (name, _), own in self._values[how].items():
+            for (name, *_), own in self._values[how].items():
                 pieces[name].copy_(torch.maximum(pieces[name], own) if how == "max" else pieces[name] + own)
             everyone.all_reduce(values, how)
+            assert not agreed.keys() & pieces.keys(), "a name is of a largest value or of a sum"
             agreed |= pieces
             self._values[how].clear()
         return agreed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.saved import Saving
 from hpctrain.parallel.shard import Parameter
 
@@ -23,11 +23,11 @@ class Product:
     """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored.
 
     One for each layer, so that what a format needs to remember of its matrix has a place; it is made before
-    the weights are. What it sees in the passes of a step goes into `noted`.
+    the weights are. What it sees in the passes of a step goes into the `noted` of its groups.
     """
 
-    def __init__(self, weights: Sequence[Parameter], noted: Noted) -> None:
-        self.weights, self.noted = weights, noted
+    def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
+        self.weights, self.groups = weights, groups
 
     def weight(self) -> Tensor:
         """All weights as one matrix [n, k]."""

@@ -18,4 +18,4 @@ PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
 
 def make_product(weights: Sequence[Parameter], groups: LayerGroups) -> Product:
     """The products of a layer's matrix, in the format of the groups."""
-    return PRODUCTS[groups.product_format](weights, groups.noted)
+    return PRODUCTS[groups.product_format](weights, groups)

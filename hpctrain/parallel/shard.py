@@ -53,6 +53,11 @@ class Shard:
         return replace(self, shape=(count, *self.shape), start=start, local=local)
 
     @property
+    def unstacked(self) -> Shard:
+        """The Shard of one of those."""
+        return replace(self, shape=self.shape[1:], start=self.start[1:], local=self.local[1:])
+
+    @property
     def elements(self) -> int:
         """Elements of the local piece, padding included."""
         return prod(self.local)

@@ -125,7 +125,7 @@ class _Pass:
         for action in self.schedule.stages[self.stage]:
             ledger.phase = "evaluation" if not training else "forward" if action.kind == "F" else "backward"
             received = self._receive(action)
-            noted.micro_batch = action.micro_batch if training else None
+            noted.begin(action.micro_batch if training else None)
             began = perf_counter()
             passed_on = self._compute(action, received)
             # Before its sending, so that it is over where its message arrives.
@@ -134,7 +134,7 @@ class _Pass:
             if passed_on is not None:
                 self._send(action, passed_on)
             self.sends = [send for send in self.sends if not send[0].test()]
-        noted.micro_batch = None
+        noted.begin(None)
         for work, _ in self.sends:
             work.wait()
         ledger.phase = "synchronize" if training else "evaluation"

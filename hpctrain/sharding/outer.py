@@ -29,10 +29,19 @@ class Weights(Protocol):
 
 
 class Outer(Protocol):
-    """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`)."""
+    """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`).
+
+    Those that are apart are clipped by their own norms. What they have in common, as a model between them, is
+    state that is not `apart`, by the kind MODEL what a checkpoint's readers take for the model.
+    """
+
+    def begin(self, weights: Weights) -> None:
+        """The weights are there, of a new run; state that is resumed follows."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients of a step are summed over each bucket's own group. Collective over the replicas."""
+        """The gradients of a step are summed over each bucket's own group; the loss was divided by the tokens
+        of all replicas. Collective over the replicas.
+        """
 
     def after_update(self, weights: Weights) -> None:
         """The step's update is done, on all ranks; not called where it is skipped. Collective, as above."""
@@ -40,6 +49,9 @@ class Outer(Protocol):
 
 class EveryStep:
     """Replicas sum their gradients in every step, so that they never differ."""
+
+    def begin(self, weights: Weights) -> None:
+        """All have the same."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """Sum the slices."""

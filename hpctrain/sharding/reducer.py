@@ -12,7 +12,12 @@ from hpctrain.sharding.bucket import Bucket
 
 
 class Summation(Protocol):
-    """How they become sums: one for each bucket, so that it may have state of its own (`Stateful`)."""
+    """How they become sums: one for each bucket, so that it may have state of its own (`Stateful`).
+
+    What becomes of a parameter's gradients depends on these alone (`bucket.segments`), and zeros stay zeros:
+    other ranks hold it beside other parameters, or none, and are to get the same. The next `start` may come
+    before what the last one gave is waited for; a plan's tensors have no values.
+    """
 
     @property
     def scratch_bytes(self) -> int:
@@ -21,8 +26,12 @@ class Summation(Protocol):
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum a bucket's `gradients`, which may be overwritten, over the ranks of its group.
 
-        `sums` are these themselves, or where this rank's slice of them goes, there or elsewhere.
+        `sums` are these themselves, or where this rank's slice of them goes, there or elsewhere. They may be
+        not finite, where the step is going to be skipped.
         """
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """The step is done, or skipped; gradients of the next one are scaled by `factor` more, as in fp16."""
 
 
 class ExactSum:
@@ -41,6 +50,9 @@ class ExactSum:
         if sums is gradients:
             return self.group.start_all_reduce(gradients)
         return self.group.start_reduce_scatter(gradients, sums)
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """Nothing is left of it."""
 
 
 class Reducer:

@@ -39,7 +39,7 @@ class StateTensor:
     A run that goes on cannot do without what is `resumed` "always", leaves what the file lacks as it began
     with "if stored" or "as a sum", and makes by itself what it reads "never". What each of another number of
     ranks had of its own goes on "as a sum": that of several goes to one. Forward, backward or sums change
-    what `changes_in_step`; all else is changed by the update alone. What is `of_replicas` that are apart is
+    what `changes_in_step`; all else is changed by the update alone. What is `of_replicas`, each one's own, is
     stored beside what they have in common, if anything.
     """
 
@@ -68,20 +68,26 @@ class Stateful(Protocol):
 
 
 def own_state(
-    kind: str, flat: Flat, bucket: Bucket, resumed: Resumed = "if stored", changes_in_step: bool = True
+    kind: str,
+    flat: Flat,
+    bucket: Bucket,
+    resumed: Resumed = "if stored",
+    changes_in_step: bool = True,
+    apart: bool | None = None,
 ) -> Iterator[StateTensor]:
     """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own.
 
-    That of replicas which are apart is stored as [replicas, ...], each one's behind the other's.
+    What each replica has of its own, which `apart` says, or else the bucket's Sharding, is stored as
+    [replicas, ...], each one's behind the other's.
     """
-    sharding = bucket.sharding
+    replicas = bucket.sharding.replicas
+    apart = bucket.sharding.apart if apart is None else apart
     for segment, values, offset in bucket.owned(flat):
         held, shard = segment.replication, segment.parameter.shard
-        if sharding.apart:
-            shard = shard.stacked(sharding.replicas.rank, sharding.replicas.size)
-        copy = held.copy(True, *sharding.parted)
-        how = resumed, changes_in_step, sharding.apart
-        yield StateTensor(kind, shard, values, offset, copy, held.written, *how)
+        if apart:
+            shard = shard.stacked(replicas.rank, replicas.size)
+        copy = held.copy(True, replicas) if apart else held.copy(True)
+        yield StateTensor(kind, shard, values, offset, copy, held.written, resumed, changes_in_step, apart)
 
 
 def state_of_ranks(

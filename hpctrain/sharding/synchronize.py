@@ -74,6 +74,11 @@ class GradientSynchronizer:
         self._complete(0)
         self._outer.before_update(self.buckets)
 
+    def after_step(self, updated: bool, factor: float) -> None:
+        """See Summation."""
+        for reducer in self._reducer.values():
+            reducer.summation.after_step(updated, factor)
+
     def open(self, bucket: Bucket) -> None:
         """Have whole gradients of a bucket that is cut, in the memory of those that are summed by now."""
         self._complete(1)

@@ -129,7 +129,7 @@ class Checkpoints(Hook):
         structure = examine(path, engine.world.everyone)
         state = structure.state
         entries, left = resumed_entries(engine.state(), structure.datasets)
-        load(structure, engine.world.everyone, entries)
+        load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             sentence = "%s does not have all of the run's %s: what it lacks begins anew"
             logging.getLogger("hpctrain").info(sentence, path, kind)

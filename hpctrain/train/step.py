@@ -107,7 +107,9 @@ class Step:
             engine.outer.after_update(engine.optimizer)
             for each in engine.modules.learning:
                 each.after_update(noted)
+        scaled = engine.loss_scale.value
         engine.loss_scale.update(finite)
+        engine.synchronizer.after_step(finite, engine.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch

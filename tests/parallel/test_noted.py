@@ -28,19 +28,24 @@ class Watching(Product):
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         self.note("inputs", inputs)
-        self.noted.sum(f"{self.name} rows", torch.tensor([inputs.numel() // inputs.shape[-1], 1]))
+        self.count(inputs)
         return super().forward(inputs, bias)
 
     def logits(self, inputs: Tensor) -> Tensor:
         self.note("inputs", inputs)
+        self.count(inputs)
         return super().logits(inputs)
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         self.note("gradients", output_gradient)
         return super().input_gradient(output_gradient, out)
 
+    def count(self, values: Tensor) -> None:
+        rows = torch.tensor([values.numel() // values.shape[-1], 1])
+        self.groups.noted.sum(f"{self.name} rows", rows)
+
     def note(self, what: str, values: Tensor) -> None:
-        self.noted.most(f"{self.name} {what}", values.abs().amax().reshape(1))
+        self.groups.noted.most(f"{self.name} {what}", values.abs().amax().reshape(1))
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
         self.seen += ({name: values for name, values in noted.items() if name.startswith(f"{self.name} ")},)
@@ -48,7 +53,8 @@ class Watching(Product):
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products watch."""
+    """All products watch; the head's are of a few tokens at a time."""
+    monkeypatch.setattr("hpctrain.parallel.vocabulary.chunk_rows", lambda *_: 24)
     monkeypatch.setitem(PRODUCTS, torch.float32, Watching)  # type: ignore[misc]
 
 
@@ -85,7 +91,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_agree_on_what_one_rank_would_note(world: World, layout: str) -> None:
     expected = trained(world.alone())
-    assert len(expected) == STEPS and len(expected[0]) == 4 * 4 * 3 + 2
+    assert len(expected) == STEPS and len(expected[0]) == 4 * 4 * 3 + 3
     ranks = world.everyone.all_gather_object(trained(world, *LAYOUTS[layout]))
     shared = ranks[0][0].keys() & ranks[1][0].keys()
     assert not shared if layout == "pipeline" else shared == expected[0].keys()

@@ -14,7 +14,9 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import OUTERS, OuterChoice
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.outer import Weights
+from hpctrain.sharding.state import MODEL, StateTensor, own_state
 from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.start import start_from_source
 from hpctrain.train.verify import ROUGHNESS, on_one_rank
 from tests.engines import Trainer, small_deck, trainer
 
@@ -25,6 +27,9 @@ KEYS = ("optimizer.clip=0.1", "precision.compute=bf16")
 
 class LocalSteps:
     """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means."""
+
+    def begin(self, weights: Weights) -> None:
+        """Replicas begin alike."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The loss was divided by the tokens of all replicas."""
@@ -124,3 +129,85 @@ def test_what_is_not_finite_in_one_replica_skips_the_step_in_all(world: World) -
     assert training.train_step().skipped
     after = training.parameters()
     assert world.rank or all(torch.equal(values, before[name]) for name, values in after.items())
+
+
+class Averaged(LocalSteps):
+    """Local steps whose common model is the mean of the last meeting."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self.common = [torch.zeros(bucket.own.stop - bucket.own.start) for bucket in buckets]
+
+    def begin(self, weights: Weights) -> None:
+        for common, master in zip(self.common, weights.masters, strict=True):
+            assert isinstance(master, torch.Tensor)
+            common.copy_(master)
+
+    def after_update(self, weights: Weights) -> None:
+        super().after_update(weights)
+        if weights.updates % EVERY == 0:
+            self.begin(weights)
+
+    def state(self) -> Iterator[StateTensor]:
+        for bucket, common in zip(self.buckets, self.common, strict=True):
+            yield from own_state(MODEL, common, bucket, "always", False, apart=False)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
+    world: World, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path, compute: str
+) -> None:
+    """Runs with and without replicas go on from each other, and start from each other's weights."""
+    keys = ("optimizer.clip=0.1", f"precision.compute={compute}", "layout.zero=1", f"run.dir={mpi_tmp_path}")
+    plain_deck, apart_deck = small_deck(*keys), small_deck(*keys, "layout.zero_group=1")
+    averaged = OuterChoice(lambda _, buckets: Averaged(buckets), apart=True)
+    plain = trainer(world, plain_deck, masked=0.0)
+    plain.train(1)
+    checkpoints = Checkpoints(plain_deck, plain.engine, {})
+    checkpoints.save(plain.state)
+
+    monkeypatch.setitem(OUTERS, "every_step", averaged)  # type: ignore[misc]
+    training = trainer(world, apart_deck, masked=0.0)
+    assert checkpoints.newest is not None
+    training.state = Checkpoints(apart_deck, training.engine, {}).restore(checkpoints.newest)
+    assert_equal(training.parameters(), plain.parameters())
+    assert [t.kind for t in training.engine.state() if t.is_weight and not t.of_replicas]
+    training.train(EVERY)
+    assert training.engine.optimizer.updates == EVERY + 1
+    outer = training.engine.outer
+    assert isinstance(outer, Averaged)
+    common = [values.clone() for values in outer.common]
+    checkpoints = Checkpoints(apart_deck, training.engine, {})
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    again = trainer(world, apart_deck, masked=0.0)
+    again.state = Checkpoints(apart_deck, again.engine, {}).restore(checkpoints.newest)
+    assert_equal(again.parameters(), training.parameters())
+    assert isinstance(again.engine.outer, Averaged)
+    assert all(torch.equal(*pair) for pair in zip(again.engine.outer.common, common, strict=True))
+
+    deck = small_deck(*keys, "layout.zero_group=1", f"model.from={checkpoints.newest}")
+    started = trainer(world, deck, masked=0.0)
+    start_from_source(deck, started.engine)
+    for bucket, values, expected in zip(
+        started.engine.buckets, started.engine.optimizer.masters, common, strict=True
+    ):
+        assert all(
+            torch.equal(mine, theirs)
+            for (_, mine, _), (_, theirs, _) in zip(bucket.owned(values), bucket.owned(expected), strict=True)
+        )
+
+    monkeypatch.undo()
+    back = trainer(world, plain_deck, masked=0.0)
+    back.state = Checkpoints(plain_deck, back.engine, {}).restore(checkpoints.newest)
+    alone = back.parameters()
+    for bucket, expected in zip(started.engine.buckets, common, strict=True):
+        for segment, values, _ in bucket.owned(expected):
+            name = segment.parameter.shard.name
+            assert torch.equal(alone[name].reshape(-1), values.to(alone[name].dtype)), name
+    assert back.train_step().loss > 0
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(values, expected[name]) for name, values in found.items())

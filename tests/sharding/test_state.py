@@ -51,6 +51,10 @@ class Rounding:
         self.residual.sub_(gradients)
         return self.inner.start(gradients, sums)
 
+    def after_step(self, updated: bool, factor: float) -> None:
+        """What a step that is skipped would have sent is lost with it."""
+        self.residual.mul_(factor) if updated else self.residual.zero_()
+
     def state(self) -> Iterator[StateTensor]:
         yield from state_of_ranks("reducer/residual", self.residual, self.bucket)
 
@@ -74,7 +78,7 @@ class Remembering(Product):
         return super().input_gradient(output_gradient, out)
 
     def note(self, what: str, values: Tensor) -> None:
-        self.noted.most(f"{self.weights[0].shard.name}/{what}", values.abs().amax().float().reshape(1))
+        self.groups.noted.most(f"{self.weights[0].shard.name}/{what}", values.abs().amax().float().reshape(1))
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
         first_name = self.weights[0].shard.name
@@ -285,3 +289,36 @@ def test_what_a_file_lacks_begins_anew(
     request.getfixturevalue("monkeypatch").undo()
     plain.state = Checkpoints(plain.deck, plain.engine, {}).restore(path_of(mpi_tmp_path / "keeping", 3))
     assert plain.state.step == 3
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.usefixtures("keeping")
+def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(world: World) -> None:
+    """The scale of the loss begins too large; what is carried on is of the scale of the next step."""
+    keys = ("precision.compute=fp16", "precision.initial_loss_scale=67108864", "run.steps=20")
+    training = trainer(world, small_deck(*DECK, *LLAMA, *keys))
+    skipped = [result.skipped for result in training.train(12)]
+    assert skipped[0] and not all(skipped[-2:]), skipped
+    scale = training.engine.loss_scale.value
+    carried = max(float(t.values.abs().max()) for t in training.engine.state() if "residual" in t.kind)
+    assert 0 < carried / scale < 1e-2
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.usefixtures("keeping")
+def test_state_of_another_shape_begins_anew_beside_what_stays(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed with longer histories."""
+    training, checkpoints = made(world, mpi_tmp_path / "a")
+    training.train(1)
+    checkpoints.save(training.state)
+    before = contents(training)
+    monkeypatch.setattr("tests.sharding.test_state.HISTORY", 2 * HISTORY)
+    longer, others = made(world, mpi_tmp_path / "b")
+    longer.state = others.restore(path_of(mpi_tmp_path / "a", 1))
+    for key, values in contents(longer).items():
+        if key[0] == "product/history":
+            assert len(values) == 2 * len(before[key]) and not values.any()
+        else:
+            assert torch.equal(values, before[key]), key
