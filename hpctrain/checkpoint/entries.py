@@ -37,6 +37,8 @@ def resumed_entries(
     for tensor in state:
         entry = _stored_entry(tensor, stored, weights)
         found = stored.get(entry.dataset)
+        if found is not None and found.kind != entry.kind and tensor.resumed != "always":
+            found = None
         if tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
             entries += _summed(entry, found.shape[0])
         elif tensor.resumed in {"if stored", "as a sum"} and (found is None or found.shape != entry.shape):

@@ -98,9 +98,9 @@ def _surplus(
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
     of_kinds = tuple(f"/{before}{kind}/" for kind in left for before in ("", "replicas."))
-    known = [name in asked or name.startswith(of_kinds) for name in names]
+    known = [2 if name in asked else int(name.startswith(of_kinds)) for name in names]
     wanted = combined(group, np.array(known, np.int64), "max")
-    folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag}
+    folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag == 2}
     return [
         f"{structure.path}: {name}: in this checkpoint, but not in this model"
         for name, flag in zip(names, wanted, strict=True)

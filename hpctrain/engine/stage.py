@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -229,5 +229,17 @@ def load_parameters(path: Path, stage: Stage, everyone: Group) -> None:
     """Fill a stage that is not trained from a checkpoint. Collective; errors as in `checkpoint.read.load`."""
     structure = examine(path, everyone)
     kept, left = resumed_entries(stage.modules.state(), structure.datasets)
-    load(structure, everyone, [*model_entries(stage.buckets), *kept], left=left)
+    wanted = [(entry, structure.datasets.get(entry.dataset)) for entry in model_entries(stage.buckets)]
+    # What replicas have in common is stored in fp32, whatever the format of the parameters.
+    read = [
+        replace(entry, values=torch.empty(entry.values.numel()))
+        if found is not None and found.kind == "float32" and entry.kind != found.kind
+        else entry
+        for entry, found in wanted
+    ]
+    load(structure, everyone, [*read, *kept], left=left)
+    for (entry, _), each in zip(wanted, read, strict=True):
+        if each is not entry:
+            assert isinstance(entry.values, torch.Tensor) and isinstance(each.values, torch.Tensor)
+            entry.values.copy_(each.values)
     refresh(stage.buckets)

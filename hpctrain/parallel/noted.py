@@ -39,7 +39,8 @@ class Noted:
     def sum(self, name: str, values: Tensor) -> None:
         """The sum of `values` [k] over all times, micro-batches and ranks.
 
-        What is noted in one action for the n-th time is what was in another one, which is done again.
+        What is noted in one action for the n-th time is what was in another one, which is done again: a name
+        is of one layer and one kind of pass.
         """
         self._note("sum", name, values)
 

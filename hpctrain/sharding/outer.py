@@ -31,12 +31,13 @@ class Weights(Protocol):
 class Outer(Protocol):
     """Keeps the replicas together, or lets them part for some steps (`Sharding.apart`).
 
-    Those that are apart are clipped by their own norms. What they have in common, as a model between them, is
-    state that is not `apart`, by the kind MODEL what a checkpoint's readers take for the model.
+    Those that are apart are clipped by their own norms. What they have in common is state that is not
+    `apart`: a model between them is of the kind MODEL, resumed "always", which readers of a checkpoint take
+    for the model.
     """
 
     def begin(self, weights: Weights) -> None:
-        """The weights are there, of a new run; state that is resumed follows."""
+        """The weights are there, of a new run, or from another model; state that is resumed follows."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The gradients of a step are summed over each bucket's own group; the loss was divided by the tokens

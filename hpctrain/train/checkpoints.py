@@ -138,6 +138,7 @@ class Checkpoints(Hook):
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+        engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
         self.provenance.go_on(state, path)
         self.newest = path
         if path.parent == self.folder:

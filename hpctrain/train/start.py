@@ -26,6 +26,7 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     optimizer, shape = engine.optimizer, engine.shape
     source = load_source(path, engine.world, master_entries(engine.state()))
     optimizer.publish()
+    engine.outer.begin(optimizer)
     if deck.stability.check_parameters:
         # Ranks of several nodes may have read other files of the same name.
         check_replicas(engine.buckets, engine.world.everyone)

@@ -51,6 +51,7 @@ def test_what_ranks_had_of_their_own_goes_to_one_each(count: int, read: list[int
     assert sorted(starts) == list(range(count)) and all(entry.shape[0] == count for entry in entries)
 
 
-def test_state_of_another_shape_is_left() -> None:
-    file = {"/product/h/a": StoredTensor("/product/h/a", "float32", (8, 4), 0, 0)}
+@pytest.mark.parametrize(("kind", "shape"), [("float32", (8, 4)), ("bfloat16", (8, 3))])
+def test_state_of_another_shape_or_type_is_left(kind: str, shape: tuple[int, ...]) -> None:
+    file = {"/product/h/a": StoredTensor("/product/h/a", kind, shape, 0, 0)}
     assert resumed_entries([tensor("product/h", "if stored", None, 1, False)], file) == ([], {"product/h"})

@@ -11,7 +11,8 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import build_engine, make_mesh
-from hpctrain.engine.stage import OUTERS, OuterChoice
+from hpctrain.engine.stage import OUTERS, OuterChoice, build_stage, load_parameters
+from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.outer import Weights
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
@@ -198,6 +199,11 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
             for (_, mine, _), (_, theirs, _) in zip(bucket.owned(values), bucket.owned(expected), strict=True)
         )
 
+    model = build_model(plain.engine.shape, plain.engine.groups)
+    stage = build_stage(plain_deck, plain.engine.groups, [model], plain.engine.replications)
+    load_parameters(checkpoints.newest, stage, world.everyone)
+    generating = {parameter.shard.name: parameter for parameter in model.parameters()}
+
     monkeypatch.undo()
     back = trainer(world, plain_deck, masked=0.0)
     back.state = Checkpoints(plain_deck, back.engine, {}).restore(checkpoints.newest)
@@ -206,6 +212,7 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
         for segment, values, _ in bucket.owned(expected):
             name = segment.parameter.shard.name
             assert torch.equal(alone[name].reshape(-1), values.to(alone[name].dtype)), name
+            assert torch.equal(generating[name].detach(), alone[name]), name
     assert back.train_step().loss > 0
 
 

@@ -293,15 +293,26 @@ def test_what_a_file_lacks_begins_anew(
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.usefixtures("keeping")
-def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(world: World) -> None:
-    """The scale of the loss begins too large; what is carried on is of the scale of the next step."""
+def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(
+    world: World, mpi_tmp_path: Path
+) -> None:
+    """The scale of the loss begins too large; what is carried on is of the scale of the next step, or run."""
     keys = ("precision.compute=fp16", "precision.initial_loss_scale=67108864", "run.steps=20")
-    training = trainer(world, small_deck(*DECK, *LLAMA, *keys))
+    training = trainer(world, small_deck(*DECK, *LLAMA, *keys, f"run.dir={mpi_tmp_path / 'fp16'}"))
     skipped = [result.skipped for result in training.train(12)]
     assert skipped[0] and not all(skipped[-2:]), skipped
     scale = training.engine.loss_scale.value
     carried = max(float(t.values.abs().max()) for t in training.engine.state() if "residual" in t.kind)
     assert 0 < carried / scale < 1e-2
+    checkpoints = Checkpoints(training.deck, training.engine, {})
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    other, others = made(world, mpi_tmp_path / "other", "precision.compute=bf16")
+    other.state = others.restore(checkpoints.newest)
+    before = contents(training)
+    for key, values in contents(other).items():
+        if key[0] == "reducer/residual":
+            assert torch.equal(values * scale, before[key]), key
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -322,3 +333,10 @@ def test_state_of_another_shape_begins_anew_beside_what_stays(
             assert len(values) == 2 * len(before[key]) and not values.any()
         else:
             assert torch.equal(values, before[key]), key
+
+    every = Remembering.state
+    only = "product/history"
+    monkeypatch.setattr(Remembering, "state", lambda self: (each for each in every(self) if each[0] == only))
+    without, others = made(world, mpi_tmp_path / "c")
+    without.state = others.restore(path_of(mpi_tmp_path / "a", 1))
+    assert without.state.step == 1
