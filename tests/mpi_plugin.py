@@ -9,8 +9,8 @@ Ranks above 0 print nothing but such a last word.
 
 Tests whose mpi mark is not for so many ranks are left out: fewer have proven it, or it needs more.
 
-Several runs can share the tests: each begins the files that none has begun, which one creates a file for
-in the folder that CLAIMS names.
+Several runs can share the tests: each begins those that none has begun, and creates a file for each in the
+folder that CLAIMS names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ COLLECTION_GRACE = 60.0
 FAILED_RUN = 70
 MARK = re.compile(r"pytest\.mark\.mpi\b((?:\([^)]*\))?)")
 SIZE = re.compile(r"(min_size|max_size) *= *(\d+)")
-#: Environment variable: a folder, and ":backwards" where a run begins with the last file.
+#: Environment variable: a folder, and ":backwards" where a run begins with the last test.
 CLAIMS = "HPCTRAIN_TEST_CLAIMS"
 
 
@@ -77,17 +77,16 @@ class Together:
         return True
 
     def claimed(self, items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-        """The tests of each file that this run is the first to begin."""
+        """The tests that this run is the first to begin."""
         folder, _, backwards = os.environ[CLAIMS].partition(":")
-        files = [(path, list(tests)) for path, tests in groupby(items, key=lambda item: item.path)]
-        for path, tests in files[:: -1 if backwards else 1]:
+        for number in range(len(items))[:: -1 if backwards else 1]:
             ours = False
             if self.rank == 0:
                 with suppress(FileExistsError):
-                    Path(folder, str(path).replace("/", "-")).touch(exist_ok=False)
+                    Path(folder, str(number)).touch(exist_ok=False)
                     ours = True
             if self.communicator.bcast(ours):
-                yield from tests
+                yield items[number]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

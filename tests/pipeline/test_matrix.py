@@ -22,7 +22,7 @@ LAYOUTS = {
     4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)],
     8: [(2, 2, 2)],
 }
-COUNTS = {2: range(1, 9), 4: (1, 3, 4, 8)}
+COUNTS = {2: (1, 2, 3, 4, 5, 8), 4: (1, 3, 4, 8)}
 SOME = {1, 4}
 """Numbers of micro-batches beside tensor and data ranks: orders of actions are the stages' alone."""
 
