@@ -24,7 +24,7 @@ def tensor(kind: str, resumed: Resumed, number: int | None, count: int, of_repli
     [
         ("optimizer/m", 3, {"/replicas.optimizer/m": (2, 8, 3)}, ("/replicas.optimizer/m", (1, 4, 0))),
         ("optimizer/m", 3, {"/optimizer/m": (8, 3)}, ("/optimizer/m", (4, 0))),
-        ("optimizer/m", None, {"/replicas.optimizer/m": (2, 8, 3)}, ("/replicas.optimizer/m", (0, 4, 0))),
+        ("optimizer/m", None, {"/replicas.optimizer/m": (3, 8, 3)}, ("/replicas.optimizer/m", (0, 4, 0))),
         (MODEL, 1, {"/model": (8, 3), "/replicas.master": (2, 8, 3)}, ("/replicas.master", (1, 4, 0))),
         (MODEL, None, {"/model": (8, 3), "/replicas.master": (2, 8, 3)}, ("/model", (4, 0))),
         (MODEL, 1, {"/model": (8, 3), "/master": (8, 3)}, ("/master", (4, 0))),
