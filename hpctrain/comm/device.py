@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
 from hpctrain.errors import HpctrainError
+
+_CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
+"""As its environment names it, without which torch refuses to be deterministic; and in bytes."""
 
 
 def on_host(device: torch.device) -> bool:
@@ -24,7 +28,7 @@ def in_host_memory(tensor: Tensor) -> bool:
 
 def device_named(name: str) -> torch.device:
     """The kind of device that run.device names; a choice that a run makes is the host until then."""
-    return torch.device("cuda" if name == "cuda" else "cpu")
+    return torch.device("cuda" if name.startswith("cuda") else "cpu")
 
 
 def gpu_count() -> int:
@@ -49,8 +53,14 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make a GPU the one that this process uses where none is named."""
+    """Make a GPU the one that this process uses where none is named, by kernels that always add in one order.
+
+    Others would make two runs of one deck differ, and what is computed again differ from what it was.
+    """
     if not on_host(device):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(device)
 
 
@@ -70,6 +80,11 @@ def identity_of(device: torch.device) -> str | None:
     return None if on_host(device) else str(torch.cuda.get_device_properties(device).uuid)
 
 
+def product_bytes(device: torch.device) -> int:
+    """What matrix products keep on a GPU: a workspace for each of the threads of forward and of backward."""
+    return 0 if on_host(device) else 2 * _CUBLAS_BYTES
+
+
 def held_bytes(device: torch.device) -> int:
     """What this process holds in the device's memory."""
     return resident_bytes() if on_host(device) else torch.cuda.memory_allocated(device)
@@ -78,6 +93,13 @@ def held_bytes(device: torch.device) -> int:
 def peak_bytes(device: torch.device) -> int:
     """The most that this process has held there: resident, or on a GPU of torch's allocator."""
     return peak_rss_bytes() if on_host(device) else torch.cuda.max_memory_allocated(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the peak of a GPU begin anew, and give others what this process no longer uses there."""
+    if not on_host(device):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def total_bytes(device: torch.device) -> int | None:

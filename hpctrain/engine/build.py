@@ -132,7 +132,7 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
-    groups = make_groups(deck, mesh, recompute)
+    groups = make_groups(deck, mesh, recompute, world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
     placement = place_layers(deck, shape, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))

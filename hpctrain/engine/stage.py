@@ -13,6 +13,7 @@ import torch
 from hpctrain.checkpoint.entries import model_entries, resumed_entries
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.structure import examine
+from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
@@ -28,6 +29,7 @@ from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.parallel.vocabulary import TABLE_ROWS
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
@@ -101,8 +103,8 @@ class TrainedStage(Stage):
             yield from each.state()
 
 
-def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroups:
-    """The groups of the deck's layers."""
+def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch.device) -> LayerGroups:
+    """The groups of the deck's layers, for a run on `device`."""
     return LayerGroups(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
@@ -110,6 +112,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy) -> LayerGroup
         context_form=deck.layout.context_form,
         saved_policy=saved_policy,
         product_format=Precision.of(deck).product,
+        table_rows=1 if on_host(device) else TABLE_ROWS,
     )
 
 
@@ -203,7 +206,7 @@ def plan_stage(
     The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
     on its `device` lie on torch's device "meta", which keeps shapes alone.
     """
-    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute))
+    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute), device)
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)

@@ -223,7 +223,7 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
     mesh = Mesh(world, {"tensor": world.size})
-    groups = make_groups(deck, mesh, SavedPolicy())
+    groups = make_groups(deck, mesh, SavedPolicy(), world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
     own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
     needed, advice = resident_bytes() + own, "more nodes would share the model"

@@ -33,9 +33,11 @@ def _fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation
         within = within[..., None] + offsets
     inside = tuple(slice(0, extent) for extent in shard.extent[1:])
     count = max(1, _CHUNK // max(1, within.size))
-    end = offset + target.numel()
+    end = min(offset + target.numel(), rows.size * width)
     target.zero_()
-    for first in range(offset // width // count * count, min(rows.size, -(-end // width)), count):
+    if end <= offset:
+        return
+    for first in range(offset // width // count * count, -(-end // width), count):
         chunk = rows[first : first + count]
         indices = chunk.reshape(-1, *(1,) * within.ndim) + within
         values = np.zeros((chunk.size, *shard.local[1:]), np.float32)

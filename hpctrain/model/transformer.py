@@ -218,7 +218,7 @@ class Predictor(TransformerLayer):
     def workspace(self, at: Saving) -> int:
         """See Layer: logits and their gradients, of a chunk of tokens and of the one before."""
         rows, hidden = self.head.table.shape
-        logits = 2 * chunk_rows(at.tokens, rows) * rows
+        logits = 2 * chunk_rows(at.tokens, rows, at.gpu) * rows
         converted = at.itemsize if at.itemsize < 4 else 0
         return logits * (4 + converted) + apart_bytes(rows * hidden, at)
 

@@ -55,7 +55,7 @@ class CrossEntropy:
         predicted = targets >= 0
         local = targets - head.table.shard.start[0]
         mine = predicted & (local >= 0) & (local < head.rows)
-        column = torch.where(mine, local, 0).unsqueeze(1)
+        column = local.masked_fill(~mine, 0).unsqueeze(1)
 
         at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
         maximum = logits.amax(1)
@@ -69,7 +69,7 @@ class CrossEntropy:
             total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
             at_target = parts[:, 2].amax(0)
         log_partition = total.log() + maximum
-        loss = torch.where(predicted, log_partition - at_target, 0.0)
+        loss = (log_partition - at_target).masked_fill(~predicted, 0.0)
         if not learning:
             return loss, None
         weight = predicted * self.scale

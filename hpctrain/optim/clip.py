@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host
 from hpctrain.sharding.bucket import Bucket
 
 _PIECE = 1 << 16
-"""Elements that are squared in fp64 at a time: few enough for the cache."""
+"""Elements that a CPU squares in fp64 at a time: few enough for the cache."""
 
 
 def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
@@ -19,16 +20,26 @@ def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
     The ranks that share a bucket count a slice each, whatever they hold besides. The sum is one in fp64, so
     that single precision does not show how it was cut.
     """
-    total = torch.zeros((), dtype=torch.float64, device=buckets[0].own_gradients.device)
+    counted = list(_counted(buckets))
+    device = buckets[0].own_gradients.device
+    if counted and not on_host(device):
+        return torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for elements in counted:
+        for piece in elements.split(_PIECE):
+            squares = piece.double()
+            total += torch.dot(squares, squares)
+    return total
+
+
+def _counted(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """The gradients that this rank counts, by parameter."""
     for bucket in buckets:
         own = bucket.own_gradients
         counted = own if bucket.own == bucket.slice else own[bucket.slice]
         for segment, elements, _ in bucket.cut(counted, bucket.slice):
             if segment.parameter.requires_grad and segment.replication.counted:
-                for piece in elements.split(_PIECE):
-                    squares = piece.double()
-                    total += torch.dot(squares, squares)
-    return total
+                yield elements
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

@@ -24,7 +24,8 @@ class LayerGroups:
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
-    chooses the layers' Products; `noted` takes what layers and Products note of a step.
+    chooses the layers' Products; `noted` takes what layers and Products note of a step; of a table split
+    over the vocabulary every rank has a multiple of `table_rows`.
     """
 
     tensor: Group
@@ -35,6 +36,7 @@ class LayerGroups:
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     product_format: torch.dtype = torch.float32
     noted: Noted = field(default_factory=Noted)
+    table_rows: int = 1
 
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""

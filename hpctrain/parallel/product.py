@@ -66,6 +66,9 @@ class Product:
         if left.dtype == gradient.dtype:
             gradient.addmm_(left, right, beta=0 if first else 1)
             return
+        if not left.is_cpu and gradient.dtype == torch.float32:
+            torch.addmm(gradient, left, right, gradient.dtype, beta=0 if first else 1, out=gradient)
+            return
         rows = max(1, PRODUCT_ELEMENTS // right.shape[1])
         for into, part in zip(gradient.split(rows), left.split(rows), strict=True):
             if first:

@@ -1,8 +1,9 @@
 """Embedding and head split over the vocabulary (Megatron-LM, arXiv 1909.08053).
 
-Every rank of the tensor axis holds `ceil(V / t)` rows; the last rows may be padding, which is never
-looked up and never predicted. No rank ever holds the full logits: losses are taken of chunks
-of tokens, and their gradients computed in the same pass, so that no logits are kept for backward.
+Every rank of the tensor axis holds `ceil(V / t)` rows, on GPUs a multiple of TABLE_ROWS; the last rows may
+be padding, which is never looked up and never predicted. No rank ever holds the full logits: losses are
+taken of chunks of tokens, and their gradients computed in the same pass, so that no logits are kept for
+backward.
 """
 
 from __future__ import annotations
@@ -18,26 +19,30 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.shard import Parameter, Shard
 
-CHUNK_ELEMENTS = 6_500_000
-"""Logits of one chunk, per rank: 26 MB in fp32. Every chunk takes three passes over the table."""
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
+"""Logits of one chunk, per rank: 26 MB in fp32, on GPUs 268 MB. Each takes three passes over the table."""
+
+TABLE_ROWS = 64
+"""By a table of another number of rows GPUs multiply several times slower."""
 
 CHUNK_ROWS = 64
 """Tokens of a chunk at the least, so that its products stay efficient."""
 
 
-def chunk_rows(tokens: int, rows: int) -> int:
+def chunk_rows(tokens: int, rows: int, gpu: bool) -> int:
     """Tokens of a chunk of the loss, of `tokens` in all, where a rank holds `rows` of the table.
 
     Chunks are as even as can be: one of a few tokens would take as many passes as the others.
     """
-    most = max(CHUNK_ROWS, CHUNK_ELEMENTS // rows)
+    most = max(CHUNK_ROWS, (CHUNK_ELEMENTS_ON_GPU if gpu else CHUNK_ELEMENTS) // rows)
     chunks = -(-tokens // most)
     return max(1, -(-tokens // max(1, chunks)))
 
 
 def vocabulary_shard(name: str, vocabulary: int, hidden: int, groups: LayerGroups) -> Shard:
     """This rank's rows of a [vocabulary, hidden] tensor, padded to divide."""
-    rows = -(-vocabulary // groups.tensor.size)
+    aligned = groups.tensor.size * groups.table_rows
+    rows = -(-vocabulary // aligned) * groups.table_rows
     return Shard(
         name,
         (vocabulary, hidden),
@@ -142,11 +147,12 @@ class VocabularyHead(nn.Module):
         self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Losses of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
-        logits = self.product.logits(hidden[rows]).float()
+        stored = self.product.logits(hidden[rows])
+        logits = stored.float()
         if self.rows < self.table.shape[0]:
             logits[:, self.rows :] = -torch.inf
         losses, gradient = of_chunk(logits, rows, learning)
-        return losses, None if gradient is None else gradient.to(hidden.dtype)
+        return losses, gradient if gradient is None or logits is stored else stored.copy_(gradient)
 
 
 class _Loss(torch.autograd.Function):
@@ -159,7 +165,7 @@ class _Loss(torch.autograd.Function):
         rows = whole.reshape(-1, whole.shape[-1])
         gradient = torch.empty_like(rows) if learning else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
-        count = chunk_rows(rows.shape[0], table.shape[0])
+        count = chunk_rows(rows.shape[0], table.shape[0], not rows.is_cpu)
         for start in range(0, rows.shape[0], count):
             part = slice(start, start + count)
             losses, of_logits = head.losses(rows, part, of_chunk, learning)

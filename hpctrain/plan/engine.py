@@ -32,15 +32,16 @@ def build_within_memory(
     """
     libraries = library_bytes() if on_host(world.device) else 0
     arrangement = arrange(deck, world, mesh)
+    planned = deck.with_keys(run={"device": world.device.type})
     numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
-    plan = plan_memory(deck, *numbers, arrangement.placement.split, arrangement.schedule)
+    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 
     def advice(room: Room) -> str:
         savings = find_savings(
             deck,
             plan,
-            lambda change: parse_deck(deck_text(deck), [change], ranks=world.size),
+            lambda change: parse_deck(deck_text(planned), [change], ranks=world.size),
             lambda changed: plan_memory(changed, *numbers),
             ADVICE_SECONDS,
         )

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import unmeasured_split
@@ -136,7 +136,7 @@ def plan_memory(
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
         buffer = (AHEAD + 1) * len(senders) * parts[0].hidden.bytes
-        other = libraries + _workspace(deck, parts)
+        other = libraries + product_bytes(device) + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * shape.hidden, parts[0].at.itemsize

@@ -74,7 +74,7 @@ def test_a_model_that_is_not_trained_stands_beside_one_that_is(
     save(path, world.everyone, training_entries(engine.state()), {})
 
     deck = small_deck(f"layout.zero={zero}")
-    groups = make_groups(deck, engine.mesh, SavedPolicy())
+    groups = make_groups(deck, engine.mesh, SavedPolicy(), world.device)
     model = build_model(engine.shape, groups)
     stage = build_stage(deck, groups, [model], make_replications(deck, engine.mesh))
     load_parameters(path, stage, world.everyone)
