@@ -78,7 +78,7 @@ test-full: test
 
 cluster-test: install
 	@tests/cluster/install.sh
-	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 2 --dist worksteal -m cluster tests/cluster $(ARGS)
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 3 --dist worksteal -m cluster tests/cluster $(ARGS)
 
 $(QUICK)-data/tokens.h5: | install
 	@echo "== corpus: the Python standard library's own sources"

@@ -29,12 +29,7 @@ class BackgroundSave:
     """One checkpoint that is being written."""
 
     def __init__(
-        self,
-        path: Path,
-        group: Group,
-        entries: Sequence[Entry],
-        state: Mapping[str, Any],
-        buffer: HostBuffer,
+        self, path: Path, group: Group, entries: Sequence[Entry], state: Mapping[str, Any], buffer: HostBuffer
     ) -> None:
         """Begin; collective. Parameters and errors as in `save`, besides the memory that copies may take."""
         self._draft = begin(path, group, entries, state, min(PIECE_BYTES, buffer.piece_bytes))

@@ -117,7 +117,8 @@ def command(
         click.echo(f"hpctrain: warning: {warning}", err=True)
     if output is None and submit:
         output = Path(f"{job.name}.{'yaml' if wish.scheduler == 'kubernetes' else 'sh'}")
-    text = script(job, program(), str(output or "FILE"), written_by(), placeholders=not submit)
+    written_by = shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
+    text = script(job, program(), str(output or "FILE"), written_by, placeholders=not submit)
     if output is None:
         click.echo(text, nl=False)
         return
@@ -134,11 +135,6 @@ def program() -> str:
         return ".venv/bin/hpctrain"
     beside = Path(sys.executable).parent / "hpctrain"
     return str(beside) if beside.exists() else "hpctrain"
-
-
-def written_by() -> str:
-    """This command line, but for what says nothing of the script."""
-    return shlex.join(["hpctrain", *(word for word in sys.argv[1:] if word != "--force")])
 
 
 @contextmanager

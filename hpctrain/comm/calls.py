@@ -16,8 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hpctrain.comm.device import in_host_memory
-
 Operation = Literal["sum", "max", "min"]
 
 RECENT = 32  # calls that are remembered
@@ -67,7 +65,7 @@ class Call:
         if self.bytes < 0:
             self.bytes = 0 if memory is None else memory.nbytes
         self.payload = PAYLOAD.get(self.operation, 1) * self.bytes
-        self.on_host = memory is None or in_host_memory(memory)
+        self.on_host = memory is None or memory.is_cpu
 
     @property
     def memory(self) -> Tensor | None:

@@ -21,11 +21,6 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def in_host_memory(tensor: Tensor) -> bool:
-    """The same of a tensor, quicker than asking its device."""
-    return tensor.is_cpu
-
-
 def device_named(name: str) -> torch.device:
     """The kind of device that run.device names; a choice that a run makes is the host until then."""
     return torch.device("cuda" if name.startswith("cuda") else "cpu")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.calls import Operation
-from hpctrain.comm.device import in_host_memory
 from hpctrain.comm.transport import Pending, Span, Steps, spans_of
 
 SMALL_BYTES = 32 * 1024  # received in all, up to which every rank receives everything
@@ -48,7 +47,7 @@ class ReductionScratch:
 
     def take(self, elements: int, like: Tensor) -> Tensor:
         """A flat tensor of at least so many elements, of the dtype and device of `like`; give it back."""
-        if not in_host_memory(like):
+        if not like.is_cpu:
             return torch.empty(elements, dtype=like.dtype, device=like.device)
         needed = elements * like.itemsize
         for index, block in enumerate(self._free):
@@ -66,7 +65,7 @@ class ReductionScratch:
 
     def give(self, tensor: Tensor) -> None:
         """Take memory back."""
-        if in_host_memory(tensor):
+        if tensor.is_cpu:
             insort(self._free, self._lent.pop(tensor.data_ptr()), key=Tensor.numel)
 
 
@@ -102,7 +101,7 @@ def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int
     `output` may be the very memory of `parts[own]`; other parts are overwritten freely.
     """
     elements = output.numel()
-    if elements <= BLOCK or not in_host_memory(output):
+    if elements <= BLOCK or not output.is_cpu:
         _fold_block(parts, output, operation, own)
         return
     for begin in range(0, elements, BLOCK):
@@ -134,7 +133,7 @@ def _split(elements: int, size: int) -> list[int]:
 
 
 def _round_elements(tensor: Tensor) -> int:
-    return max(1, (ROUND_BYTES if in_host_memory(tensor) else DEVICE_ROUND_BYTES) // tensor.itemsize)
+    return max(1, (ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)
 
 
 def scratch_bytes(share: int, itemsize: int, size: int) -> int:

@@ -154,9 +154,7 @@ class Layout(Section):
         "Pipeline schedule: a name of `hpctrain schedule`, or the file of one.", "1f1b", min_length=1
     )
     chunks: int = key(
-        "Parts of the model that each stage holds.",
-        derived="2 where the schedule needs two, else 1",
-        ge=1,
+        "Parts of the model that each stage holds.", derived="2 where the schedule needs two, else 1", ge=1
     )
     split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
         'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
@@ -228,11 +226,7 @@ class Batch(Section):
     global_size: int = key("Sequences of one optimizer step, over all ranks.", unit="sequences", ge=1)
     micro_size: int = key("Sequences that a rank computes at a time.", 1, unit="sequences", ge=1)
     sequence: int = key(
-        "Length of a sequence.",
-        unit="tokens",
-        derived="the preset's, else required",
-        ge=1,
-        le=_LONGEST,
+        "Length of a sequence.", unit="tokens", derived="the preset's, else required", ge=1, le=_LONGEST
     )
     ramp_from: int = key(
         "Batch of the first step, growing by as many at a time to global_size; 0: no ramp.",

@@ -34,12 +34,7 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
 
 
 def open_shelf(
-    deck: Deck,
-    world: World,
-    recompute: Recompute,
-    models: Sequence[Part],
-    schedule: Schedule,
-    stage: int,
+    deck: Deck, world: World, recompute: Recompute, models: Sequence[Part], schedule: Schedule, stage: int
 ) -> ScratchFiles | None:
     """Make the place where activations wait; the files, where there are any. Collective.
 

@@ -58,10 +58,7 @@ def initialize(
     Padding is zero. With `roughness`, the standard deviation of what is added to biases and norm weights, no
     two tensors are alike: what mistakes one for another shows.
     """
-    deviations = {
-        "normal": shape.initial_std,
-        "residual": shape.initial_std / sqrt(2 * shape.layers),
-    }
+    deviations = {"normal": shape.initial_std, "residual": shape.initial_std / sqrt(2 * shape.layers)}
     for parameter, target, offset in targets:
         if parameter.initial in deviations:
             _fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])

@@ -231,11 +231,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        groups: LayerGroups,
-        span: Span | None = None,
-        table: Parameter | None = None,
+        self, shape: ModelShape, groups: LayerGroups, span: Span | None = None, table: Parameter | None = None
     ) -> None:
         super().__init__()
         self.shape, self.groups = shape, groups

@@ -67,10 +67,7 @@ def plan_deck(
     savings: list[MemorySaving] = []
     if advised:
         savings = find_savings(
-            deck,
-            memory,
-            lambda change: read_deck(path, [*overrides, change], ranks, settled_keys),
-            planned,
+            deck, memory, lambda change: read_deck(path, [*overrides, change], ranks, settled_keys), planned
         )
     machine = deck.machine
     together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
