@@ -54,6 +54,7 @@ def use(device: torch.device) -> None:
     """
     if not on_host(device):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a shared one holds others back
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(device)

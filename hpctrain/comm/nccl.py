@@ -8,15 +8,16 @@ NCCL itself reduces integers, bool, and the sums of fp32 and fp64: those sums ar
 algorithm, the same in every run of one layout and size. Half types and the maxima of floats (NCCL's
 lose NaN) go through `reduction`.
 
-NCCL knows no tags: messages of a pair match in their order. A message occupies its stream until the other
-side takes part, so a started receive is held back and launched together with the next send, or else
-with whatever comes next: ranks that send to each other start their receives first.
+NCCL knows no tags, and the operations of one of its communicators follow each other: a message that waits for
+its peer would keep all others back. So started messages between neighbours of the ring of ranks have a
+communicator and a stream for each direction of each pair. There they match in their order, and occupy the GPU
+from when they are started: a receive is started when it is next to be needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,25 +39,12 @@ INTEGERS = frozenset(
 )
 
 
-class HeldReceive:
-    """A started receive, launched at the latest when it is tested or waited for."""
+class Channel(NamedTuple):
+    """A communicator of NCCL with the stream of what is started there, and this rank's peer in it."""
 
-    def __init__(self, transport: NcclTransport, tensor: Tensor, source: int) -> None:
-        self.transport = transport
-        self.tensor = tensor
-        self.source = source
-        self.launched: Pending | None = None
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        self.transport.launch_receives()
-        assert self.launched is not None
-        self.launched.wait()
-
-    def test(self) -> bool:
-        """Whether it is complete."""
-        self.transport.launch_receives()
-        return self.launched is not None and self.launched.test()
+    communicator: Any
+    stream: SideStream
+    peer: int
 
 
 class NcclTransport(Transport):
@@ -70,32 +58,47 @@ class NcclTransport(Transport):
         self._communicator: Any = None
         self._core: Any = None
         self._side = SideStream()
-        self._receives: list[HeldReceive] = []
+        self._channels: dict[tuple[int, int], Channel] = {}
 
     def _nccl(self) -> Any:
         """The NCCL communicator. At first use collective: rank 0's unique id goes to the others by MPI."""
         if self._communicator is None:
             from nccl import core
 
-            identity = self._mpi.bcast(core.get_unique_id() if self.rank == 0 else None)
             self._core = core
-            self._communicator = core.Communicator.init(self.size, self.rank, identity)
+            identity = self._mpi.bcast(core.get_unique_id() if self.rank == 0 else None)
+            self._communicator = self._join(range(self.size), identity)
         return self._communicator
+
+    def _join(self, ranks: Sequence[int], identity: Any) -> Any:
+        """The communicator of these ranks, who all call this."""
+        return self._core.Communicator.init(len(ranks), ranks.index(self.rank), identity)
+
+    def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
+        """That of started messages; of ranks that are no neighbours that of all. At first use collective."""
+        everyone = Channel(self._nccl(), self._side, receiver if sender == self.rank else sender)
+        if not self._channels:
+            neighbours = {(self.rank + 1) % self.size, (self.rank - 1) % self.size}
+            own = {(self.rank, peer): self._core.get_unique_id() for peer in neighbours}
+            known = {pair: identity for each in self._mpi.allgather(own) for pair, identity in each.items()}
+            # In one order on all ranks, since each waits for its peer.
+            for pair in sorted(known):
+                if self.rank in pair:
+                    communicator = self._join(pair, known[pair])
+                    self._channels[pair] = Channel(communicator, SideStream(), 1 - pair.index(self.rank))
+                    # NCCL connects two ranks at their first message, for which it waits on the host.
+                    first = torch.zeros(1, dtype=torch.uint8, device=device)
+                    self._move(self._channels[pair], pair[0] == self.rank, first).wait()
+        return self._channels.get((sender, receiver), everyone)
 
     def run(self, call: Call) -> Pending | None:
         """See Transport. Enqueues on the current stream, or on the side stream. Tags count for nothing; a
         Group's barrier is the host's.
         """
         operation, blocking = call.operation, call.blocking
-        if operation == "recv" and not blocking:
-            assert call.output is not None
-            receive = HeldReceive(self, call.output, call.peer)
-            self._receives.append(receive)
-            return receive
-        if operation == "send" and not blocking:
-            return self.launch_receives(call.tensor, call.peer)
+        if operation in {"send", "recv"} and not blocking:
+            return self._start(call)
         action = getattr(self, f"_{operation}")
-        self.launch_receives()
         self._nccl()
         if blocking:
             self._side.precede()  # one communicator's operations follow each other
@@ -103,25 +106,17 @@ class NcclTransport(Transport):
             return None
         return self._side.start(lambda: action(call), [call.tensor, call.output])
 
-    def launch_receives(self, sent: Tensor | None = None, destination: int = -1) -> Pending | None:
-        """Start the receives that are held back, in one NCCL group, with one send if it is given."""
-        held, self._receives = self._receives, []
-        if not held and sent is None:
-            return None
-        communicator = self._nccl()
+    def _start(self, call: Call) -> Pending:
+        sends = call.operation == "send"
+        assert call.memory is not None
+        ends = (self.rank, call.peer) if sends else (call.peer, self.rank)
+        return self._move(self._channel(*ends, call.memory.device), sends, call.memory)
 
-        def action() -> None:
-            with self._core.group():
-                for receive in held:
-                    if receive.tensor.numel():
-                        communicator.recv(_bytes(receive.tensor), receive.source, stream=present_stream())
-                if sent is not None and sent.numel():
-                    communicator.send(_bytes(sent), destination, stream=present_stream())
-
-        launched = self._side.start(action, [sent, *(receive.tensor for receive in held)])
-        for receive in held:
-            receive.launched = launched
-        return launched
+    def _move(self, channel: Channel, sends: bool, memory: Tensor) -> Pending:
+        communicator, stream, peer = channel
+        move = communicator.send if sends else communicator.recv
+        flat = _bytes(memory)
+        return stream.start(lambda: flat.numel() and move(flat, peer, stream=present_stream()), [memory])
 
     # Reductions
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
@@ -30,7 +31,7 @@ from hpctrain.parallel.random import DropoutSource
 from hpctrain.parallel.weight_grad import Computation, WeightGradientQueue, compute_all
 from hpctrain.pipeline.action import Action, Schedule
 
-AHEAD = 2  # receives posted ahead, for each stage that sends to this one
+AHEAD = 2  # receives posted ahead, for each stage that sends to this one, where they take no part of a GPU
 
 Key = tuple[int, int]  # chunk and micro-batch
 
@@ -222,14 +223,15 @@ class _Mailbox:
         self.posted: dict[int, deque[tuple[Message, Work[Tensor]]]] = {}
         self.arrived: dict[Message, Tensor] = {}
         self.sender: dict[Message, int] = {}
+        self.ahead = receives_ahead(group.device)
         for stage in range(schedule.stage_count):
             if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
                 self.sender |= dict.fromkeys(order, stage)
                 self.coming[stage], self.posted[stage] = order, deque()
-                self._post(stage)
+                self._post(stage, self.ahead)
 
-    def _post(self, stage: int) -> None:
-        while self.coming[stage] and len(self.posted[stage]) < AHEAD:
+    def _post(self, stage: int, count: int) -> None:
+        while self.coming[stage] and len(self.posted[stage]) < count:
             work = self.group.start_recv(self.memory(), stage)
             self.posted[stage].append((self.coming[stage].popleft(), work))
 
@@ -237,10 +239,15 @@ class _Mailbox:
         """Wait for one message; those that its sender sends before it stay."""
         while message not in self.arrived:
             stage = self.sender[message]
+            self._post(stage, self.ahead + 1)
             first, work = self.posted[stage].popleft()
-            self._post(stage)
             self.arrived[first] = work.wait()
         return self.arrived.pop(message)
+
+
+def receives_ahead(device: torch.device) -> int:
+    """Receives that are posted before they are waited for, for each stage that sends to this one."""
+    return AHEAD if on_host(device) else 0
 
 
 def messages(schedule: Schedule, sender: int, receiver: int) -> Iterator[Message]:

@@ -22,13 +22,13 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
-from hpctrain.pipeline.execute import AHEAD
+from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
 from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.model import rehearse
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
-from hpctrain.sharding.state import state_bytes
+from hpctrain.sharding.state import MODEL, state_bytes
 
 REHEARSED_MICRO_BATCHES = 3
 """Without pipeline stages: a first, one between and a last one; more take no more memory."""
@@ -135,7 +135,7 @@ def plan_memory(
         used = sum(bucket.layout.used for bucket in stage.buckets)
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
-        buffer = (AHEAD + 1) * len(senders) * parts[0].hidden.bytes
+        buffer = (receives_ahead(device) + 1) * len(senders) * parts[0].hidden.bytes
         other = libraries + product_bytes(device) + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
@@ -180,7 +180,7 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
     """
     if deck.checkpoint.mode != "background" or not deck.checkpoint.every:
         return 0
-    written = (t for t in stage.state() if t.written and t.resumed != "never")
+    written = (t for t in stage.state() if t.written and (t.kind, t.resumed) != (MODEL, "never"))
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
 
 

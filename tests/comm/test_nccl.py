@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.nccl import NcclTransport
 from hpctrain.comm.reduction import ReductionScratch
+from hpctrain.comm.transport import Chain
 from hpctrain.comm.world import World
 
 pytestmark = pytest.mark.mpi
@@ -27,10 +29,11 @@ SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class Communicator:
-    """The used part of nccl4py's Communicator, on host memory."""
+    """The used part of nccl4py's Communicator, on host memory, of some ranks of a group."""
 
-    def __init__(self, group: Group, pending: list[Any]) -> None:
-        self.host, self.size, self.rank, self.pending = group.host, group.size, group.rank, pending
+    def __init__(self, group: Group, ranks: Sequence[int], pending: list[Any]) -> None:
+        self.host, self.rank, self.pending = group.host, group.rank, pending
+        self.ranks, self.connected = ranks, len(ranks) != 2
 
     def allreduce(self, source: Tensor, target: Tensor, operation: Operation, stream: int) -> None:
         assert source.data_ptr() == target.data_ptr()
@@ -51,11 +54,40 @@ class Communicator:
     def allgather(self, source: Tensor, target: Tensor, stream: int) -> None:
         self.host.run(Call("all_gather", source, target))
 
+    def connect(self, peer: int) -> int:
+        """The rank of a peer. The first message of two ranks waits until both start it, as over NCCL."""
+        peer = self.ranks[peer]
+        if not self.connected:
+            self.connected, here = True, torch.zeros(1)
+            tag = 1000 + self.ranks[0] * 30 + self.ranks[1]
+            sent = self.host.run(Call("send", here, peer=peer, tag=tag, blocking=False))
+            self.host.run(Call("recv", None, torch.empty(1), peer=peer, tag=tag))
+            assert sent is not None
+            sent.wait()
+        return peer
+
     def send(self, source: Tensor, peer: int, stream: int) -> None:
+        peer = self.connect(peer)
         self.pending.append(self.host.run(Call("send", source, peer=peer, tag=77, blocking=False)))
 
     def recv(self, target: Tensor, peer: int, stream: int) -> None:
+        peer = self.connect(peer)
         self.pending.append(self.host.run(Call("recv", None, target, peer=peer, tag=77, blocking=False)))
+
+
+class Stream:
+    """What stands for a SideStream: what is started there is waited for."""
+
+    def start(self, action: Callable[[], object], _: Sequence[Tensor | None]) -> Chain:
+        action()
+        started, pending[:] = list(pending), []
+        return Chain(iter(started))
+
+    def precede(self) -> None:
+        """Nothing is left."""
+
+
+pending: list[Any] = []
 
 
 @pytest.fixture
@@ -67,7 +99,6 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
             pytest.skip("the ranks share a GPU")
         yield Mesh(world, {"data": world.size}, "nccl").group("data")
         return
-    pending: list[Any] = []
 
     @contextlib.contextmanager
     def grouped() -> Iterator[None]:
@@ -77,11 +108,21 @@ def group(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         pending.clear()
 
     transport = NcclTransport(world.communicator, ReductionScratch())
-    transport._communicator = Communicator(whole, pending)
-    transport._core = SimpleNamespace(
-        NcclRedOp=SimpleNamespace(SUM="sum", MAX="max", MIN="min"), group=grouped
-    )
+    operations = SimpleNamespace(SUM="sum", MAX="max", MIN="min")
+    transport._core = SimpleNamespace(NcclRedOp=operations, group=grouped, get_unique_id=uuid4)
+    joined: list[Any] = []
+
+    def join(ranks: Sequence[int], identity: UUID) -> Communicator:
+        """All ranks of a communicator have the same identity for it, and it is of no other."""
+        assert identity not in joined
+        joined.append(identity)
+        return Communicator(whole, ranks, pending)
+
+    monkeypatch.setattr(transport, "_join", join)
+    transport._communicator = join(range(whole.size), uuid4())
     monkeypatch.setattr(nccl, "present_stream", lambda: 0)
+    monkeypatch.setattr(nccl, "SideStream", Stream)
+    transport._side = Stream()  # type: ignore[assignment]
     whole._transport = lambda _: transport  # type: ignore[method-assign]
     yield whole
     whole._transport = ordinary  # type: ignore[method-assign]
@@ -131,6 +172,35 @@ def test_movement(group: Group, dtype: torch.dtype) -> None:
     inputs = [parts(group, sum(table[source]), dtype)[source] for source in range(size)]
     received = group.all_to_all(inputs[rank], None, table[rank], [row[rank] for row in table])
     assert torch.equal(received, torch.cat([inputs[peer].split(table[peer])[rank] for peer in range(size)]))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_each_direction_wait_for_no_others(group: Group) -> None:
+    """Receives come long after all is sent, and those from the next rank first."""
+    size, rank = group.size, group.rank
+
+    def targets(sender: int) -> list[int]:
+        return [(sender + step) % size for step in (1, 1, -1, -1)]
+
+    sent = [
+        group.start_send(torch.full((5,), 10.0 * rank + number, device=group.device), peer)
+        for number, peer in enumerate(targets(rank))
+    ]
+    for source in dict.fromkeys(((rank + 1) % size, (rank - 1) % size)):
+        for number in (number for number, peer in enumerate(targets(source)) if peer == rank):
+            received = group.start_recv(torch.empty(5, device=group.device), source).wait()
+            assert received.eq(10.0 * source + number).all()
+    for each in sent:
+        each.wait()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_ring_may_start_with_its_receives(group: Group) -> None:
+    size, rank = group.size, group.rank
+    receiving = group.start_recv(torch.empty(5, device=group.device), (rank - 1) % size)
+    sending = group.start_send(torch.full((5,), float(rank), device=group.device), (rank + 1) % size)
+    assert receiving.wait().eq(float((rank - 1) % size)).all()
+    sending.wait()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
