@@ -23,7 +23,7 @@ def resumed_entries(
     state: Iterable[StateTensor], stored: Mapping[str, StoredTensor]
 ) -> tuple[list[Entry], set[str]]:
     """What a run reads of a file with the datasets `stored`, and the kinds of which it leaves some as they
-    began, since the file does not have them in their shape.
+    began: the file does not have them in their shape, or the run does not train what they belong to.
 
     Runs of single and of half precision go on from each other: the parameters of the one are the master
     weights of the other. Parameters of half precision are made from the master weights afterwards.
@@ -45,6 +45,8 @@ def resumed_entries(
             left.add(tensor.kind)
         elif tensor.resumed != "never":
             entries.append(entry)
+        elif tensor.kind != MODEL:
+            left.add(tensor.kind)
     return entries, left
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.names import checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import LATEST, checkpoint_step, checkpoints
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
-
-LATEST = "latest"
-"""Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
 
 
 def agreed_checkpoints(folder: str | Path, group: Group) -> list[Path]:

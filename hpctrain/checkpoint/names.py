@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+LATEST = "latest"
+"""Name of the link that leads to the newest checkpoint, each of which was verified when it was written."""
 
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 
@@ -20,8 +24,17 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, good or not, newest first; none if there is no such folder."""
+    """The checkpoints in a folder, good or not, newest first; none if there is no such folder.
+
+    Of later steps than what `latest` leads to, but written before it, they come last: a run has gone back.
+    """
     folder = Path(folder)
     paths = folder.iterdir() if folder.is_dir() else ()
-    steps = [(step, path) for path in paths if (step := checkpoint_step(path)) is not None]
-    return [path for _, path in sorted(steps, reverse=True)]
+    steps = {path: step for path in paths if (step := checkpoint_step(path)) is not None}
+    latest = folder / Path(os.path.realpath(folder / LATEST)).name
+    times = {path: path.lstat().st_mtime_ns if path.exists() else 0 for path in steps}
+
+    def rank(path: Path) -> tuple[bool, int]:
+        return steps[path] <= steps.get(latest, -1) or times[path] >= times.get(latest, 0), steps[path]
+
+    return sorted(steps, key=rank, reverse=True)

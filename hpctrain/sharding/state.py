@@ -78,7 +78,8 @@ def own_state(
     """State of the shape of the parameters, by parameter: `flat` has a value for each of the bucket's own.
 
     What each replica has of its own, which `apart` says, or else the bucket's Sharding, is stored as
-    [replicas, ...], each one's behind the other's.
+    [replicas, ...], each one's behind the other's. State of parameters that are not trained begins anew, or
+    it would go on to change them.
     """
     replicas = bucket.sharding.replicas
     apart = bucket.sharding.apart if apart is None else apart
@@ -87,7 +88,8 @@ def own_state(
         if apart:
             shard = shard.stacked(replicas.rank, replicas.size)
         copy = held.copy(True, replicas) if apart else held.copy(True)
-        yield StateTensor(kind, shard, values, offset, copy, held.written, resumed, changes_in_step, apart)
+        when: Resumed = resumed if kind in {MODEL, MASTER} or segment.parameter.requires_grad else "never"
+        yield StateTensor(kind, shard, values, offset, copy, held.written, when, changes_in_step, apart)
 
 
 def state_of_ranks(

@@ -131,7 +131,7 @@ class Checkpoints(Hook):
         entries, left = resumed_entries(engine.state(), structure.datasets)
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
-            sentence = "%s does not have all of the run's %s: what it lacks begins anew"
+            sentence = "%s: not all of its %s suits this run: the rest begins anew"
             logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])

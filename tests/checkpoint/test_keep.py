@@ -193,6 +193,29 @@ def test_the_newest_good_ones_are_kept(world: World, mpi_tmp_path: Path) -> None
     assert steps() == [5]
 
 
+def test_a_run_that_went_back_gives_up_what_lies_beyond(world: World, tmp_path: Path) -> None:
+    group = world.everyone
+
+    def save_step(step: int) -> None:
+        save(checkpoint_path(tmp_path, step), group, [entry("a", torch.arange(50.0))], {"step": step})
+        point_to(checkpoint_path(tmp_path, step), group)
+
+    def steps() -> list[int | None]:
+        return [checkpoint_step(path) for path in checkpoints(tmp_path)]
+
+    for step in (4, 8, 12, 6):
+        save_step(step)
+    assert steps() == [6, 4, 12, 8]
+    assert newest_good(tmp_path, group)[0] == checkpoint_path(tmp_path, 6)
+    keep(tmp_path, 3, group)
+    assert steps() == [6, 4, 12]
+    keep(tmp_path, 1, group)
+    assert steps() == [6]
+    # One that is complete, to which the run had no time to point, is the newest.
+    save(checkpoint_path(tmp_path, 7), group, [entry("a", torch.arange(50.0))], {"step": 7})
+    assert steps() == [7, 6]
+
+
 @pytest.mark.parametrize(
     ("mode", "place", "who"),
     [

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from hpctrain.checkpoint.entries import resumed_entries, training_entries
+from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.structure import examine
+from hpctrain.checkpoint.write import save
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from tests.engines import LLAMA, reference, small_deck, trainer
@@ -62,3 +68,21 @@ def test_what_cannot_be_frozen(world: World, patterns: list[str], told: str) -> 
     with pytest.raises(HpctrainError) as caught:
         trainer(world.alone(), small_deck(f"model.frozen=[{names}]"))
     assert told in str(caught.value.problems[0])
+
+
+@pytest.mark.parametrize("where", ["memory.optimizer=device", "memory.optimizer=disk"])
+def test_what_is_frozen_when_a_run_goes_on_stays(world: World, tmp_path: Path, where: str) -> None:
+    deck = (*LLAMA, where, f"memory.offload_dir={tmp_path}")
+    alone, path = world.alone(), tmp_path / "step.h5"
+    free, frozen = trainer(alone, small_deck(*deck)), trainer(alone, small_deck(*deck, FROZEN))
+    free.train(2)
+    save(path, alone.everyone, training_entries(free.engine.state()), {})
+    entries, left = resumed_entries(frozen.engine.state(), examine(path).datasets)
+    assert left == {"optimizer/exp_avg", "optimizer/exp_avg_sq"}
+    load(examine(path), alone.everyone, entries, left=left)
+    before = {name: values.clone() for name, values in frozen.parameters().items()}
+    frozen.train(2)
+    for name, values in frozen.parameters().items():
+        held = name.startswith(("embedding.", "blocks.0.", "blocks.1.attention_norm."))
+        assert torch.equal(values, before[name]) == held, name
+    free.engine.close(), frozen.engine.close()

@@ -279,7 +279,7 @@ def test_what_a_file_lacks_begins_anew(
     with caplog.at_level(logging.INFO, "hpctrain"):
         training.state = checkpoints.restore(path_of(mpi_tmp_path / "plain", 2))
     said = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
-    assert [sentence.split("all of the run's ")[1].split(":")[0] for sentence in said] == sorted(KINDS)
+    assert [sentence.split("all of its ")[1].split(" suits")[0] for sentence in said] == sorted(KINDS)
     found = contents(training)
     assert not any(bool(values.any()) for (kind, _), values in found.items() if kind in KINDS)
     expected = contents(plain)
