@@ -284,7 +284,7 @@ class PrecisionSection(Section):
         "Format of gradient buffers; compute: that of precision.compute, with half the memory and traffic.",
         "fp32",
     )
-    initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0, le=1 << 24)
+    initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
     )
