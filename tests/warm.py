@@ -68,11 +68,14 @@ def serve(address: str) -> Request:
     """Answer requests until standard input ends. Returns in the copies alone, with what they are to run."""
     import gc
     import select
+    import weakref
     from importlib import import_module
 
     for module in LOADED:
         import_module(module)
     gc.freeze()  # what no copy looks at stays shared
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its operators apart one by one
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)

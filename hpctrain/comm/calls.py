@@ -6,10 +6,11 @@ another one, while the first may hang: what is read may be a call behind, and is
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import count
 from time import perf_counter
 from typing import Literal
 
@@ -96,14 +97,14 @@ class Calls:
         self.beats = 0
         self.recent: deque[Call] = deque(maxlen=RECENT)
         self.groups: list[GroupCalls] = []
+        self._copies: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(count)
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
         """The record of a new group of these ranks of the world.
 
         Of groups with one name and the same ranks, the first made is the first on all of these.
         """
-        copy = sum(other.name == name and other.ranks == ranks for other in self.groups)
-        made = GroupCalls(self, name, ranks, copy)
+        made = GroupCalls(self, name, ranks, next(self._copies[name, ranks]))
         self.groups.append(made)
         return made
 

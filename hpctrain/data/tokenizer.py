@@ -154,7 +154,7 @@ def bytes_json() -> str:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    library = Library(models.BPE({_letter(byte): byte for byte in range(BYTE_VALUES)}, []))
+    library = Library(models.BPE({letter: byte for byte, letter in enumerate(_letters())}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
@@ -162,8 +162,8 @@ def bytes_json() -> str:
     return text
 
 
-def _letter(byte: int) -> str:
-    """What stands for a byte in a byte-level vocabulary (GPT-2): its own character where that can be seen."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [each for each in range(BYTE_VALUES) if each not in seen]
-    return chr(byte if byte in seen else 0x100 + unseen.index(byte))
+def _letters() -> list[str]:
+    """What stands for each byte in a byte-level vocabulary (GPT-2): its own character where that is seen."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(unseen)) for byte in range(BYTE_VALUES)]

@@ -23,11 +23,10 @@ _QUANTILE_BITS = 16
 @lru_cache(maxsize=1)
 def _quantiles() -> npt.NDArray[np.float64]:
     """Normal quantiles at k / 2^16, the two ends cut at half a step (4.3 standard deviations)."""
-    cells = 1 << _QUANTILE_BITS
-    inner = [NormalDist().inv_cdf(k / cells) for k in range(1, cells)]
-    end = NormalDist().inv_cdf(0.5 / cells)
-    table = np.array([end, *inner, -end])
-    return table
+    cells, quantile = 1 << _QUANTILE_BITS, NormalDist().inv_cdf
+    inner = [quantile(k / cells) for k in range(1, cells)]
+    end = quantile(0.5 / cells)
+    return np.array([end, *inner, -end])
 
 
 def _mixed(counter: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:

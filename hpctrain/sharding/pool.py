@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -16,25 +18,22 @@ class Pool:
 
     def __init__(self, empty: Callable[[Sequence[int], torch.dtype], Tensor]) -> None:
         self._empty = empty
-        self._free: list[Tensor] = []
+        self._free: list[tuple[int, Tensor]] = []  # with the bytes behind it, the smallest first
         self.bytes = 0
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """`length` elements, uninitialized: the smallest free buffer that holds them, or a new one."""
-        fitting = [
-            b for b in self._free if b.dtype == dtype and b.untyped_storage().nbytes() >= length * b.itemsize
-        ]
-        if not fitting:
-            made = self._empty((_round_up(length),), dtype)
-            self.bytes += made.nbytes
-            return made[:length]
-        best = min(fitting, key=lambda buffer: buffer.untyped_storage().nbytes())
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best.as_strided((length,), (1,))
+        for place, (room, buffer) in enumerate(self._free):
+            if room >= length * dtype.itemsize and buffer.dtype == dtype:
+                del self._free[place]
+                return buffer.as_strided((length,), (1,))
+        made = self._empty((_round_up(length),), dtype)
+        self.bytes += made.nbytes
+        return made[:length]
 
     def give(self, buffer: Tensor) -> None:
         """Give back what `take` handed out, when nothing reads or writes it any more."""
-        self._free.append(buffer)
+        insort(self._free, (buffer.untyped_storage().nbytes(), buffer), key=itemgetter(0))
 
 
 def _round_up(length: int) -> int:

@@ -122,9 +122,10 @@ class StateOfModules:
     def __init__(self, modules: Iterable[nn.Module], replications: Replications) -> None:
         inner = [each for module in modules for each in module.modules()]
         held = [each for module in inner for each in vars(module).values()]
-        listed = [each for many in held if isinstance(many, list | tuple) for each in many]
-        known = (each for each in (*inner, *held, *listed) if isinstance(each, KeepsState | LearnsOfStep))
-        once = dict.fromkeys(known)
+        every = [*inner, *held, *(each for many in held if isinstance(many, list | tuple) for each in many)]
+        # Asked of each type once: of thousands of objects that are neither, it would take half a second.
+        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, KeepsState | LearnsOfStep)}
+        once = dict.fromkeys(each for each in every if type(each) in kinds)
         self._keeping = [each for each in once if isinstance(each, KeepsState)]
         self.learning = [each for each in once if isinstance(each, LearnsOfStep)]
         shards = [shard for each in self._keeping for _, shard, _ in each.state()]
