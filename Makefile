@@ -46,7 +46,7 @@ help:
 	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
 	@echo "make shell     install, open a shell with hpctrain and an mpirun that starts as root, and more ranks than cores"
 	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
-	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not a spread of 40, and then"
+	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not 24 of them, and then"
 	@echo "               hundreds of damaged checkpoints, kills and signals"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"

@@ -28,7 +28,8 @@ from tests.tally import KINDS, VARIABLE, count  # noqa: E402
 SLOWEST = ("--durations=12", "--durations-min=5")
 """What each part tells of its slowest tests."""
 
-MANY = ("-n", "auto", "--dist", "worksteal")
+SHARED = ("--dist", "worksteal", "-n")
+"""Before the number of processes that share the tests of one rank, or of none."""
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 """What has waiting ranks of Open MPI leave the processor to others."""
 NO_TESTS = 5
@@ -58,6 +59,7 @@ class Part:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """How it is started."""
+        processors = len(os.sched_getaffinity(0))
         pytest = [
             sys.executable,
             "-m",
@@ -72,12 +74,13 @@ class Part:
         if self.slow:
             return [*pytest, "-o", f"faulthandler_timeout={SLOW_SECONDS}", "-m", "slow", *arguments]
         if not self.ranks:
-            return [*pytest, *MANY, "-m", "not mpi", *arguments]
+            waiting = 1  # many of these tests wait for what they have started
+            return [*pytest, *SHARED, str(processors + waiting), "-m", "not mpi", *arguments]
         color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         which = "mpi and eight" if self.ranks >= 8 else "mpi"
         files = with_eight() if self.ranks >= 8 and not any(map(is_path, arguments)) else ()
         start = launcher(self.ranks) if self.ranks > 1 else []
-        many = MANY if self.ranks == 1 else ()
+        many = (*SHARED, str(processors)) if self.ranks == 1 else ()
         return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments, *files]
 
     @property

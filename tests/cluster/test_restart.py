@@ -60,11 +60,16 @@ def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
     assert_same_training(folder, alone("steady.toml"))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
-    ("harm", "lost", "ranks"),
-    [(Cluster.kill_node, "n2", 2), (Cluster.cut_link, "n2", 1), (Cluster.kill_node, "n1", 1)],
-    ids=["killed", "behind a cut link", "killed with the script on it"],
+    ("harm", "lost", "ranks", "name"),
+    [
+        pytest.param(Cluster.kill_node, "n2", 2, SCRIPTS[0], id="killed, mpirun"),
+        pytest.param(Cluster.kill_node, "n2", 2, SCRIPTS[1], id="killed, srun"),
+        pytest.param(Cluster.cut_link, "n2", 1, SCRIPTS[0], id="behind a cut link, mpirun"),
+        pytest.param(Cluster.cut_link, "n2", 1, SCRIPTS[1], id="behind a cut link, srun"),
+        # Either launcher goes with the script.
+        pytest.param(Cluster.kill_node, "n1", 1, SCRIPTS[0], id="killed with the script on it"),
+    ],
 )
 def test_a_lost_node_is_done_without(
     cluster: Cluster,

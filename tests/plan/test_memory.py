@@ -130,7 +130,7 @@ def test_activations_of_split_backward_are_those_that_are_kept(world: World, fam
             ("memory.recompute=selective", "model.dropout=0.1"),
             ("model.tied=false", "batch.global_size=32"),
         ):
-            layout = ("layout.pipeline=2", f"layout.schedule={schedule}", "model.layers=8")
+            layout = ("layout.pipeline=2", f"layout.schedule={schedule}", "model.layers=4")
             expect_activations(world, small_deck(*family, *layout, *more))
 
 
@@ -176,7 +176,8 @@ def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None
             ("layout.pipeline=2", "layout.schedule=zb-h1"),
         ]
     for layout in layouts:
-        deck = small_deck(*layout, f"model.frozen={FROZEN[which]}", "model.layers=4", "model.tied=false")
+        sizes = ("model.layers=4", "batch.global_size=8", "model.tied=false")
+        deck = small_deck(*layout, f"model.frozen={FROZEN[which]}", *sizes)
         training = trainer(world, deck)
         training.train(2)
         planned = plan_memory(deck, world.size, VOCABULARY)
