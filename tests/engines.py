@@ -37,7 +37,7 @@ initial_std = 0.1
 [data]
 tokens = "none"
 [batch]
-global_size = 16
+global_size = 8
 micro_size = 2
 sequence = 32
 [learning_rate]

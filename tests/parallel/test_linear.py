@@ -38,7 +38,7 @@ def test_weight_gradients_may_wait(world: World, local: bool) -> None:
 
     later.engine.synchronizer.finish = run_then_finish  # type: ignore[method-assign]
     later.train(1)
-    micro_batches = 16 // 2
+    micro_batches = later.deck.batch.global_size // 2
     assert waiting == [4 * 2 * micro_batches]
     for name, gradient in at_once.gradients().items():
         assert torch.equal(gradient, later.gradients()[name]), name

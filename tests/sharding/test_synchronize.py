@@ -104,7 +104,7 @@ def test_buckets_start_while_backward_goes_on_and_only_once_a_step(
 
     monkeypatch.setattr(run.engine.synchronizer, "finish", finished)
     run.train(1)
-    count, micro_batches = len(run.engine.buckets), 16 // 2 // world.size
+    count, micro_batches = len(run.engine.buckets), run.deck.batch.global_size // 2 // world.size
     assert order[:micro_batches] == ["forward"] * micro_batches
     assert order[-1] == "end of backward"
     assert sorted(order[micro_batches:-1]) == [f"bucket {index}" for index in range(count)]

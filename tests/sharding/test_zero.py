@@ -48,7 +48,9 @@ def test_all_stages_give_the_same_bits(world: World, model: str, compute: str) -
         pytest.skip("proven on two ranks; on more, each model and each format with every layout")
     steps = STEPS if world.size == 2 else 2
     for layout in layouts(world.size):
-        deck = (*MODELS[model], *layout, f"precision.compute={compute}", "optimizer.clip=0.5")
+        # Two micro-batches a data rank at least.
+        sizes = ("batch.global_size=16",) if world.size > 2 else ()
+        deck = (*MODELS[model], *layout, *sizes, f"precision.compute={compute}", "optimizer.clip=0.5")
         plain, losses = run(world, small_deck(*deck), steps)
         parameters = plain.parameters()
         for stage in (1, 2, 3):
@@ -85,10 +87,11 @@ def test_training_is_that_of_one_rank(world: World, stage: int) -> None:
 
 @pytest.mark.mpi(min_size=4)
 def test_hybrid_groups_train_the_same_model(world: World) -> None:
-    _, losses = run(world, small_deck())
+    sizes = ("batch.global_size=16",)
+    _, losses = run(world, small_deck(*sizes))
     first: dict[str, torch.Tensor] = {}
     for stage in (1, 2, 3):
-        deck = small_deck(f"layout.zero={stage}", "layout.zero_group=2")
+        deck = small_deck(*sizes, f"layout.zero={stage}", "layout.zero_group=2")
         hybrid, hybrid_losses = run(world, deck)
         sharding = hybrid.engine.buckets[0].sharding
         assert (sharding.group.size, sharding.replicas.size) == (2, world.size // 2)
@@ -96,7 +99,7 @@ def test_hybrid_groups_train_the_same_model(world: World) -> None:
         parameters = hybrid.parameters()
         for name, values in parameters.items():
             assert torch.equal(values, first.get(name, values)), (stage, name)
-        assert_same_gradients(world, deck, small_deck())
+        assert_same_gradients(world, deck, small_deck(*sizes))
         first = first or parameters
 
 
