@@ -33,7 +33,7 @@ from tests.engines import small_deck, trainer
 
 
 def size(ranks: int, per_node: int, *keys: str, stage: int = 0) -> int:
-    deck = small_deck("layout.zero=2", *keys)
+    deck = small_deck("layout.zero=2", "batch.global_size=16", *keys)
     mesh = PlannedMesh(axis_sizes(deck, ranks), stage, per_node)
     return zero_group_size(deck, mesh, mesh.group("data", "context"))
 
@@ -44,7 +44,7 @@ def test_slices_are_cut_over_the_ranks_asked_for() -> None:
     assert size(8, 4, "layout.zero_group=node") == 4
     assert size(8, 4, "layout.zero_group=node", "layout.tensor=2") == 2
     assert size(8, 2, "layout.zero_group=node", "layout.pipeline=2", stage=1) == 2
-    assert size(8, 2, "layout.zero_group=node", "layout.tensor=4", "batch.global_size=16") == 1
+    assert size(8, 2, "layout.zero_group=node", "layout.tensor=4") == 1
 
 
 def test_nodes_of_unequal_ranks_are_refused() -> None:
@@ -53,7 +53,7 @@ def test_nodes_of_unequal_ranks_are_refused() -> None:
 
 
 def test_parts_of_a_group_have_peers() -> None:
-    deck = small_deck("layout.zero=1", "layout.zero_group=2")
+    deck = small_deck("layout.zero=1", "layout.zero_group=2", "batch.global_size=16")
     replications = make_replications(deck, PlannedMesh(axis_sizes(deck, 8), 0, 8))
     sharding = replications.of(Shard.whole("weight", (4, 4))).sharding
     assert (sharding.zero, sharding.group.size, sharding.replicas.size) == (1, 2, 4)

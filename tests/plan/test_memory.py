@@ -252,7 +252,7 @@ def test_gradients_in_the_format_of_products_take_none_beside_their_sum(compute:
 
 
 def test_slices_within_nodes_need_to_know_nodes() -> None:
-    deck = small_deck("layout.zero=1", "layout.zero_group=node")
+    deck = small_deck("layout.zero=1", "layout.zero_group=node", "batch.global_size=16")
     with pytest.raises(HpctrainError, match="--ranks-per-node"):
         plan_memory(deck, 8, VOCABULARY)
     assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=4).zero_group == 4

@@ -18,7 +18,7 @@ def test_a_ramp_need_not_divide_the_batch() -> None:
 
 
 def test_without_a_ramp_it_is_always_the_same() -> None:
-    assert {batch_at(small_deck().batch, step) for step in range(5)} == {16}
+    assert {batch_at(small_deck().batch, step) for step in range(5)} == {8}
 
 
 def test_samples_are_those_of_all_steps() -> None:

@@ -20,7 +20,12 @@ from tests.engines import small_deck, trainer
 def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, small: int) -> None:
     (tmp_path / "a.txt").write_text("a" * 3200)  # a hundred sequences of 32 tokens
     prepare(world, tmp_path / "tokens.h5", [str(tmp_path / "a.txt")])
-    keys = (f"run.steps={steps}", f"data.tokens={tmp_path}/tokens.h5", "model.vocabulary=257")
+    keys = (
+        f"run.steps={steps}",
+        f"data.tokens={tmp_path}/tokens.h5",
+        "model.vocabulary=257",
+        "batch.global_size=16",
+    )
     deck = small_deck(*keys, "data.validation=0")
     lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
     assert f"tokens; a step takes 512, {epochs if not small else '794 steps take 127'} epochs; " in lines[1]
