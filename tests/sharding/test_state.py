@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest.mock import Mock
 from zlib import crc32
 
 import h5py
@@ -28,7 +29,7 @@ from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import ExactSum
-from hpctrain.sharding.state import StateTensor, state_bytes, state_of_ranks
+from hpctrain.sharding.state import StateOfModules, StateTensor, state_bytes, state_of_ranks
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.memory import MemoryLedger
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -340,3 +341,9 @@ def test_state_of_another_shape_begins_anew_beside_what_stays(
     without, others = made(world, mpi_tmp_path / "c")
     without.state = others.restore(path_of(mpi_tmp_path / "a", 1))
     assert without.state.step == 1
+
+
+def test_an_attribute_called_state_keeps_none() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.state = torch.ones(3)
+    assert list(StateOfModules([module], Mock()).state()) == []
