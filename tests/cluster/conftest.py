@@ -1,6 +1,6 @@
 """Fixtures of the tests on the virtual cluster, which only `pytest -m cluster` runs (`make cluster-test`).
 
-They wait more than they compute: two processes of pytest share them, each with a cluster of its own.
+They wait more than they compute: three processes of pytest share them, each with a cluster of its own.
 """
 
 from __future__ import annotations

@@ -104,7 +104,6 @@ def test_with_the_other_axes(world: World, family: tuple[str, ...], layout: tupl
         deck = small_deck(
             *family,
             "model.layers=4",
-            "batch.global_size=8",
             "layout.pipeline=2",
             f"layout.schedule={name}",
             "model.dropout=0.1",

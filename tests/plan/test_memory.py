@@ -176,8 +176,7 @@ def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None
             ("layout.pipeline=2", "layout.schedule=zb-h1"),
         ]
     for layout in layouts:
-        sizes = ("model.layers=4", "batch.global_size=8", "model.tied=false")
-        deck = small_deck(*layout, f"model.frozen={FROZEN[which]}", *sizes)
+        deck = small_deck(*layout, f"model.frozen={FROZEN[which]}", "model.layers=4", "model.tied=false")
         training = trainer(world, deck)
         training.train(2)
         planned = plan_memory(deck, world.size, VOCABULARY)

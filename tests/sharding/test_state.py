@@ -343,7 +343,15 @@ def test_state_of_another_shape_begins_anew_beside_what_stays(
     assert without.state.step == 1
 
 
-def test_an_attribute_called_state_keeps_none() -> None:
-    module = torch.nn.Linear(2, 2)
+class Learns(torch.nn.Module):
+    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Identity, Learns])
+def test_an_attribute_called_state_keeps_none(kind: type[torch.nn.Module]) -> None:
+    module = kind()
     module.state = torch.ones(3)
-    assert list(StateOfModules([module], Mock()).state()) == []
+    found = StateOfModules([module], Mock())
+    assert list(found.state()) == []
+    assert found.learning == [module] * (kind is Learns)

@@ -62,8 +62,8 @@ def test_all_stages_give_the_same_bits(world: World, model: str, compute: str) -
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_gradients_in_half_precision_take_half_and_give_all_stages_the_same_bits(world: World) -> None:
-    deck = ("precision.compute=bf16", "precision.gradients=compute")
-    _, expected = run(world, small_deck(*deck[:1]))
+    deck = ("precision.compute=bf16", "batch.global_size=16", "precision.gradients=compute")
+    _, expected = run(world, small_deck(*deck[:2]))
     plain, losses = run(world, small_deck(*deck))
     assert losses == pytest.approx(expected, rel=5e-3)
     for stage in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_hybrid_groups_train_the_same_model(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_may_be_summed_after_every_micro_batch(world: World, stage: int) -> None:
-    sizes = ("model.layers=6",)
+    sizes = ("batch.global_size=16", "model.layers=6")
     _, losses = run(world, small_deck(*sizes))
     deck = small_deck(*sizes, f"layout.zero={stage}", "memory.accumulate=sliced")
     cut, cut_losses = run(world, deck)

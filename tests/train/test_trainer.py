@@ -67,8 +67,7 @@ def outcome(training: Trainer, results: list[object]) -> dict[str, object]:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_watched_step_has_the_bits_of_one_that_is_not(world: World, mpi_tmp_path: Path, way: str) -> None:
-    sizes = ("model.layers=4", "batch.global_size=8")
-    deck = small_deck(*sizes, f"memory.offload_dir={mpi_tmp_path}", *WAYS[way])
+    deck = small_deck("model.layers=4", f"memory.offload_dir={mpi_tmp_path}", *WAYS[way])
     plain = trainer(world, deck)
     figures = [plain.step(plain.state, deck.batch.global_size) for _ in range(STEPS)]
     expected = outcome(plain, list(figures))
