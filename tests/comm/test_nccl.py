@@ -203,6 +203,7 @@ def test_a_ring_may_start_with_its_receives(group: Group) -> None:
     sending.wait()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 def test_started_operations_and_streams(group: Group) -> None:
     size, rank = group.size, group.rank
