@@ -27,9 +27,7 @@ def together(group: Group) -> Iterator[None]:
     failure: HpctrainError | None = None
     try:
         yield
-    except HpctrainError as error:
-        failure = error
-    except OSError as error:
+    except (HpctrainError, OSError) as error:
         failure = as_error(error)
     mine = None if failure is None else (failure.exit_code, failure.problems)
     failures = [each for each in group.all_gather_object(mine) if each is not None]

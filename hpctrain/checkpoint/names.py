@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 LATEST = "latest"
@@ -32,9 +33,12 @@ def checkpoints(folder: str | Path) -> list[Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
     steps = {path: step for path in paths if (step := checkpoint_step(path)) is not None}
     latest = folder / Path(os.path.realpath(folder / LATEST)).name
-    times = {path: path.lstat().st_mtime_ns if path.exists() else 0 for path in steps}
+    times: dict[Path, int] = {}
+    for path in steps:
+        with suppress(OSError):  # a run deletes old ones at any time
+            times[path] = path.lstat().st_mtime_ns
 
     def rank(path: Path) -> tuple[bool, int]:
-        return steps[path] <= steps.get(latest, -1) or times[path] >= times.get(latest, 0), steps[path]
+        return steps[path] <= steps.get(latest, -1) or times.get(path, 0) >= times.get(latest, 0), steps[path]
 
     return sorted(steps, key=rank, reverse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -95,6 +97,7 @@ def command() -> None:
 
 def main() -> NoReturn:
     """Run the command line and leave with the exit code of the design; see `hpctrain.errors`."""
+    atexit.register(gc.freeze)  # Python would look through all that is loaded before it ends
     try:
         code = command.main(prog_name="hpctrain", standalone_mode=False)
         sys.stdout.flush()
@@ -107,9 +110,7 @@ def main() -> NoReturn:
         error.show(file=text)
         click.echo(escaped(text.getvalue(), allowed="\n\t"), nl=False, err=True)
         sys.exit(error.exit_code)
-    except HpctrainError as error:
-        leave(error)
-    except OSError as error:
+    except (HpctrainError, OSError) as error:
         leave(as_error(error))
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -121,9 +122,8 @@ def leave(error: HpctrainError) -> NoReturn:
     """
     if started_size(os.environ) > 1:
         from hpctrain.comm.verb import run_verb
-        from hpctrain.comm.world import World
 
-        def fail(_: World) -> NoReturn:
+        def fail(_: object) -> NoReturn:
             raise error
 
         run_verb(fail, device="cpu")

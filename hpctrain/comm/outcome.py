@@ -64,11 +64,13 @@ def reported_as(temporary: Path, path: Path) -> Iterator[None]:
         raise renamed from None
 
 
-def as_error(error: OSError) -> HpctrainError:
+def as_error(error: HpctrainError | OSError) -> HpctrainError:
     """The InputOutputError that says it; one without a word of a reader of stdout who has seen enough.
 
     Raises MemoryError instead where the system had no memory: that is no fault of a file.
     """
+    if isinstance(error, HpctrainError):
+        return error
     if error.errno == errno.ENOMEM:
         raise MemoryError(describe(error)) from error
     if isinstance(error, BrokenPipeError):

@@ -30,11 +30,9 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     agreed = True
     try:
         code = verb(world) or 0
-    except HpctrainError as error:
+    except (HpctrainError, OSError) as raised:
+        error = as_error(raised)
         code, problems, agreed = error.exit_code, error.problems, world.is_agreed(error)
-    except OSError as error:
-        reported = as_error(error)
-        code, problems, agreed = reported.exit_code, reported.problems, False
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         agreed = code == 0

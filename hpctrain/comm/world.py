@@ -164,9 +164,7 @@ class World:
         error: HpctrainError | None = None
         try:
             yield
-        except HpctrainError as problem:
-            error = problem
-        except OSError as problem:
+        except (HpctrainError, OSError) as problem:
             error = as_error(problem)
         mine = None if error is None else (error.exit_code, error.problems)
         self._agreements.enter(Call("agreement"))

@@ -45,15 +45,15 @@ def places(folder: Path) -> list[str]:
     return [line[line.index("fp32, ") + 6 :] for line in lines if "pipeline 1 x data" in line]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 def test_usr2_stops_a_job_that_goes_on_with_one_node_after_two(
-    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path], name: str
+    cluster: Cluster, project: Path, script: Callable[..., Path], alone: Callable[..., Path]
 ) -> None:
-    number = cluster.sbatch(script(name, "steady.toml"), cwd=project)
+    """Under srun: USR1 is what tells that signals come through mpirun, and lost nodes that its jobs go on."""
+    number = cluster.sbatch(script("slurm-srun.sh", "steady.toml"), cwd=project)
     folder = project / "runs/steady"
     wait_until(lambda: len(metrics(folder)) > 3, 60, "the first steps", every=0.05)
     cluster.drain("n2")
-    cluster.run("scancel", "--signal=USR2", *(["--batch"] if "mpirun" in name else []), str(number))
+    cluster.run("scancel", "--signal=USR2", str(number))
     job = cluster.wait(number, 90)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert places(folder) == [ON_TWO, ON_ONE]
