@@ -97,7 +97,7 @@ def warm() -> Iterator[Server]:
 
 @pytest.fixture
 def python(warm: Server) -> list[str]:
-    """What stands for `python` in commands of a test's own; no signals reach what it runs."""
+    """What stands for `python` in commands of a test's own."""
     return warm.command(clean_environment())
 
 

@@ -14,11 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def launcher(ranks: int) -> list[str]:
     """The command that starts `ranks` ranks: mpirun or $MPIRUN, with the flags of its kind for few cores."""
     program = os.environ.get("MPIRUN", "mpirun")
-    return [*shlex.split(program), *flags(program), "-n", str(ranks)]
+    return [*shlex.split(program), *_flags(program), "-n", str(ranks)]
+
+
+def is_open_mpi() -> bool:
+    """Whether that is Open MPI's, whose ranks need nothing of it but their environment."""
+    return bool(_flags(os.environ.get("MPIRUN", "mpirun")))
 
 
 @cache
-def flags(program: str) -> tuple[str, ...]:
+def _flags(program: str) -> tuple[str, ...]:
     """What lets a launcher start more ranks than there are cores."""
     command = [*shlex.split(program), "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -42,7 +42,7 @@ COLLECTION_GRACE = 60.0
 FAILED_RUN = 70
 MARK = re.compile(r"pytest\.mark\.mpi\b((?:\([^)]*\))?)")
 SIZE = re.compile(r"(min_size|max_size) *= *(\d+)")
-#: Environment variable: a folder, and ":backwards" where a run begins with the last test.
+#: Environment variable: a folder, and ":1/2" for the second of two runs, which begins in the middle.
 CLAIMS = "HPCTRAIN_TEST_CLAIMS"
 
 
@@ -78,8 +78,10 @@ class Together:
 
     def claimed(self, items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         """The tests that this run is the first to begin."""
-        folder, _, backwards = os.environ[CLAIMS].partition(":")
-        for number in range(len(items))[:: -1 if backwards else 1]:
+        folder, _, share = os.environ[CLAIMS].rpartition(":")
+        side, sides = map(int, share.split("/"))
+        first = side * len(items) // sides
+        for number in (*range(first, len(items)), *range(first)):
             ours = False
             if self.rank == 0:
                 with suppress(FileExistsError):

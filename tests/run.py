@@ -13,23 +13,30 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.launch import launcher  # noqa: E402
+from tests.launch import is_open_mpi, launcher  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
+from tests.warm import Server  # noqa: E402
 
 SLOWEST = ("--durations=12", "--durations-min=5")
 """What each part tells of its slowest tests."""
 
 SHARED = ("--dist", "worksteal", "-n")
-"""Before the number of processes that share the tests of one rank, or of none."""
+"""Before the number of processes that share the tests without MPI."""
+LOADED = ("pytest", "transformers", "torch.distributed.tensor")
+"""What ranks need not load anew, beside what every program does."""
+LOADED_ALREADY = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+"""What pytest warns of then, as far as its plug-ins use the same modules."""
+MOST_SIDES = 8
+"""Runs that share the tests of one rank."""
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 """What has waiting ranks of Open MPI leave the processor to others."""
 NO_TESTS = 5
@@ -57,11 +64,15 @@ class Part:
             return "slow"
         return "serial" if not self.ranks else f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
 
-    def command(self, arguments: Sequence[str]) -> list[str]:
-        """How it is started."""
-        processors = len(os.sched_getaffinity(0))
+    @property
+    def forked(self) -> bool:
+        """Whether its ranks can be copies of a process that has loaded what they need."""
+        return self.ranks == 1 or (self.ranks > 1 and is_open_mpi())
+
+    def command(self, arguments: Sequence[str], python: Sequence[str] = (sys.executable,)) -> list[str]:
+        """How it is started, by what stands for Python."""
         pytest = [
-            sys.executable,
+            *python,
             "-m",
             "pytest",
             "-q",
@@ -70,23 +81,30 @@ class Part:
             "-p",
             "tests.tally",
             *SLOWEST,
+            *(("-W", LOADED_ALREADY) if self.forked else ()),
         ]
         if self.slow:
             return [*pytest, "-o", f"faulthandler_timeout={SLOW_SECONDS}", "-m", "slow", *arguments]
         if not self.ranks:
             waiting = 1  # many of these tests wait for what they have started
-            return [*pytest, *SHARED, str(processors + waiting), "-m", "not mpi", *arguments]
+            return [*pytest, *SHARED, str(processors() + waiting), "-m", "not mpi", *arguments]
         color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         which = "mpi and eight" if self.ranks >= 8 else "mpi"
         files = with_eight() if self.ranks >= 8 and not any(map(is_path, arguments)) else ()
         start = launcher(self.ranks) if self.ranks > 1 else []
-        many = (*SHARED, str(processors)) if self.ranks == 1 else ()
-        return [*start, *pytest, *many, color, "--with-mpi", "-m", which, *arguments, *files]
+        return [*start, *pytest, color, "--with-mpi", "-m", which, *arguments, *files]
 
     @property
     def sides(self) -> int:
-        """Runs that share its tests: two ranks that wait for each other leave half of the processors idle."""
-        return 2 if self.ranks == 2 else 1
+        """Runs that share its tests: ranks that wait for each other leave processors idle."""
+        if self.ranks == 1:
+            return min(processors(), MOST_SIDES)
+        return 2 if 1 < self.ranks < 8 else 1
+
+
+def processors() -> int:
+    """How many there are for this process."""
+    return len(os.sched_getaffinity(0))
 
 
 def is_path(argument: str) -> bool:
@@ -119,7 +137,7 @@ class Outcome:
         return f"{self.part.title:<8}  {numbers}{why}  ({minutes} min {seconds:02} s)"
 
 
-def run(part: Part, arguments: Sequence[str]) -> Outcome:
+def run(part: Part, arguments: Sequence[str], server: Server) -> Outcome:
     """Run one part to its end."""
     print(f"== {part.title}", flush=True)
     began = monotonic()
@@ -127,7 +145,9 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
         tally, claims = Path(folder) / "tally", Path(folder) / "claims"
         claims.mkdir()
         try:
-            code = run_sides(part, part.command(arguments), claims, os.environ | {VARIABLE: str(tally)})
+            python = server.command(dict(os.environ)) if part.forked else [sys.executable]
+            command = part.command(arguments, python)
+            code = run_sides(part, command, claims, os.environ | {VARIABLE: str(tally)})
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part.title}: {error}", file=sys.stderr)
             code = NO_LAUNCHER
@@ -137,32 +157,29 @@ def run(part: Part, arguments: Sequence[str]) -> Outcome:
 def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Mapping[str, str]) -> int:
     """Run a part's command as often at a time as it has sides; the exit code of the first that failed.
 
-    Each side keeps to its half of the processors, where its ranks take turns instead of waiting on one that
-    the other side needs. What the second one prints comes after the first one's.
+    Each side keeps to its share of the processors, where its ranks take turns instead of waiting on one that
+    another side needs. What the others print comes after what the first one does.
     """
     if part.sides == 1:
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    processors = sorted(os.sched_getaffinity(0))
-    half = -(-len(processors) // 2)
-
-    def start(claims: str, on: Sequence[int], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-        os.sched_setaffinity(0, on)
-        own = {**environment, YIELD: "1", CLAIMS: claims}
-        return subprocess.Popen(
-            command, cwd=ROOT, env=own, stdout=output, stderr=output and subprocess.STDOUT
-        )
-
-    with tempfile.TemporaryFile() as output:
-        first = start(str(claims), processors[:half])
-        second = start(f"{claims}:backwards", processors[-half:], output)
-        os.sched_setaffinity(0, processors)
-        first.wait()
-        second.wait()
-        output.seek(0)
-        print(f"== {part.title}, beside these", flush=True)
-        sys.stdout.buffer.write(output.read())
-        sys.stdout.flush()
-    return first.returncode or second.returncode
+    every = sorted(os.sched_getaffinity(0))
+    share = -(-len(every) // part.sides)
+    with ExitStack() as opened:
+        outputs = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(1, part.sides)]
+        sides = []
+        for side, output in enumerate([None, *outputs]):
+            os.sched_setaffinity(0, every[side * share :][:share] or every)
+            own = {**environment, YIELD: "1", CLAIMS: f"{claims}:{side}/{part.sides}"}
+            stream = {"stdout": output, "stderr": subprocess.STDOUT} if output else {}
+            sides.append(subprocess.Popen(command, cwd=ROOT, env=own, **stream))
+        os.sched_setaffinity(0, every)
+        codes = [side.wait() for side in sides]
+        for output in outputs:
+            output.seek(0)
+            print(f"== {part.title}, beside these", flush=True)
+            sys.stdout.buffer.write(output.read())
+            sys.stdout.flush()
+    return next((code for code in codes if code), 0)
 
 
 def verdict(outcomes: Sequence[Outcome], chosen: bool) -> int:
@@ -183,7 +200,8 @@ def main(words: Sequence[str]) -> int:
     parts = [Part(0), *(Part(int(number)) for number in wish.ranks.split())]
     if wish.slow:
         parts.append(Part(0, slow=True))
-    outcomes = [run(part, wish.arguments) for part in parts]
+    with closing(Server(*LOADED)) as server:
+        outcomes = [run(part, wish.arguments, server) for part in parts]
     code = verdict(outcomes, bool(wish.arguments))
     print("== summary")
     for outcome in outcomes:

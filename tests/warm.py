@@ -3,8 +3,8 @@
 A server imports what every verb of hpctrain imports, and forks for each request: the copy takes over
 arguments, environment, folder and standard streams, and is from there on a process like any other, whose exit
 code or signal comes back. `tests/ask.py` asks for one, alone or as a rank under mpirun; a rank starts so in a
-tenth of a second, not in three. Not for programs that depend on what is imported when; those that depend on
-how Python ends have to ask for its own end.
+tenth of a second, not in three. Signals are handed on. Not for programs that depend on what is imported when;
+those that depend on how Python ends have to ask for its own end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -28,9 +30,13 @@ LOADED = ("hpctrain.cli.main", "hpctrain.cli.run", "hpctrain.train.run")
 
 
 class Server:
-    """The server as tests see it: started by the first who wants its command, ended by `close`."""
+    """The server as tests see it: started by the first who wants its command, ended by `close`.
 
-    def __init__(self) -> None:
+    Of the modules to load besides, those that are not installed are left out.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
         self._folder = Path(tempfile.mkdtemp(prefix="hpctrain-warm-"))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -38,7 +44,7 @@ class Server:
         """What stands for `python`; with `own_end` the program ends as the interpreter does by itself."""
         address = self._folder / "server"
         if self._process is None:
-            serve = [sys.executable, __file__, str(address)]
+            serve = [sys.executable, __file__, str(address), *LOADED, *self._modules]
             self._process = subprocess.Popen(
                 serve, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -62,17 +68,18 @@ class Request(NamedTuple):
     arguments: list[str]
     folder: str
     environment: dict[str, str]
+    processors: list[int]
 
 
-def serve(address: str) -> Request:
+def serve(address: str, modules: Sequence[str]) -> Request:
     """Answer requests until standard input ends. Returns in the copies alone, with what they are to run."""
     import gc
     import select
     import weakref
-    from importlib import import_module
 
-    for module in LOADED:
-        import_module(module)
+    for module in modules:
+        with suppress(ModuleNotFoundError):
+            import_module(module)
     gc.freeze()  # what no copy looks at stays shared
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch takes its operators apart one by one
@@ -98,7 +105,7 @@ def serve(address: str) -> Request:
                 if not done:
                     continue
                 with suppress(OSError):  # as above
-                    client.sendall(str(status).encode())
+                    client.sendall(f"{status}\n".encode())
             client.close()
             del clients[pid]
         if 0 in ready:
@@ -121,12 +128,14 @@ def serve(address: str) -> Request:
                     *(s.detach() for s in (listener, client, *clients.values())),
                 ):
                     os.close(number)
-                os.setsid()
+                os.setpgrp()  # not a session: Linux schedules by those, and ranks would yield to nobody
                 return Request(*json.loads(words))
             for stream in streams:
                 os.close(stream)
             if pid > 0:
                 clients[pid] = client
+                with suppress(OSError):  # as above
+                    client.sendall(f"{pid}\n".encode())
             else:
                 client.close()
 
@@ -136,6 +145,7 @@ def become(request: Request) -> None:
     import runpy
 
     os.chdir(request.folder)
+    os.sched_setaffinity(0, request.processors)
     os.environ.clear()
     os.environ.update(request.environment)
     sys.orig_argv = [sys.executable, *request.arguments]
@@ -179,7 +189,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    request = serve(sys.argv[1])
+    request = serve(sys.argv[1], sys.argv[2:])
     if request.end == OWN_END:
         become(request)
     else:

@@ -31,8 +31,8 @@ def run_verb(verb: Callable[[World], int | None], device: str = "auto") -> NoRet
     try:
         code = verb(world) or 0
     except (HpctrainError, OSError) as raised:
-        error = as_error(raised)
-        code, problems, agreed = error.exit_code, error.problems, world.is_agreed(error)
+        reported = as_error(raised)
+        code, problems, agreed = reported.exit_code, reported.problems, world.is_agreed(reported)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         agreed = code == 0
