@@ -103,8 +103,8 @@ def test_a_lost_node_is_done_without(
 def test_a_job_stops_before_its_time_limit_and_goes_on(
     cluster: Cluster, project: Path, script: Callable[..., Path]
 ) -> None:
-    """40 seconds early, since no limit of Slurm is shorter than a minute."""
-    settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=40")
+    """30 seconds early, since no limit of Slurm is shorter than a minute."""
+    settings = ("run.steps=100000", "checkpoint.every=0", "run.time_margin=30")
     edited = script("slurm-srun.sh", "steady.toml", *settings)
     number = cluster.sbatch(edited, options=["--time=1", "--signal=USR1@1"], cwd=project)
     folder = project / "runs/steady"
