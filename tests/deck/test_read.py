@@ -60,7 +60,7 @@ LINES = some.text(min_size=1, max_size=20).filter(lambda text: not control_probl
 
 @settings(max_examples=60, deadline=None)
 @given(
-    title=LINES.filter(lambda text: "/" not in text and ".." not in text and text != "."),
+    title=LINES.filter(lambda text: text.strip() and "/" not in text and ".." not in text and text != "."),
     tokens=LINES,
     seed=some.integers(0, 2**63 - 1),
     peak=some.floats(min_value=0, max_value=1000, exclude_min=True),
