@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 """What has waiting ranks of Open MPI leave the processor to others."""
 NO_TESTS = 5
 """pytest's exit code where nothing was to run."""
+NO_END = 70
+"""What stands for the exit code of a run that some of its tests have not come to an end in."""
 NO_LAUNCHER = 127
 """A shell's exit code where a program cannot be started."""
 
@@ -133,6 +136,8 @@ class Outcome:
         why = "" if self.code in {0, 1} else f"; ended with code {self.code}"
         if self.code == 1 and not self.counts["failed"]:
             why = "; failed outside of any test"
+        if self.counts[""]:
+            why += f"; {self.counts['']} came to no end"
         minutes, seconds = divmod(round(self.seconds), 60)
         return f"{self.part.title:<8}  {numbers}{why}  ({minutes} min {seconds:02} s)"
 
@@ -151,7 +156,10 @@ def run(part: Part, arguments: Sequence[str], server: Server) -> Outcome:
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part.title}: {error}", file=sys.stderr)
             code = NO_LAUNCHER
-        return Outcome(part, code if code >= 0 else 128 - code, count(tally), monotonic() - began)
+        counts = count(tally)
+        if counts[""] and not code:  # a test has ended its process
+            code = NO_END
+        return Outcome(part, code if code >= 0 else 128 - code, counts, monotonic() - began)
 
 
 def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Mapping[str, str]) -> int:
@@ -173,7 +181,11 @@ def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Map
             stream = {"stdout": output, "stderr": subprocess.STDOUT} if output else {}
             sides.append(subprocess.Popen(command, cwd=ROOT, env=own, **stream))
         os.sched_setaffinity(0, every)
-        codes = [side.wait() for side in sides]
+        try:
+            codes = [side.wait() for side in sides]
+        finally:
+            for side in sides:
+                side.terminate()
         for output in outputs:
             output.seek(0)
             print(f"== {part.title}, beside these", flush=True)
@@ -197,6 +209,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--slow", action="store_true", help="the slow tests too, as the last part")
     parser.add_argument("arguments", nargs="*", help="more arguments for pytest, after --")
     wish = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started first
     parts = [Part(0), *(Part(int(number)) for number in wish.ranks.split())]
     if wish.slow:
         parts.append(Part(0, slow=True))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 VARIABLE = "HPCTRAIN_TEST_TALLY"
 KINDS = ("passed", "failed", "skipped")
+EXPECTED = "expected:"
+"""Before the number of tests that a run will begin."""
 
 
 class Tally:
@@ -25,6 +28,16 @@ class Tally:
         """A test's verdict is that of its call; setup and teardown count where they fail or skip."""
         if report.when == "call" or report.outcome != "passed":
             self.write(report.outcome)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """So many verdicts have to come."""
+        if session.items:
+            self.write(f"{EXPECTED}{len(session.items)}")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """The same, of workers."""
+        self.write(f"{EXPECTED}{len(ids)}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be collected counts as a failure."""
@@ -40,8 +53,11 @@ class Tally:
 
 
 def count(path: Path) -> Counter[str]:
-    """How many tests ended how, so far."""
-    return Counter(path.read_text(encoding="utf-8").split() if path.exists() else [])
+    """How many tests ended how, so far, and under "" how many there are that did not."""
+    words = path.read_text(encoding="utf-8").split() if path.exists() else []
+    verdicts = Counter(word for word in words if not word.startswith(EXPECTED))
+    sizes = [int(word.removeprefix(EXPECTED)) for word in words if word.startswith(EXPECTED)]
+    return verdicts + Counter({"": max(0, max(sizes, default=0) - verdicts.total())})
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,6 +23,8 @@ FAILS, HOW = "{fails}", "{how}"
 def verdict(ranks):
     if ranks == FAILS and HOW == "dies":
         os._exit(9)
+    if ranks == FAILS and HOW == "leaves":
+        os._exit(0)
     if ranks == FAILS and HOW == "aborts":
         from hpctrain.comm.library import MPI
         assert MPI.COMM_WORLD.rank == 0, "this rank fails"
@@ -86,6 +88,14 @@ def test_a_run_that_ends_early_fails_the_whole(tmp_path: Path, how: str, code: i
     lines = summary(done.stdout)
     assert f"ended with code {code}" in lines["2 ranks"]
     assert "1 passed, 0 failed" in lines["serial"]
+
+
+def test_a_test_that_ends_its_process_in_peace_fails_the_whole(tmp_path: Path) -> None:
+    done = run_parts(tmp_path, "1", "leaves", ranks=("1",))
+    assert done.returncode == 70
+    lines = summary(done.stdout)
+    assert "1 passed, 0 failed, 0 skipped  (" in lines["serial"]
+    assert "; 1 came to no end" in lines["1 rank"] or "; 2 came to no end" in lines["1 rank"]
 
 
 def test_a_launcher_that_is_not_there_fails_the_whole(tmp_path: Path) -> None:

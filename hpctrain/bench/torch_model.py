@@ -30,8 +30,6 @@ from hpctrain.model.attention import Rotary, turned
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
-RIVALS = ("torch-tensor", "torch-sequence")  # tensor parallelism without and with sequence parallelism
-
 
 class _Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
@@ -139,7 +137,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_step(rival: str, deck: Deck, world: World) -> Callable[[], None]:
-    """One optimizer step of the deck's global batch by one of RIVALS, parallel over all ranks, over gloo."""
+    """One optimizer step of the deck's global batch by "torch-tensor" or "torch-sequence", over gloo."""
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     if deck.layout.tensor != world.size:

@@ -89,9 +89,8 @@ class TrainingWish:
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
     over data ranks only. `variants`: the same deck with further changes, `KEY=VALUE` separated by spaces.
-    `against`: others' ways, by the names of `torch_model.RIVALS`, `torch_pipeline.PIPELINE_RIVALS` and
-    `torch_sharded.SHARDED_RIVALS`. `only`: none of these but the one of this name, or the deck's own
-    layout, "deck".
+    `against`: others' ways, by the names that the verb's help tells. `only`: none of these but the one of
+    this name, or the deck's own layout, "deck".
     """
 
     steps: int

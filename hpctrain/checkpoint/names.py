@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 LATEST = "latest"
@@ -27,7 +28,8 @@ def checkpoint_step(path: str | Path) -> int | None:
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, good or not, newest first; none if there is no such folder.
 
-    Of later steps than what `latest` leads to, but written before it, they come last: a run has gone back.
+    Those written before one of an earlier step come last: a run went back to that. Times of copies tell less:
+    where one of an earlier step is younger than what `latest` leads to, only what lies beyond can be last.
     """
     folder = Path(folder)
     paths = folder.iterdir() if folder.is_dir() else ()
@@ -37,8 +39,9 @@ def checkpoints(folder: str | Path) -> list[Path]:
     for path in steps:
         with suppress(OSError):  # a run deletes old ones at any time
             times[path] = path.lstat().st_mtime_ns
-
-    def rank(path: Path) -> tuple[bool, int]:
-        return steps[path] <= steps.get(latest, -1) or times.get(path, 0) >= times.get(latest, 0), steps[path]
-
-    return sorted(steps, key=rank, reverse=True)
+    last = times.get(latest, 0)
+    copies = any(times.get(path, 0) > last for path in steps if steps[path] < steps.get(latest, 1 << 62))
+    rising = sorted(steps, key=lambda path: steps[path])
+    telling = (0 if copies and path != latest else times.get(path, 0) for path in rising)
+    youngest = dict(zip(rising, accumulate(telling, max), strict=True))
+    return sorted(steps, key=lambda path: (times.get(path, 0) >= youngest[path], steps[path]), reverse=True)

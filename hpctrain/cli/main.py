@@ -97,6 +97,8 @@ def command() -> None:
 
 def main() -> NoReturn:
     """Run the command line and leave with the exit code of the design; see `hpctrain.errors`."""
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # where it came closed
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     atexit.register(gc.freeze)  # Python would look through all that is loaded before it ends
     try:
         code = command.main(prog_name="hpctrain", standalone_mode=False)

@@ -28,8 +28,7 @@ _MEANINGS = (
 
 def describe(error: OSError) -> str:
     """One sentence for an operating system's error."""
-    where = error.filename if error.filename is not None else "input/output"
-    return f"{where}: {reason(error)}"
+    return f"{'input/output' if error.filename is None else error.filename}: {reason(error)}"
 
 
 def reason(error: BaseException) -> str:
@@ -56,9 +55,8 @@ def reported_as(temporary: Path, path: Path) -> Iterator[None]:
     """Errors tell the name that a file will have; an OSError becomes an InputOutputError."""
     try:
         yield
-    except OSError as error:
-        raise InputOutputError(describe(error).replace(str(temporary), str(path))) from None
-    except HpctrainError as error:
+    except (HpctrainError, OSError) as raised:
+        error = as_error(raised)
         renamed = type(error)([text.replace(str(temporary), str(path)) for text in error.problems])
         renamed.exit_code = error.exit_code
         raise renamed from None

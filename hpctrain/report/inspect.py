@@ -82,7 +82,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
     rows: list[dict[str, Any]] = []
     by_file: dict[str, str] = {}
     for path in paths:
-        row: dict[str, Any] = {"file": path.name, "step": checkpoint_step(path), "problems": []}
+        row = dict[str, Any](file=path.name, step=checkpoint_step(path), problems=[], bytes=0, written="")
         try:
             structure = (verify if wish.verify else examine)(path, group)
         except HpctrainError as error:
@@ -92,7 +92,7 @@ def _inspect_folder(group: Group, target: Path, wish: InspectionWish, show: Call
             row["loss"] = recorded[-1].loss if recorded else None
             by_file[path.name] = loss_text(row["loss"]) if recorded else ""
         with together(group):
-            if group.rank == 0:
+            if group.rank == 0 and path.exists():
                 status = path.stat()
                 written = datetime.fromtimestamp(status.st_mtime, timezone.utc)
                 row |= {"bytes": status.st_size, "written": written.strftime("%Y-%m-%dT%H:%M:%SZ")}

@@ -216,6 +216,26 @@ def test_a_run_that_went_back_gives_up_what_lies_beyond(world: World, tmp_path: 
     assert steps() == [7, 6]
 
 
+def test_what_a_run_gave_up_stays_so_when_it_comes_by(world: World, tmp_path: Path) -> None:
+    """Also where there is no time to delete it, and where a copy has lost the times."""
+    group = world.everyone
+    for step in (4, 6, 7, 9):
+        checkpoint_path(tmp_path, step).write_text("")
+    for age, step in enumerate((8, 6, 4, 9, 7)):  # back to 4, which is not written again, on to 6 and to 8
+        checkpoint_path(tmp_path, step).write_text("")
+        os.utime(checkpoint_path(tmp_path, step), (1000 - age, 1000 - age))
+
+    def steps() -> list[int | None]:
+        return [checkpoint_step(path) for path in checkpoints(tmp_path)]
+
+    point_to(checkpoint_path(tmp_path, 8), group)
+    assert steps() == [8, 6, 4, 9, 7]
+    os.utime(checkpoint_path(tmp_path, 4), (2000, 2000))
+    assert steps() == [8, 7, 6, 4, 9]
+    (tmp_path / "latest").unlink()
+    assert steps() == [9, 8, 7, 6, 4]
+
+
 @pytest.mark.parametrize(
     ("mode", "place", "who"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import VERBS, command
+from tests.launch import clean_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 HEAVY = ("torch", "mpi4py", "numpy", "h5py", "pydantic", "matplotlib", "rich")
@@ -63,3 +66,10 @@ def test_version(launch: Launch) -> None:
     done = launch(0, "-m", "hpctrain", "--version")
     assert done.returncode == 0
     assert done.stdout.startswith("hpctrain 0.")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_mistake(closed: str) -> None:
+    words = f"{shlex.quote(sys.executable)} -m hpctrain --version {closed}"
+    done = subprocess.run(["bash", "-c", words], env=clean_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
