@@ -145,6 +145,12 @@ def test_a_folder_lists_its_checkpoints(
     assert text.count("damaged\n") == 1
     assert "0.4000  good, newest" in text
     assert "step-00000015.h5: damaged or truncated" in text
+    newest.unlink()
+    newest.symlink_to("gone.h5")
+    code, text = told(group, folder)
+    assert (code, text.count("damaged\n")) == (3, 1)
+    assert "0.4000  good, newest" in text
+    assert "step-00000015.h5: no such checkpoint" in text
     with pytest.raises(HpctrainError, match="need one checkpoint file"):
         told(group, tmp_path / "run", deck=True)
 
