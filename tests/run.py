@@ -175,15 +175,15 @@ def run_sides(part: Part, command: Sequence[str], claims: Path, environment: Map
     with ExitStack() as opened:
         outputs = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(1, part.sides)]
         sides = []
-        for side, output in enumerate([None, *outputs]):
-            os.sched_setaffinity(0, every[side * share :][:share] or every)
-            own = {**environment, YIELD: "1", CLAIMS: f"{claims}:{side}/{part.sides}"}
-            stream = {"stdout": output, "stderr": subprocess.STDOUT} if output else {}
-            sides.append(subprocess.Popen(command, cwd=ROOT, env=own, **stream))
-        os.sched_setaffinity(0, every)
         try:
+            for side, output in enumerate([None, *outputs]):
+                os.sched_setaffinity(0, every[side * share :][:share] or every)
+                own = {**environment, YIELD: "1", CLAIMS: f"{claims}:{side}/{part.sides}"}
+                stream = {"stdout": output, "stderr": subprocess.STDOUT} if output else {}
+                sides.append(subprocess.Popen(command, cwd=ROOT, env=own, **stream))
             codes = [side.wait() for side in sides]
         finally:
+            os.sched_setaffinity(0, every)
             for side in sides:
                 side.terminate()
         for output in outputs:

@@ -56,7 +56,7 @@ def reported_as(temporary: Path, path: Path) -> Iterator[None]:
     try:
         yield
     except (HpctrainError, OSError) as raised:
-        error = as_error(raised)
+        error = InputOutputError(describe(raised)) if isinstance(raised, OSError) else raised
         renamed = type(error)([text.replace(str(temporary), str(path)) for text in error.problems])
         renamed.exit_code = error.exit_code
         raise renamed from None
