@@ -21,6 +21,8 @@ deck_file = click.argument("deck", type=PATH)
 layout_of_state = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=1."
 )
+COUNT = click.IntRange(1)
+in_rounds = click.option("--rounds", default=5, show_default=True, type=COUNT, help="Rounds, all in turn.")
 figures_file = click.option("--json", "path", type=PATH, help="Write the figures to a file too.")
 
 
@@ -53,8 +55,8 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
 )
-@click.option("--steps", default=5, show_default=True, help="Steps of a variant in each round.")
-@click.option("--rounds", default=5, show_default=True, help="Rounds in which all variants take turns.")
+@click.option("--steps", default=5, show_default=True, type=COUNT, help="Steps of a variant in each round.")
+@in_rounds
 @click.option("--no-sync", is_flag=True, help="Also ranks that never communicate, each on its share.")
 @click.option("--data-parallel", is_flag=True, help="Also the same global batch over data ranks only.")
 @click.option(
@@ -89,7 +91,7 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
 @command.command()
 @deck_file
 @layout_of_state
-@click.option("--rounds", default=5, show_default=True, help="Rounds in which all take turns.")
+@in_rounds
 @figures_file
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Time the update of DECK's optimizer state in files beside disk and processor alone."""
@@ -102,9 +104,7 @@ def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | No
 @command.command()
 @deck_file
 @layout_of_state
-@click.option(
-    "--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds in which all take turns."
-)
+@in_rounds
 @click.option("--against", type=click.Choice(["dcp"]), help="Also torch.distributed.checkpoint, over gloo.")
 @click.option(
     "--dir",

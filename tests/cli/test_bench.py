@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.bench import command
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 DECK = """
@@ -67,6 +70,17 @@ def test_every_benchmark_runs_and_writes_its_figures(launch: Launch, work: Path,
     assert len(done.stdout.splitlines()) > 3
     files = sorted(path.name for path in work.rglob("*") if path.is_file())
     assert files == ["deck.toml", "figures.json"]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "option"),
+    [*((each, "--rounds") for each in ("train", "offload", "checkpoint")), ("train", "--steps")],
+)
+def test_counts_begin_at_one(benchmark: str, option: str) -> None:
+    for count in ("0", "-1"):
+        done = CliRunner().invoke(command, [benchmark, "deck.toml", option, count])
+        assert done.exit_code == 2
+        assert f"Invalid value for '{option}': {count} is not in the range x>=1" in done.output
 
 
 @pytest.mark.parametrize(
