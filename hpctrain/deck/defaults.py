@@ -41,7 +41,7 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
     if preset is not None:
         model = tables["model"]
         # A key that follows another one follows the deck's value of it, not the preset's.
-        follows = {"key_value_heads": "heads", "mlp": "hidden", "tied": "family"}
+        follows = {"key_value_heads": "heads", "mlp": "hidden", "expert_mlp": "hidden", "tied": "family"}
         values = {
             name: value for name, value in preset.model_keys().items() if follows.get(name) not in model
         }
@@ -94,6 +94,7 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS
     default("layout", "chunks", 2 if two else 1)
 
+    default("model", "balance_loss", 0.01 if model.get("balance", "loss") == "loss" else 0.0)
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _is_integer(heads):
         default("model", "key_value_heads", heads)
@@ -105,6 +106,8 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
         default("model", "tied", False)
         if _is_integer(hidden):
             default("model", "mlp", -(-8 * hidden // (3 * 256)) * 256)
+    if _is_integer(model.get("mlp")):
+        default("model", "expert_mlp", model["mlp"])
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -12,11 +12,12 @@ _LLAMA_2 = "Llama 2 70B: Touvron et al. 2023, arXiv 2307.09288"
 
 
 Family = Literal["gpt2", "llama"]
+Router = Literal["softmax", "sigmoid"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a decoder-only transformer's matrices."""
+    """The sizes of a decoder-only transformer's matrices, and how its mixtures route."""
 
     family: Family
     layers: int
@@ -25,9 +26,36 @@ class Sizes:
     key_value_heads: int
     mlp: int
     vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_mlp: int = 0
+    shared_experts: int = 0
+    expert_every: int = 1
+    dense_first: int = 0
+    router: Router = "softmax"
+    router_normalize: bool = True
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_groups_per_token: int = 1
 
 
-@dataclass(frozen=True)
+MIXTURE_KEYS = (
+    "experts",
+    "experts_per_token",
+    "expert_mlp",
+    "shared_experts",
+    "expert_every",
+    "dense_first",
+    "router",
+    "router_normalize",
+    "router_scale",
+    "router_groups",
+    "router_groups_per_token",
+)
+"""Of [model], those of Sizes that say what a mixture is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preset(Sizes):
     """A shape: the keys of the deck's [model] that it fills, batch.sequence, and who published it."""
 
@@ -37,19 +65,37 @@ class Preset(Sizes):
     source: str
 
     def model_keys(self) -> dict[str, object]:
-        """The [model] keys with their values."""
-        others = ("sequence", "source")
+        """The [model] keys with their values; those of mixtures where it has any."""
+        others = {"sequence", "source"} | (set() if self.experts else set(MIXTURE_KEYS))
         return {name: value for name, value in vars(self).items() if name not in others}
+
+
+def _preset_of_gpt2(
+    layers: int, hidden: int, heads: int, vocabulary: int, sequence: int, source: str
+) -> Preset:
+    return Preset(
+        family="gpt2",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=heads,
+        mlp=4 * hidden,
+        vocabulary=vocabulary,
+        tied=True,
+        norm_epsilon=1e-5,
+        sequence=sequence,
+        source=source,
+    )
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
     source = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners"
-    return Preset("gpt2", layers, hidden, heads, heads, 4 * hidden, 50257, True, 1e-5, 1024, source)
+    return _preset_of_gpt2(layers, hidden, heads, 50257, 1024, source)
 
 
 def _megatron(layers: int, hidden: int, heads: int) -> Preset:
     source = "Narayanan et al. 2021, arXiv 2104.04473, table 1"
-    return Preset("gpt2", layers, hidden, heads, heads, 4 * hidden, 51200, True, 1e-5, 2048, source)
+    return _preset_of_gpt2(layers, hidden, heads, 51200, 2048, source)
 
 
 def _llama(
@@ -64,7 +110,19 @@ def _llama(
     source: str = "Touvron et al. 2023, arXiv 2302.13971",
 ) -> Preset:
     shared = key_value_heads or heads
-    return Preset("llama", layers, hidden, heads, shared, mlp, 32000, False, norm_epsilon, sequence, source)
+    return Preset(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=shared,
+        mlp=mlp,
+        vocabulary=32000,
+        tied=False,
+        norm_epsilon=norm_epsilon,
+        sequence=sequence,
+        source=source,
+    )
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(

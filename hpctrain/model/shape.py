@@ -12,11 +12,12 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """What backward computes again; a number is that of blocks of which only the first one's input is kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape(Sizes):
     """The sizes that fix a decoder-only transformer.
 
-    `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases.
+    `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
+    concerns mixtures, what is meant is told by the deck's keys of these names.
     """
 
     sequence: int
@@ -25,6 +26,13 @@ class ModelShape(Sizes):
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
     initial_std: float = 0.02
+    router_dtype: Literal["fp32", "compute"] = "fp32"
+    router_z_loss: float = 0.0
+    balance: Literal["loss", "bias", "none"] = "loss"
+    balance_loss: float = 0.01
+    balance_over: Literal["micro_batch", "sequence", "step"] = "micro_batch"
+    balance_rate: float = 0.001
+    capacity: float | None = None
 
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
@@ -37,6 +45,10 @@ class ModelShape(Sizes):
     def head_size(self) -> int:
         """Features of one attention head."""
         return self.hidden // self.heads
+
+    def is_mixture(self, block: int) -> bool:
+        """Whether a block's feed-forward part is a mixture of experts."""
+        return self.experts > 0 and block >= self.dense_first and (block + 1) % self.expert_every == 0
 
     @property
     def biases(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.read import parse_deck, read_deck
+from hpctrain.deck.schema import fields
 from hpctrain.errors import EXIT_USER, HpctrainError, InputOutputError
 from tests.deck.small_text import SMALL, changed, problems
 
@@ -72,8 +73,7 @@ def test_problems_name_the_included_file_and_its_line(folder: Path) -> None:
     with pytest.raises(HpctrainError) as caught:
         read_deck("deck.toml")
     assert caught.value.problems == (
-        "deck.toml:4: model.depth = 2: unknown key; [model] has preset, from, family, layers, hidden, heads, "
-        "key_value_heads, mlp, vocabulary, tied, frozen, dropout, rope_base, norm_epsilon, initial_std",
+        f"deck.toml:4: model.depth = 2: unknown key; [model] has {', '.join(fields('model'))}",
         "common/base.toml:14: layout.tensor = 3: must divide model.heads = 8 (1 would, given model.mlp = 9)",
     )
 

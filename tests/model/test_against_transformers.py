@@ -5,6 +5,8 @@ Tests of model/attention.py, model/part.py and model/transformer.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,10 +25,18 @@ from tests.engines import alone, make_buckets
 transformers = pytest.importorskip("transformers")
 
 GPT2 = ModelShape(
-    "gpt2", layers=3, hidden=32, heads=4, key_value_heads=4, mlp=128, vocabulary=97, sequence=24, tied=True
+    family="gpt2",
+    layers=3,
+    hidden=32,
+    heads=4,
+    key_value_heads=4,
+    mlp=128,
+    vocabulary=97,
+    sequence=24,
+    tied=True,
 )
 LLAMA = ModelShape(
-    "llama",
+    family="llama",
     layers=3,
     hidden=48,
     heads=6,
@@ -161,7 +171,18 @@ def test_parameter_counts(world) -> None:
     for shape in (GPT2, LLAMA):
         model = Transformer(shape, alone(world))
         assert sum(p.numel() for p in parameter_list(model)) == count(shape).parameters
-    gpt2 = ModelShape("gpt2", 12, 768, 12, 12, 3072, 50257, 1024, tied=True)
+    gpt2 = replace(
+        GPT2, layers=12, hidden=768, heads=12, key_value_heads=12, mlp=3072, vocabulary=50257, sequence=1024
+    )
     assert count(gpt2).parameters == 124_439_808
-    llama = ModelShape("llama", 32, 4096, 32, 32, 11008, 32000, 2048, tied=False)
+    llama = replace(
+        LLAMA,
+        layers=32,
+        hidden=4096,
+        heads=32,
+        key_value_heads=32,
+        mlp=11008,
+        vocabulary=32000,
+        sequence=2048,
+    )
     assert count(llama).parameters == 6_738_415_616
