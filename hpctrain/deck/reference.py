@@ -18,7 +18,7 @@ from hpctrain.table import table
 from hpctrain.units import format_bytes
 
 _WIDTH = 100
-_COLUMNS = (23, 28, 29, 9)  # widths of key, type, default and unit; with margin and gaps they fill the width
+_COLUMNS = (23, 30, 30, 9)  # widths of key, type, default and unit; with margin and gaps they fill the width
 
 _HEAD = """
 A deck is a TOML file of the sections and keys below; keys without a default ("required") must be

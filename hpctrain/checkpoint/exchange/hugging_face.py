@@ -189,7 +189,8 @@ def shape_of(config: Config, where: str) -> ModelShape:
         problems += _mismatches(family, sizes, config, where)
     if problems:
         raise HpctrainError(problems)
-    return ModelShape(family=family, tied=tied, norm_epsilon=epsilon, rope_base=base, **sizes)
+    settled: dict[str, Any] = {**sizes, "tied": tied}
+    return ModelShape(family=family, norm_epsilon=epsilon, rope_base=base, **settled)
 
 
 def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dict[str, Any]:
