@@ -34,12 +34,12 @@ from hpctrain.model.shape import ModelShape
 class _Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        inner = shape.head_size * shape.key_value_heads
+        inner, whole = shape.head_size * shape.key_value_heads, shape.head_size * shape.heads
         self.head_size = shape.head_size
-        self.query = nn.Linear(shape.hidden, shape.hidden, bias=shape.biases)
+        self.query = nn.Linear(shape.hidden, whole, bias=shape.biases)
         self.key = nn.Linear(shape.hidden, inner, bias=shape.biases)
         self.value = nn.Linear(shape.hidden, inner, bias=shape.biases)
-        self.output = nn.Linear(shape.hidden, shape.hidden, bias=shape.biases)
+        self.output = nn.Linear(whole, shape.hidden, bias=shape.biases)
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         query, key, value = (
@@ -104,6 +104,9 @@ class TorchModel(nn.Module):
 
     def __init__(self, shape: ModelShape, first: int = 0, last: int | None = None) -> None:
         super().__init__()
+        if shape.query_key_norm != "none":
+            asked = 'the peers in plain torch have "none" alone'
+            raise HpctrainError(f'model.query_key_norm = "{shape.query_key_norm}": {asked}')
         self.shape = shape
         last = shape.layers if last is None else last
         embeds, predicts = first == 0, last == shape.layers

@@ -84,11 +84,14 @@ def _texts(deck: Deck) -> Iterator[Problem]:
 
 
 def _model(deck: Deck) -> Iterator[Problem]:
-    model = deck.model
-    if model.hidden % model.heads:
+    model, heads_divide = deck.model, "model.head_size" in deck.sources.defaulted
+    if not heads_divide and model.family == "llama" and model.head_size % 2:
+        sentence = f"must be even for rotary positions ({model.head_size + 1} would)"
+        yield Problem("model.head_size", sentence, ("model.family",))
+    elif heads_divide and model.hidden % model.heads:
         sentence = must_divide("model.hidden", model.hidden, model.heads)
         yield Problem("model.heads", sentence, ("model.hidden",))
-    elif model.family == "llama" and model.hidden // model.heads % 2:
+    elif heads_divide and model.family == "llama" and model.hidden // model.heads % 2:
         even = [heads for heads in divisors(model.hidden) if model.hidden // heads % 2 == 0]
         would = f" ({either(nearest_numbers(model.heads, even))} heads would)" if even else ""
         yield Problem(
@@ -103,6 +106,9 @@ def _model(deck: Deck) -> Iterator[Problem]:
     if model.family == "gpt2" and model.rope_base != type(model).model_fields["rope_base"].default:
         sentence = 'has no effect on model.family = "gpt2", whose positions are learned (leave it out)'
         yield Problem("model.rope_base", sentence, ("model.family",))
+    if model.family == "gpt2" and model.query_key_norm != "none":
+        sentence = 'is for model.family = "llama", not "gpt2" ("none" would do)'
+        yield Problem("model.query_key_norm", sentence, ("model.family",))
 
 
 def _memory(deck: Deck) -> Iterator[Problem]:

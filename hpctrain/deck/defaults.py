@@ -98,6 +98,8 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
     family, hidden, heads = (model.get(name) for name in ("family", "hidden", "heads"))
     if _is_integer(heads):
         default("model", "key_value_heads", heads)
+        if _is_integer(hidden) and heads > 0:
+            default("model", "head_size", max(1, hidden // heads))
     if family == "gpt2":
         default("model", "tied", True)
         if _is_integer(hidden):

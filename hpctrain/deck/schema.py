@@ -92,11 +92,21 @@ class Model(Section):
     heads: int = key(
         "Attention heads; must divide hidden.", derived="the preset's, else required", ge=1, le=_LARGEST
     )
+    head_size: int = key(
+        "Features of one attention head; where it is given, heads need not divide hidden.",
+        derived="hidden / heads",
+        ge=1,
+        le=_LARGEST,
+    )
     key_value_heads: int = key(
         "Heads of keys and values, each shared by heads/key_value_heads query heads.",
         derived="heads",
         ge=1,
         le=_LARGEST,
+    )
+    query_key_norm: Literal["none", "head", "all"] = key(
+        "RMSNorm of queries and keys before rotation (llama): none, over each head, over all heads together.",
+        "none",
     )
     mlp: int = key(
         "Inner width of the feed-forward part.",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
 from hpctrain.parallel.ring_attention import ring_attention
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Saving, Storage, total
 
 
 class Rotary:
@@ -63,6 +66,8 @@ class Attention(nn.Module):
             shape.biases,
             groups,
         )
+        normed = shape.query_key_norm != "none"
+        self.norm = QueryKeyNorm(name, shape, groups, queries, keys) if normed else None
         self.output = RowLinear(f"{name}.output", shape.heads * size, shape.hidden, shape.biases, groups)
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
@@ -71,6 +76,8 @@ class Attention(nn.Module):
         parts = [
             part.unflatten(-1, (-1, self.head_size)) for part in inner.split(self.inner.split_sizes, dim=-1)
         ]
+        if self.norm is not None:
+            parts[:2] = self.norm(*parts[:2])
         tables = rotary.tables if rotary is not None else ()
         attended = self.groups.saved_policy.attend(self._attend, parts, tables)
         output: Tensor = self.output(attended.flatten(2))
@@ -91,13 +98,25 @@ class Attention(nn.Module):
         """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
         queries, keys, _ = self.inner.split_sizes
         projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
+        statistics = [] if self.norm is None else self.norm.saved(at)
         if at.selective:
-            return [projected, output]
+            normed = [] if self.norm is None else [output, shared]
+            return [projected, *statistics, *normed, output]
         log_sum = at.features(queries // self.head_size, 4)
         log_sum = Storage(log_sum.bytes, 4, features=False)
         context = self.groups.context.size
         if context > 1 and self.groups.context_form == "all_to_all":
             # The exchanged queries, keys, values and output, and the output as it comes back.
             exchanged = at.features(max(keys, context * self.head_size))
-            return [output, exchanged, exchanged, output, log_sum, output]
-        return [projected, *([output, shared] if self.rotated else []), output, log_sum]
+            normed = [] if self.norm is None else [projected, *statistics]
+            return [*normed, output, exchanged, exchanged, output, log_sum, output]
+        return [projected, *statistics, *([output, shared] if self.rotated else []), output, log_sum]
+
+    def made_again(self, at: Saving) -> int:
+        """Bytes that the core, where it is computed again, saves beside its inputs and output."""
+        inputs = total(self.saved(replace(at, selective=True)))
+        if self.norm is not None:
+            # It is normalized queries and keys then, but rotated ones otherwise.
+            queries, keys, _ = self.inner.split_sizes
+            inputs -= at.features(queries + keys).bytes
+        return total(self.saved(replace(at, selective=False))) - inputs

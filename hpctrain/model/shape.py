@@ -22,6 +22,8 @@ class ModelShape(Sizes):
 
     sequence: int
     tied: bool
+    head_size: int = 0
+    query_key_norm: Literal["none", "head", "all"] = "none"
     dropout: float = 0.0
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -34,17 +36,17 @@ class ModelShape(Sizes):
     balance_rate: float = 0.001
     capacity: float | None = None
 
+    def __post_init__(self) -> None:
+        """Features of one attention head are hidden / heads where they are not given."""
+        if not self.head_size:
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
         """The shape that a deck asks for, with the vocabulary already settled."""
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
-
-    @property
-    def head_size(self) -> int:
-        """Features of one attention head."""
-        return self.hidden // self.heads
 
     def is_mixture(self, block: int) -> bool:
         """Whether a block's feed-forward part is a mixture of experts."""

@@ -158,8 +158,7 @@ class Block(TransformerLayer):
         whole, masks = at.features(self.hidden).bytes, total(_masks(self, at))
         if not at.selective:
             return Waiting(held, whole - masks)
-        again = total(self.attention.saved(replace(at, selective=False))) - total(self.attention.saved(at))
-        again += at.features(inner.split_sizes[0]).bytes
+        again = self.attention.made_again(at) + at.features(inner.split_sizes[0]).bytes
         # By then masks are gone, and what the second norm keeps for itself alone.
         gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:]) + self.feed_forward.freed_first(at)
         return Waiting(held, whole + max(again - gone, -masks))

@@ -50,7 +50,7 @@ class Rows:
         return Rows(size, group.rank // copies * unit, unit, copies)
 
 
-def _rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
+def rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     """The Shard of a tensor [rows, *others] split by rows."""
     return Shard(
         name,
@@ -183,8 +183,8 @@ class ColumnLinear(SplitLinear):
         super().__init__(groups)
         self.split_sizes = [rows.local for _, rows in outputs]
         for name, rows in outputs:
-            weight = _rows_shard(f"{name}.weight", rows, (inputs,))
-            self.declare(weight, _rows_shard(f"{name}.bias", rows, ()) if bias else None)
+            weight = rows_shard(f"{name}.weight", rows, (inputs,))
+            self.declare(weight, rows_shard(f"{name}.bias", rows, ()) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""

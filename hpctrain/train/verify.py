@@ -71,6 +71,7 @@ def miniature(deck: Deck) -> Deck:
             "layers": layers,
             "frozen": (),
             "hidden": hidden,
+            "head_size": _HEAD_SIZE,
             "mlp": -(-2 * hidden // multiple) * multiple,
             # No multiple of the tensor axis, so that the padding is compared, too.
             "vocabulary": 16 * layout.tensor + 1,

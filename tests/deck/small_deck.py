@@ -38,6 +38,8 @@ VALUES: dict[str, list[str]] = {
     "model.hidden": ["1", "6", "12", "24", "32"],
     "model.heads": ["1", "3", "4"],
     "model.key_value_heads": ["1", "2", "3"],
+    "model.head_size": ["1", "4", "6"],
+    "model.query_key_norm": ['"head"', '"all"'],
     "model.mlp": ["1", "7", "40"],
     "model.vocabulary": ["2", "257", "300"],
     "model.tied": ["true", "false"],

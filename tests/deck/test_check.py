@@ -51,6 +51,7 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ["layout.context=8", "layout.context_form=all_to_all"],
         ["layout.context=2", "layout.context_form=all_to_all", "layout.tensor=4"],
         ["model.family=gpt2", "model.heads=64", "model.key_value_heads=64"],
+        ["model.heads=12", "model.key_value_heads=4", "model.head_size=6", "model.query_key_norm=all"],
         ["batch.ramp_from=4", "batch.ramp_steps=20"],
         ["learning_rate.warmup=30"],  # a trial run may end before
         ["batch.ramp_from=4", "batch.ramp_steps=30"],
@@ -114,6 +115,14 @@ def test_what_fits(overrides: list[str]) -> None:
                 "model.hidden / "
                 "model.heads = 64 / 64 = 1 (4, 8, 16 or 32 heads would)"
             ],
+        ),
+        (
+            ["model.head_size=7"],
+            ["model.head_size=7: must be even for rotary positions (8 would)"],
+        ),
+        (
+            ["model.family=gpt2", "model.key_value_heads=8", "model.query_key_norm=head"],
+            ['model.query_key_norm=head: is for model.family = "llama", not "gpt2" ("none" would do)'],
         ),
         (
             ["model.key_value_heads=3"],

@@ -1,4 +1,4 @@
-"""Our transformer against GPT2LMHeadModel and LlamaForCausalLM with the same random weights.
+"""Our transformer against GPT-2, Llama and Qwen3 of `transformers` with the same random weights.
 
 Tests of model/attention.py, model/part.py and model/transformer.py.
 """
@@ -47,6 +47,7 @@ LLAMA = ModelShape(
     tied=False,
     norm_epsilon=1e-6,
 )
+QWEN3 = replace(LLAMA, head_size=12, query_key_norm="head")
 
 
 def roughen(model: torch.nn.Module) -> torch.nn.Module:
@@ -99,6 +100,25 @@ def llama_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, llama_names(dict(model.named_parameters()))
 
 
+def qwen3_reference() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    config = transformers.Qwen3Config(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=24, rms_norm_eps=1e-6,
+        rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = roughen(transformers.Qwen3ForCausalLM(config))
+    return model, qwen3_names(dict(model.named_parameters()))
+
+
+def qwen3_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ours = llama_names(theirs)
+    for layer in range(3):
+        for kind, letter in (("query", "q"), ("key", "k")):
+            name = f"model.layers.{layer}.self_attn.{letter}_norm.weight"
+            ours[f"blocks.{layer}.attention.{kind}_norm.weight"] = theirs[name]
+    return ours
+
+
 def llama_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ours = {
         "embedding.tokens.weight": theirs["model.embed_tokens.weight"],
@@ -122,10 +142,11 @@ def llama_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return ours
 
 
-@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("shape", [GPT2, LLAMA, QWEN3], ids=["gpt2", "llama", "qwen3"])
 def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, world) -> None:
     torch.manual_seed(0)
-    reference, weights = gpt2_reference() if shape is GPT2 else llama_reference()
+    make = {GPT2: gpt2_reference, LLAMA: llama_reference, QWEN3: qwen3_reference}[shape]
+    reference, weights = make()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -155,7 +176,7 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
     ours.backward()
     synchronizer.finish()
     torch.testing.assert_close(ours.detach(), loss.detach(), rtol=1e-6, atol=1e-6)
-    names = gpt2_names if shape is GPT2 else llama_names
+    names = {GPT2: gpt2_names, LLAMA: llama_names, QWEN3: qwen3_names}[shape]
     gradients = names({name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
     for parameter in parameter_list(model):
         torch.testing.assert_close(
@@ -168,11 +189,19 @@ def test_loss_logits_and_gradients_are_those_of_transformers(shape: ModelShape, 
 
 
 def test_parameter_counts(world) -> None:
-    for shape in (GPT2, LLAMA):
+    for shape in (GPT2, LLAMA, QWEN3):
         model = Transformer(shape, alone(world))
         assert sum(p.numel() for p in parameter_list(model)) == count(shape).parameters
     gpt2 = replace(
-        GPT2, layers=12, hidden=768, heads=12, key_value_heads=12, mlp=3072, vocabulary=50257, sequence=1024
+        GPT2,
+        layers=12,
+        hidden=768,
+        heads=12,
+        head_size=64,
+        key_value_heads=12,
+        mlp=3072,
+        vocabulary=50257,
+        sequence=1024,
     )
     assert count(gpt2).parameters == 124_439_808
     llama = replace(
@@ -180,6 +209,7 @@ def test_parameter_counts(world) -> None:
         layers=32,
         hidden=4096,
         heads=32,
+        head_size=128,
         key_value_heads=32,
         mlp=11008,
         vocabulary=32000,

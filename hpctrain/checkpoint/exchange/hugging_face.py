@@ -172,7 +172,9 @@ def shape_of(config: Config, where: str) -> ModelShape:
         if key in config and config[key] not in accepted
     ]
     named = _SIZES[family].items()
-    sizes = {own: _size(config, key, default, where, problems) for own, (key, default) in named}
+    sizes: dict[str, Any] = {
+        own: _size(config, key, default, where, problems) for own, (key, default) in named
+    }
     # In their files null stands for what follows from other sizes.
     if family == "gpt2":
         sizes["mlp"] = _size(config, "n_inner", 4 * sizes["hidden"], where, problems)
@@ -182,11 +184,13 @@ def shape_of(config: Config, where: str) -> ModelShape:
         sizes["key_value_heads"] = _size(config, "num_key_value_heads", sizes["heads"], where, problems)
         epsilon = _number(config, "rms_norm_eps", 1e-6, where, problems)
         base = _rotary_base(config, where, problems)
+        if config.get("head_dim") is not None:
+            sizes["head_size"] = _size(config, "head_dim", 1, where, problems)
     tied = config.get("tie_word_embeddings", family == "gpt2")
     if not isinstance(tied, bool):
         problems.append(f"{where}: tie_word_embeddings = {tied!r}: must be true or false")
     if not problems:
-        problems += _mismatches(family, sizes, config, where)
+        problems += _mismatches(family, sizes, where)
     if problems:
         raise HpctrainError(problems)
     settled: dict[str, Any] = {**sizes, "tied": tied}
@@ -209,6 +213,11 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
         "use_cache": True,
     }
     sizes = {key: getattr(shape, own) for own, (key, _) in _SIZES[shape.family].items()}
+    if shape.query_key_norm != "none":
+        raise HpctrainError(
+            f'model.query_key_norm = "{shape.query_key_norm}": the Llama of transformers has no norms of '
+            "queries and keys, so this model cannot be exported"
+        )
     fixed = {key: default for key, _, default in _FIXED[shape.family] if default is not None}
     if shape.family == "gpt2":
         if shape.key_value_heads != shape.heads:
@@ -282,17 +291,17 @@ def _rotary_base(config: Config, where: str, problems: list[str]) -> float:
     return base
 
 
-def _mismatches(family: Family, sizes: Mapping[str, int], config: Config, where: str) -> list[str]:
+def _mismatches(family: Family, sizes: Mapping[str, int], where: str) -> list[str]:
     """Sizes that no model can have together, or none of ours."""
     names = {own: key for own, (key, _) in _SIZES[family].items()}
     hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
-    if hidden % heads:
+    size = sizes.get("head_size")
+    if size is None and hidden % heads:
         return [f"{where}: {names['heads']} = {heads}: must divide {names['hidden']} = {hidden}"]
     if heads % shared:
         return [f"{where}: num_key_value_heads = {shared}: must divide {names['heads']} = {heads}"]
-    if config.get("head_dim") not in (None, hidden // heads):
-        asked = f"must be hidden_size / num_attention_heads = {hidden // heads} in hpctrain"
-        return [f"{where}: head_dim = {config['head_dim']!r}: {asked}"]
-    if family == "llama" and hidden // heads % 2:
+    if family == "llama" and size is not None and size % 2:
+        return [f"{where}: head_dim = {size}: must be even"]
+    if family == "llama" and size is None and hidden // heads % 2:
         return [f"{where}: {names['heads']} = {heads}: must leave an even size of each head"]
     return []

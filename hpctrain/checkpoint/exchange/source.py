@@ -79,7 +79,8 @@ def settled_keys(path: str) -> dict[str, object]:
 def model_keys(shape: ModelShape) -> dict[str, object]:
     """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
-    names += ["norm_epsilon", *(["rope_base"] if shape.family == "llama" else [])]
+    names += ["head_size", "norm_epsilon"]
+    names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []
     return {name: getattr(shape, name) for name in names}
 
 

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied": ("GPT2", {"tie_word_embeddings": False, "n_inner": 40, "layer_norm_epsilon": 1e-3}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-grouped": ("Llama", {"num_key_value_heads": 2, "rope_theta": 300.0, "rms_norm_eps": 1e-3}),
+    "llama-heads": ("Llama", {"num_key_value_heads": 2, "head_dim": 6}),
     "llama-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 SIZES: dict[str, dict[str, Any]] = {
@@ -284,7 +285,8 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("llama", "sliding_window", 4096, "sliding_window = 4096"),
         ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling = {'type': 'linear'"),
         ("llama", "rope_parameters", {"rope_type": "llama3"}, "rope_parameters = {'rope_type': 'llama3'}"),
-        ("llama", "head_dim", 16, "head_dim = 16: must be hidden_size / num_attention_heads = 8"),
+        ("llama", "head_dim", 7, "head_dim = 7: must be even"),
+        ("llama", "head_dim", 16, "q_proj.weight: has shape [32, 32], expected [64, 32]"),
         ("llama", "num_key_value_heads", 3, "num_key_value_heads = 3: must divide"),
         ("llama", "quantization_config", {"bits": 4}, "quantization_config = {'bits': 4}"),
         ("llama", "vocab_size", 62, "model.embed_tokens.weight: has shape [61, 32], expected [62, 32]"),

@@ -1,0 +1,120 @@
+"""RMSNorm of queries and keys before their rotation: over each head (Qwen3) or over all heads (OLMoE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import Rows, rows_shard
+from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.shard import Parameter, Shard
+
+
+class QueryKeyNorm(nn.Module):
+    """Queries [s, b, heads/t, d] and keys [s, b, key/value heads/t, d] -> the same.
+
+    Over each head, all heads have one weight [d]; a rank sees its own heads alone, so that its gradient is
+    partial over the tensor axis. Over all heads the weight is split as they are, and the mean of squares is
+    that of all ranks' heads: two numbers of each token are summed over the tensor axis in both passes.
+    """
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, queries: Rows, keys: Rows) -> None:
+        super().__init__()
+        self.epsilon, self.head_size = shape.norm_epsilon, shape.head_size
+        self.tensor, self.joint = groups.tensor, shape.query_key_norm == "all"
+        self.rows = (queries, keys)
+        self.query_weight, self.key_weight = (
+            Parameter(self._shard(f"{name}.{kind}_norm.weight", rows), False, "ones")
+            for kind, rows in (("query", queries), ("key", keys))
+        )
+
+    def _shard(self, name: str, rows: Rows) -> Shard:
+        if self.joint:
+            return rows_shard(name, rows, ())
+        return Shard.whole(name, (self.head_size,), frozenset({"tensor"}))
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both normalized."""
+        result: tuple[Tensor, Tensor] = _Normalized.apply(
+            query, key, self.query_weight, self.key_weight, self
+        )
+        return result
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """What it keeps beside its inputs: a statistic of every head, or of all of them, in fp32."""
+        heads = (1 if self.joint else rows.local // self.head_size for rows in self.rows)
+        return [Storage(4 * at.tokens * count, 4, features=False) for count in heads]
+
+    def means(self, products: list[Tensor], shared: bool) -> list[Tensor]:
+        """Means of [s, b, heads, d] over each head, or over all heads of all ranks; [s, b, heads or 1, 1].
+
+        Of keys that several ranks hold, `shared` says that all have the same, which counts once; else each
+        has a part of a sum.
+        """
+        if not self.joint:
+            return [product.mean(-1, keepdim=True) for product in products]
+        sums = torch.cat([product.sum((-2, -1), keepdim=True) for product in products], -1)
+        if self.tensor.size > 1:
+            if shared and self.tensor.rank % self.rows[1].copies:
+                sums[..., 1] = 0
+            self.tensor.all_reduce(sums)
+        of_each = sums.split(1, -1)
+        return [part / rows.size for part, rows in zip(of_each, self.rows, strict=True)]
+
+
+class _Normalized(torch.autograd.Function):
+    """x^ = x / sqrt(mean x^2 + epsilon), times the weight; backward makes x^ again, to keep less."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, norm: QueryKeyNorm
+    ) -> tuple[Tensor, Tensor]:
+        both, weights = (query.float(), key.float()), (query_weight, key_weight)
+        means = norm.means([x.square() for x in both], shared=True)
+        inverses = [(mean + norm.epsilon).rsqrt() for mean in means]
+        ctx.norm = norm
+        ctx.save_for_backward(query, key, *weights, *inverses)
+        first, second = (
+            (x * inverse * _of_heads(weight, x)).to(query.dtype)
+            for x, inverse, weight in zip(both, inverses, weights, strict=True)
+        )
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        norm: QueryKeyNorm = ctx.norm
+        query, key, *others = ctx.saved_tensors
+        weights, inverses = others[:2], others[2:]
+        normed = [x.float() * inverse for x, inverse in zip((query, key), inverses, strict=True)]
+        of_weights: list[Tensor | None] = [
+            _summed(gradient * x, weight) if needed else None
+            for gradient, x, weight, needed in zip(
+                gradients, normed, weights, ctx.needs_input_grad[2:4], strict=True
+            )
+        ]
+        of_normed = [
+            gradient * _of_heads(weight, gradient)
+            for gradient, weight in zip(gradients, weights, strict=True)
+        ]
+        means = norm.means([g * x for g, x in zip(of_normed, normed, strict=True)], shared=False)
+        of_inputs = []
+        for g, x, mean, inverse, rows in zip(of_normed, normed, means, inverses, norm.rows, strict=True):
+            # The gradients of ranks that hold the same keys are summed later: each takes its part of this.
+            share = mean / rows.copies if norm.joint else mean
+            of_inputs.append((inverse * (g - x * share)).to(query.dtype))
+        return (*of_inputs, *of_weights, None)
+
+
+def _of_heads(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight [d] or [heads * d] as a factor of x [s, b, heads, d], in fp32."""
+    return weight.float().view(-1, x.shape[-1])
+
+
+def _summed(products: Tensor, weight: Tensor) -> Tensor:
+    """[s, b, heads, d] summed to the weight's shape, [d] or [heads * d], in its type."""
+    sums = products.sum((0, 1))
+    return (sums.sum(0) if weight.numel() == products.shape[-1] else sums.flatten()).to(weight.dtype)
