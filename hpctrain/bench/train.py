@@ -23,13 +23,14 @@ from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
 from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.device import peak_bytes
-from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.mesh import Mesh, sizes_text
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.sizes import expert_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
@@ -129,8 +130,9 @@ def bench_train(
             alone = world.alone()
             variants.append(_training(name, on_one_rank(deck), alone, Mesh(alone, {}), share=world.size))
         elif name == "data-parallel":
-            copies = Mesh(world, {"data": world.size})
-            variants.append(_training(_layout_name(copies), on_one_rank(deck), world, copies))
+            plain = on_one_rank(deck)
+            copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
+            variants.append(_training(_layout_name(copies), plain, world, copies))
         elif name in changed:
             other = changed[name]
             variants.append(_training(name, other, world, make_mesh(other, world)))
@@ -187,7 +189,7 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
 
 
 def _layout_name(mesh: Mesh) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one rank"
+    return sizes_text(mesh.sizes, 2) or "one rank"
 
 
 def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:

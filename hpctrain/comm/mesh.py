@@ -11,7 +11,10 @@ from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 
-AXES = ("pipeline", "data", "context", "expert", "tensor")
+AXES = ("pipeline", "data", "context", "tensor")
+
+EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
+"""How experts fold the same ranks: those of a pipeline stage lie along other axes."""
 
 # Axes that are joined into one group, besides each axis by itself.
 JOINED = (("data", "context"), ("context", "tensor"))
@@ -20,29 +23,45 @@ JOINED = (("data", "context"), ("context", "tensor"))
 class Mesh:
     """The world's ranks as an array of `sizes`, tensor innermost: neighbours there share a node.
 
-    `sizes` gives ranks along each axis, one where it is not named; their product is the world's size.
-    Making one is collective: every group's communicator is made here, on all ranks in one order.
+    `sizes` gives ranks along each of AXES, one where it is not named; their product is the world's size. For
+    a model with experts it names "expert", the ranks over which these are spread, and "expert_tensor", those
+    that split each of them: along EXPERT_AXES the ranks lie a second time, "expert_tensor" innermost, so that
+    an expert's neighbours share a node too. Making one is collective: every group's communicator is made
+    here, on all ranks in one order.
     """
 
     def __init__(self, world: World, sizes: Mapping[str, int], transport: str = "auto") -> None:
-        assert set(sizes) <= set(AXES), sizes
+        assert set(sizes) <= {*AXES, "expert", "expert_tensor"}, sizes
         self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
-        assert prod(self.sizes.values()) == world.size, (self.sizes, world.size)
+        assert rank_count(self.sizes) == world.size, (self.sizes, world.size)
+        if "expert" in sizes:
+            self.sizes |= {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
         self.world = world
         self.transport = choose_transport(world, transport)
         self._here = self.coordinates(world.rank)
-        self._groups = {axes: self._group(axes) for axes in (*((axis,) for axis in AXES), *JOINED)}
+        folded = expert_sizes(self.sizes)
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups |= {(axis,): self._group((axis,), AXES) for axis in AXES}
+        # Where experts are not split, or there are none, this rank alone is all that there is along an axis.
+        alone = world.split(("expert",), (world.rank,), self.transport)
+        for axis in EXPERT_AXES[1:]:
+            split = folded[axis] > 1
+            if split and (axis != "expert_data" or "expert" in self.sizes):
+                self._groups[axis,] = self._group((axis,), EXPERT_AXES)
+            elif not split:
+                self._groups[axis,] = alone
+        self._groups |= {axes: self._group(axes, AXES) for axes in JOINED}
 
     def size(self, axis: str) -> int:
         """Ranks along one axis."""
-        return self.sizes[axis]
+        return self.sizes[axis] if axis in self.sizes else expert_sizes(self.sizes)[axis]
 
     def coordinate(self, axis: str) -> int:
         """This rank's coordinate along one axis."""
-        return self._here[axis]
+        return self._here[axis] if axis in self._here else self._groups[axis,].rank
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """One rank's coordinates, along every axis."""
+        """One rank's coordinates, along every axis; along those of experts where there are any."""
         return coordinates(self.sizes, rank)
 
     def group(self, *axes: str) -> Group:
@@ -68,27 +87,56 @@ class Mesh:
         """The node of every rank of a group. Collective."""
         return group.all_gather_object(self.world.node)
 
-    def _group(self, axes: tuple[str, ...]) -> Group:
-        others = [axis for axis in AXES if axis not in axes]
-        ranks = tuple(
-            rank
-            for rank in range(self.world.size)
-            if all(self.coordinates(rank)[axis] == self._here[axis] for axis in others)
-        )
-        return self.world.split(axes, ranks, self.transport)
+    def _group(self, axes: tuple[str, ...], folding: tuple[str, ...]) -> Group:
+        sizes = self.sizes if folding is AXES else expert_sizes(self.sizes)
+        others = [axis for axis in folding if axis not in axes]
+        here = _fold(sizes, folding, self.world.rank)
+        places = ((rank, _fold(sizes, folding, rank)) for rank in range(self.world.size))
+        same = (rank for rank, place in places if all(place[axis] == here[axis] for axis in others))
+        return self.world.split(axes, tuple(same), self.transport)
+
+
+def rank_count(sizes: Mapping[str, int]) -> int:
+    """How many ranks a mesh of these sizes has."""
+    return prod(sizes[axis] for axis in AXES)
+
+
+def expert_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The ranks along each of EXPERT_AXES: "expert_data" is what the others leave of a pipeline stage.
+
+    Where `sizes` names no experts they are split over no ranks.
+    """
+    split = {axis: sizes.get(axis, 1) for axis in ("expert", "expert_tensor")}
+    of_stage = rank_count(sizes) // sizes["pipeline"]
+    assert of_stage % prod(split.values()) == 0, sizes
+    return {"pipeline": sizes["pipeline"], "expert_data": of_stage // prod(split.values())} | split
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The coordinates, along every axis, of one rank of a mesh of these sizes."""
+    """The coordinates of one rank of a mesh of these sizes, along every axis; along EXPERT_AXES where `sizes`
+    names "expert".
+    """
+    here = _fold(sizes, AXES, rank)
+    return here | _fold(expert_sizes(sizes), EXPERT_AXES, rank) if "expert" in sizes else here
+
+
+def _fold(sizes: Mapping[str, int], folding: tuple[str, ...], rank: int) -> dict[str, int]:
     inwards: dict[str, int] = {}
-    for axis in reversed(AXES):
+    for axis in reversed(folding):
         rank, inwards[axis] = divmod(rank, sizes[axis])
-    return {axis: inwards[axis] for axis in AXES}
+    return {axis: inwards[axis] for axis in folding}
 
 
-def sizes_text(sizes: Mapping[str, int]) -> str:
-    """The ranks along each axis, in words; experts where they are split."""
-    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis != "expert" or sizes[axis] > 1)
+def sizes_text(sizes: Mapping[str, int], least: int = 1) -> str:
+    """The ranks along each axis that has at least so many, in words; then those of experts where they are
+    split.
+    """
+    text = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] >= least)
+    split = [f"{axis} {sizes[axis]}" for axis in ("expert", "expert_tensor") if sizes.get(axis, 1) > 1]
+    if not split:
+        return text
+    experts = " x ".join([f"expert_data {expert_sizes(sizes)['expert_data']}", *split])
+    return f"{text}, experts {experts}" if text else f"experts {experts}"
 
 
 def choose_transport(world: World, wish: str) -> str:

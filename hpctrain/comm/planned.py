@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.mesh import coordinates
+from hpctrain.comm.mesh import AXES, EXPERT_AXES, coordinates, expert_sizes, rank_count
 from hpctrain.comm.mpi import scratch_bytes
 from hpctrain.comm.transport import Transport
 
@@ -53,14 +53,15 @@ class PlannedMesh:
     """
 
     def __init__(self, sizes: Mapping[str, int], stage: int, ranks_per_node: int) -> None:
-        self._sizes, self._stage, self._per_node = sizes, stage, ranks_per_node
+        self._sizes, self._stage, self._per_node = dict(sizes), stage, ranks_per_node
+        self._along = {**expert_sizes(sizes), **sizes}
         self._ledger = Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, *axes: str) -> Group:
         """The group along these axes."""
         if axes not in self._groups:
-            size = prod(self._sizes[axis] for axis in axes)
+            size = prod(self._along[axis] for axis in axes)
             rank = self._stage if axes == ("pipeline",) else 0
             self._groups[axes] = planned_group(axes, rank, size, self._ledger)
         return self._groups[axes]
@@ -77,8 +78,11 @@ class PlannedMesh:
     def nodes(self, group: Group) -> list[int]:
         """The node of every rank of a group."""
         here = {"pipeline": self._stage}
-        others = [axis for axis in self._sizes if axis not in group.axes]
-        located = ((rank, coordinates(self._sizes, rank)) for rank in range(prod(self._sizes.values())))
+        folding = AXES if set(group.axes) <= set(AXES) else EXPERT_AXES
+        others = [axis for axis in folding if axis not in group.axes]
+        located = (
+            (rank, coordinates({"expert": 1, **self._sizes}, rank)) for rank in range(rank_count(self._sizes))
+        )
         return [
             rank // self._per_node
             for rank, along in located

@@ -192,13 +192,23 @@ class Data(Section):
 
 
 class Layout(Section):
-    """How the ranks share the work: ranks = pipeline x data x context x tensor."""
+    """How the ranks share the work: ranks = pipeline x data x context x tensor.
+
+    Experts fold the same ranks in their own way: pipeline x expert data x expert x expert_tensor.
+    """
 
     data: int | None = key(
         "Copies that train on different sequences.", None, unit="ranks", derived="fills the rest", ge=1
     )
     tensor: int = key("Ranks that split each layer's weights.", 1, unit="ranks", ge=1)
     context: int = key("Ranks that split each sequence.", 1, unit="ranks", ge=1)
+    expert: int = key(
+        "Ranks over which the experts are spread: ranks of a stage, which the other axes use too.",
+        1,
+        unit="ranks",
+        ge=1,
+    )
+    expert_tensor: int = key("Ranks that split each expert's weights.", 1, unit="ranks", ge=1)
     pipeline: int = key(
         "Stages that split the layers, each of them one rank or more.", 1, unit="stages", ge=1
     )

@@ -10,9 +10,19 @@ from hpctrain.deck.schema import Deck
 
 
 def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
-    """Ranks along each axis; HpctrainError where the deck does not fit so many."""
-    sizes = {axis: getattr(deck.layout, axis, 1) for axis in AXES}
-    return sizes | {"data": data_ranks(deck, ranks)}
+    """Ranks along each axis, for a model with experts also along theirs, as a Mesh takes them.
+
+    HpctrainError where the deck does not fit so many.
+    """
+    sizes = {axis: getattr(deck.layout, axis) for axis in AXES}
+    return sizes | {"data": data_ranks(deck, ranks)} | expert_sizes(deck)
+
+
+def expert_sizes(deck: Deck) -> dict[str, int]:
+    """The ranks over which a deck's experts are spread and split; nothing where its model has none."""
+    if not deck.model.experts:
+        return {}
+    return {"expert": deck.layout.expert, "expert_tensor": deck.layout.expert_tensor}
 
 
 def micro_batches(deck: Deck, data: int) -> int:

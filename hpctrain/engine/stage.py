@@ -113,6 +113,8 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         saved_policy=saved_policy,
         product_format=Precision.of(deck).product,
         table_rows=1 if on_host(device) else TABLE_ROWS,
+        expert=mesh.group("expert"),
+        expert_tensor=mesh.group("expert_tensor"),
     )
 
 

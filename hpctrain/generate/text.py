@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import gcd, inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck, Machine
+from hpctrain.engine.sizes import expert_sizes
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import build_model
@@ -222,7 +223,7 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
         tokenizer = _tokenizer(state, path)
         assert deck.model.vocabulary is not None and tokenizer.vocabulary <= deck.model.vocabulary
     torch.set_num_threads(deck.run.threads)
-    mesh = Mesh(world, {"tensor": world.size})
+    mesh = Mesh(world, {"tensor": world.size} | expert_sizes(deck))
     groups = make_groups(deck, mesh, SavedPolicy(), world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
     own = count(shape).parameters // world.size * Precision.of(deck).storage.itemsize
@@ -236,8 +237,11 @@ def load_model(world: World, path: Path) -> tuple[Part, Tokenizer]:
 
 def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     """The checkpoint's deck with all ranks along the tensor axis."""
-    layout = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
-    deck = stored_deck(state, path).with_keys(layout=layout)
+    deck = stored_deck(state, path)
+    layout: dict[str, object] = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
+    # Experts lie spread over as many of the ranks as divide them.
+    layout |= {"expert": gcd(ranks, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
+    deck = deck.with_keys(layout=layout)
     problems = [problem for problem in check_deck(deck) if not problem.for_writers]
     if problems:
         begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"

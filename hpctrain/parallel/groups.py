@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
 
 ContextForm = Literal["ring", "all_to_all"]
+
+
+def _unsplit() -> Group:
+    """The group of an axis along which nothing is split: it has one rank, and so never moves anything."""
+    return planned_group(("expert",), 0, 1, Ledger())
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,8 @@ class LayerGroups:
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
     chooses the layers' Products; `noted` takes what layers and Products note of a step; of a table split
-    over the vocabulary every rank has a multiple of `table_rows`.
+    over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and each
+    of them split over `expert_tensor`.
     """
 
     tensor: Group
@@ -37,6 +45,8 @@ class LayerGroups:
     product_format: torch.dtype = torch.float32
     noted: Noted = field(default_factory=Noted)
     table_rows: int = 1
+    expert: Group = field(default_factory=_unsplit)
+    expert_tensor: Group = field(default_factory=_unsplit)
 
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.comm.doctor import Finding, Report
-from hpctrain.comm.mesh import coordinates
+from hpctrain.comm.mesh import coordinates, sizes_text
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
@@ -22,7 +22,7 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
         report.add([Finding("deck", problem, remedy, fatal=True) for problem in error.problems])
         return
     report.coordinates = [coordinates(sizes, rank) for rank in range(ranks)]
-    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    axes = sizes_text(sizes, 2) or "one rank"
     remedy = (
         "tensor ranks of one group sit on several nodes and talk over the network in every layer: let "
         "layout.tensor divide the ranks of a node"

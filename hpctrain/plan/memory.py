@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
 from hpctrain.comm.device import device_named, on_host, product_bytes
+from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import unmeasured_split
@@ -69,7 +69,7 @@ class MemoryPlan:
         """What the `ranks` ranks of one node hold together, on the node that holds most; what they have in
         common, `shared` bytes, counts once.
         """
-        of_stage = prod(self.sizes.values()) // len(self.stages)
+        of_stage = rank_count(self.sizes) // len(self.stages)
         of_ranks = [stage.memory.total for stage in self.stages for _ in range(of_stage)]
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
         return max(sum(node) - shared * (len(node) - 1) for node in nodes)
@@ -78,7 +78,7 @@ class MemoryPlan:
         """As written into JSON."""
         return {
             "parameters_total": self.parameters_total,
-            "ranks": prod(self.sizes.values()),
+            "ranks": rank_count(self.sizes),
             "layout": dict(self.sizes),
             "zero_group": self.zero_group,
             "schedule": self.schedule,

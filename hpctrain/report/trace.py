@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.comm.clock import clock_offset
 from hpctrain.comm.group import Group
-from hpctrain.comm.mesh import AXES, Mesh
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
@@ -60,7 +60,7 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
 def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[str, Any]]:
     """The events of this rank, microseconds since `zero` on its own clock."""
     rank = mesh.world.rank
-    axes = [axis for axis in AXES if axis != "pipeline" and mesh.size(axis) > 1]
+    axes = [axis for axis in mesh.sizes if axis != "pipeline" and mesh.size(axis) > 1]
     name = [f"rank {rank}", f"stage {mesh.coordinate('pipeline')}"]
     name += [f"{axis} {mesh.coordinate(axis)}" for axis in axes]
     yield _label("process_name", rank, 0, name=", ".join(name))

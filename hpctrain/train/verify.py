@@ -118,6 +118,8 @@ def on_one_rank(deck: Deck) -> Deck:
         "split": None,
         "tensor": 1,
         "context": 1,
+        "expert": 1,
+        "expert_tensor": 1,
         "sequence_parallel": False,
         "zero": 0,
         "zero_group": None,

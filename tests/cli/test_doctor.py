@@ -60,8 +60,8 @@ def test_a_deck_is_mapped_on_the_ranks(launch: Launch) -> None:
     lines = done.stdout.splitlines()
     heads = next(line for line in lines if line.startswith("rank "))
     rows = [line.split() for line in lines if line[:2] in {"0 ", "1 "}]
-    assert heads.split()[-5:] == ["pipeline", "data", "context", "expert", "tensor"]
-    assert [row[-5:] for row in rows] == [["0", "0", "0", "0", "0"], ["0", "0", "0", "0", "1"]]
+    assert heads.split()[-4:] == ["pipeline", "data", "context", "tensor"]
+    assert [row[-4:] for row in rows] == [["0", "0", "0", "0"], ["0", "0", "0", "1"]]
     unfit = launch(2, "-m", "hpctrain", "doctor", "--deck", deck, "--set", "layout.tensor=3")
     assert unfit.returncode == 1
     assert "layout.tensor=3" in unfit.stdout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.comm.mesh import AXES, JOINED, Mesh, choose_transport
+from hpctrain.comm.mesh import AXES, EXPERT_AXES, JOINED, Mesh, choose_transport, sizes_text
 from hpctrain.comm.transports import TRANSPORTS
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -20,7 +20,18 @@ LAYOUTS = {
     1: [{}],
     2: [{"data": 2}, {"tensor": 2}, {"pipeline": 2}],
     3: [{"data": 3}],
-    4: [{"data": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"expert": 2, "data": 2}, {"context": 4}],
+    4: [{"data": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"context": 4}],
+}
+
+EXPERT_LAYOUTS = {
+    1: [{"expert": 1}],
+    2: [{"data": 2, "expert": 1}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 1}],
+    3: [{"data": 3, "expert": 3}],
+    4: [
+        {"data": 2, "tensor": 2, "expert": 2},
+        {"data": 4, "expert": 2, "expert_tensor": 2},
+        {"pipeline": 2, "context": 2, "expert_tensor": 2, "expert": 1},
+    ],
 }
 
 
@@ -49,6 +60,50 @@ def test_coordinates_and_groups_are_those_of_a_reshaped_arange(world: World) -> 
             mine = torch.tensor([float(world.rank)])
             assert group.all_gather(mine).tolist() == expected
             assert group.all_reduce(mine).item() == sum(expected)
+
+
+def test_experts_fold_the_ranks_of_a_stage_in_their_own_way(world: World) -> None:
+    for sizes in EXPERT_LAYOUTS[world.size]:
+        mesh = Mesh(world, sizes)
+        split = sizes.get("expert", 1) * sizes.get("expert_tensor", 1)
+        shape = [sizes.get("pipeline", 1), -1, sizes.get("expert", 1), sizes.get("expert_tensor", 1)]
+        array = np.arange(world.size).reshape(shape)
+        assert mesh.size("expert_data") * split == world.size // sizes.get("pipeline", 1)
+        for rank in range(world.size):
+            place = tuple(int(index[0]) for index in np.nonzero(array == rank))
+            along = mesh.coordinates(rank)
+            assert tuple(along[axis] for axis in EXPERT_AXES) == place
+        here = mesh.coordinates(world.rank)
+        for axis in EXPERT_AXES:
+            assert (mesh.size(axis), mesh.coordinate(axis)) == (
+                array.shape[EXPERT_AXES.index(axis)],
+                here[axis],
+            )
+            index = tuple(slice(None) if each == axis else here[each] for each in EXPERT_AXES)
+            expected = array[index].reshape(-1).tolist()
+            group = mesh.group(axis)
+            assert list(group.ranks) == expected
+            assert group.all_gather(torch.tensor([world.rank])).tolist() == expected
+            assert mesh.part(axis, 1).ranks == (world.rank,)
+
+
+def test_a_mesh_without_experts_has_no_groups_for_them(world: World) -> None:
+    mesh = Mesh(world, {"data": world.size})
+    assert set(mesh.coordinates(0)) == set(mesh.sizes) == set(AXES)
+    assert mesh.group("expert") is mesh.group("expert_tensor")
+    assert mesh.group("expert").ranks == (world.rank,)
+    if world.size > 1:
+        with pytest.raises(AssertionError):
+            mesh.group("expert_data")
+
+
+def test_experts_are_named_where_they_are_split() -> None:
+    sizes = {"pipeline": 2, "data": 2, "context": 1, "tensor": 2}
+    assert sizes_text(sizes) == "pipeline 2 x data 2 x context 1 x tensor 2"
+    assert sizes_text(sizes, 2) == "pipeline 2 x data 2 x tensor 2"
+    assert sizes_text({**sizes, "expert": 1, "expert_tensor": 1}) == sizes_text(sizes)
+    experts = sizes_text({**sizes, "expert": 2, "expert_tensor": 1}, 2)
+    assert experts == "pipeline 2 x data 2 x tensor 2, experts expert_data 2 x expert 2"
 
 
 def test_parts_of_an_axis(world: World) -> None:

@@ -136,7 +136,7 @@ def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
     report = Report(ranks=[RankReport(rank, f"n{rank // 3}", rank % 3, (), 0) for rank in range(6)])
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
-    assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "expert": 0, "tensor": 1}
+    assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "tensor": 1}
     assert report.fit
     assert "over the network in every layer" in report.findings[0].remedy
     report = Report(ranks=[RankReport(rank, f"n{rank // 2}", rank % 2, (), 0) for rank in range(6)])
