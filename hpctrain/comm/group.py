@@ -242,6 +242,8 @@ class Group:
         rows = self._share(tensor) * self.size if receive_sizes is None else sum(receive_sizes)
         output = _output(output, tensor, rows)
         call = Call("all_to_all", tensor, output, blocking, began=began, counts=sent, received=received)
+        if sent is not None:  # rows of its own stay where they are
+            call.payload -= sent[self.rank] * tensor.itemsize
         return self._run(call, output)
 
     def start_send(

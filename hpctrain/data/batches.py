@@ -29,11 +29,13 @@ SPLITS = ("train", "validation")
 class MicroBatch:
     """What one data rank computes at once: both int64 [micro_size, sequence].
 
-    `targets` is -1 where nothing is to be predicted: in the rows that fill up the last micro-batches.
+    `targets` is -1 where nothing is to be predicted: in the rows that fill up the last micro-batches. Those
+    come behind the `samples` (None: all rows are samples).
     """
 
     tokens: Tensor
     targets: Tensor
+    samples: int | None = None
 
 
 class SequenceSource:
@@ -110,7 +112,7 @@ class Batches:
         targets = torch.full_like(tokens, MASKED)
         for row, index in enumerate(indices):
             tokens[row], targets[row] = self.source.sequence(int(index))
-        return MicroBatch(tokens, targets)
+        return MicroBatch(tokens, targets, len(indices))
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:

@@ -192,7 +192,8 @@ def _random_batch(deck: Deck, shape: ModelShape, groups: LayerGroups, device: to
     positions = context_positions(groups.context, groups.context_form, shape.sequence).to(device)
     generator = torch.Generator().manual_seed(0)
     size = (micro_size, shape.sequence)
-    micro = MicroBatch(*(torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2)))
+    tokens, targets = (torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2))
+    micro = MicroBatch(tokens, targets)
     samples = torch.arange(micro_size, device=device)
     dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)

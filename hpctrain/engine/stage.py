@@ -115,6 +115,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),
+        micro_batch=mesh.group("context", "tensor"),
     )
 
 

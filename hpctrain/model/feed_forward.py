@@ -12,15 +12,18 @@ from hpctrain.parallel.saved import Saving, Storage
 
 
 class FeedForward(nn.Module):
-    """[s or s/t, b, h] -> the same, split by columns, then by rows over the tensor axis."""
+    """[s or s/t, b, h] -> the same, split by columns, then by rows over the tensor axis. `inner` is its
+    width, if it is not the shape's.
+    """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, inner: int | None = None) -> None:
         super().__init__()
-        rows = Rows.split(shape.mlp, groups.tensor)
+        inner = shape.mlp if inner is None else inner
+        rows = Rows.split(inner, groups.tensor)
         self.gated = shape.family == "llama"
         outputs = [(f"{name}.gate", rows)] if self.gated else []
         self.up = ColumnLinear(shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups)
-        self.down = RowLinear(f"{name}.down", shape.mlp, shape.hidden, shape.biases, groups)
+        self.down = RowLinear(f"{name}.down", inner, shape.hidden, shape.biases, groups)
 
     @property
     def widest(self) -> int:

@@ -23,8 +23,10 @@ class Terms:
         self._scale = scale
         self._values: dict[tuple[str, str], Tensor] = {}
 
-    def add(self, x: Tensor, name: str, layer: str, value: Tensor, counted: bool = True) -> Tensor:
-        """`x`, whose backward pass adds the gradient of `value` too.
+    def add(
+        self, x: Tensor, name: str, layer: str, value: Tensor, counted: bool = True, weight: float = 1.0
+    ) -> Tensor:
+        """`x`, whose backward pass adds `weight` times the gradient of `value` too.
 
         `value`, 0-dim: this rank's part of a sum over the micro-batch's tokens; where several ranks have the
         same, one of them is `counted`. `layer` tells it from those of other layers with that `name`.
@@ -32,7 +34,7 @@ class Terms:
         self._values[name, layer] = value.detach() * counted
         if self._scale is None or not value.requires_grad:
             return x
-        result: Tensor = _WithTerm.apply(x, value, self._scale)
+        result: Tensor = _WithTerm.apply(x, value, self._scale * weight)
         return result
 
     def add_to(self, sums: Tensor, names: Sequence[str]) -> None:
@@ -60,9 +62,16 @@ class Inputs:
 
     `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the sequence;
     `dropout` draws masks, or is None where nothing is dropped; `terms` takes what layers add to the losses.
+    Of the b rows the first `samples` are samples (None: all are), others fill the micro-batch up.
     """
 
     tokens: Tensor
     positions: Tensor
     dropout: DropoutSource | None = None
     terms: Terms = field(default_factory=Terms)
+    samples: int | None = None
+
+    @property
+    def present(self) -> int:
+        """Rows of b that are samples."""
+        return self.tokens.shape[1] if self.samples is None else self.samples

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.inputs import Inputs
-from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.linear import Multiplying
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting
 from hpctrain.parallel.shard import Parameter
@@ -87,12 +87,12 @@ class Layer(nn.Module, ABC):
     @property
     def late(self) -> set[Parameter]:
         """Those whose gradients may be computed later than the rest of backward."""
-        return {p for layer in self.modules() if isinstance(layer, SplitLinear) for p in layer.late}
+        return {p for layer in self.modules() if isinstance(layer, Multiplying) for p in layer.late}
 
     @property
     def matrix_elements(self) -> int:
         """Elements of the whole matrices that activations are multiplied with."""
-        return sum(layer.elements for layer in self.modules() if isinstance(layer, SplitLinear))
+        return sum(layer.elements for layer in self.modules() if isinstance(layer, Multiplying))
 
     @abstractmethod
     def saved(self, at: Saving) -> list[Storage]:
@@ -100,7 +100,7 @@ class Layer(nn.Module, ABC):
 
     def waiting(self, at: Saving) -> Waiting:
         """What its weight gradients need where they are computed later."""
-        linear = (layer for layer in self.modules() if isinstance(layer, SplitLinear))
+        linear = (layer for layer in self.modules() if isinstance(layer, Multiplying))
         return Waiting(sum(layer.waiting(at) for layer in linear), 0)
 
     def workspace(self, at: Saving) -> int:  # noqa: ARG002

@@ -7,7 +7,7 @@ that are split over the tensor axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from math import prod
@@ -19,6 +19,7 @@ from torch.nn import functional
 from hpctrain.model.attention import Attention, Rotary
 from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.inputs import Inputs
+from hpctrain.model.mixture import Mixture
 from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
@@ -45,12 +46,14 @@ what they keep: 2.6 blocks after five steps, 3.8 after 250.
 class Surroundings:
     """What a layer of a transformer sees of a micro-batch beside hidden states.
 
-    `positions` are those of the rows between split layers; all blocks share `rotary`, where a family has one.
+    `positions` are those of the rows between split layers; all blocks share `rotary`, where a family has one;
+    `residency` brings the parameters of what a layer has besides its first unit.
     """
 
     inputs: Inputs
     positions: Tensor
     rotary: Rotary | None
+    residency: Residency = field(default_factory=Residency)
 
 
 class TransformerLayer(Layer):
@@ -128,7 +131,13 @@ class Block(TransformerLayer):
         self.attention_norm = Norm(f"{name}.attention_norm", shape, groups)
         self.attention = Attention(f"{name}.attention", shape, groups)
         self.feed_forward_norm = Norm(f"{name}.feed_forward_norm", shape, groups)
-        self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
+        self.feed_forward: FeedForward | Mixture
+        if shape.is_mixture(index):
+            self.kind = "mixture"
+            self.feed_forward = Mixture(f"{name}.feed_forward", shape, groups)
+            self.terms = self.feed_forward.terms
+        else:
+            self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
         self.core_flops, self.family = self.attention.core_flops, shape.family
 
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
@@ -136,8 +145,30 @@ class Block(TransformerLayer):
         source, positions = around.inputs.dropout, around.positions
         attended = self.attention(self.attention_norm(x), around.rotary)
         x = x + dropout(attended, source, self.site, positions, self.probability)
-        expanded = self.feed_forward(self.feed_forward_norm(x))
+        normal = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, Mixture):
+            expanded = self.feed_forward(normal, around.inputs, around.residency)
+        else:
+            expanded = self.feed_forward(normal)
         return x + dropout(expanded, source, self.site + 1, positions, self.probability)
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """See Layer: experts are a unit of their own, needed later than the rest."""
+        if isinstance(self.feed_forward, Mixture):
+            experts = list(leaves(self.feed_forward.experts))
+            yield [leaf for leaf in leaves(self) if leaf[0] is not self.feed_forward.experts.gate_up]
+            yield experts
+        else:
+            yield from super().units()
+
+    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
+        """See Layer."""
+        if isinstance(self.feed_forward, Mixture):
+            experts = self.feed_forward.experts
+            yield experts.gate_up, [experts.down, experts.gate_up]
+            yield self.held[0], [p for p in self.own[::-1] if p not in set(experts.late)]
+        else:
+            yield from super().backward_order()
 
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer."""
@@ -303,7 +334,7 @@ class Transformer(nn.Module):
             rows = rows.chunk(tensor.size)[tensor.rank]
         if self.shape.family == "llama":
             rotary = Rotary(inputs.positions, self.shape.head_size, self.shape.rope_base, self.dtype)
-        return Surroundings(inputs, rows, rotary)
+        return Surroundings(inputs, rows, rotary, self.residency)
 
     def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
         """See Part."""

@@ -33,7 +33,7 @@ class LayerGroups:
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
     chooses the layers' Products; `noted` takes what layers and Products note of a step; of a table split
     over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and each
-    of them split over `expert_tensor`.
+    of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the same micro-batches.
     """
 
     tensor: Group
@@ -47,6 +47,12 @@ class LayerGroups:
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)
     expert_tensor: Group = field(default_factory=_unsplit)
+    micro_batch: Group = field(default_factory=_unsplit)
+
+    def row_sizes(self, rows: int) -> list[int]:
+        """How many of the rows of all tensor ranks each one takes where they are split."""
+        ranks = self.tensor.size
+        return [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
 
     def gathered(self, x: Tensor) -> Tensor:
         """The whole sequence [s, ...] of x, which is a piece of it under sequence parallelism."""

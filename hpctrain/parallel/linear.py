@@ -63,7 +63,25 @@ def rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
     )
 
 
-class SplitLinear(nn.Module, ABC):
+class Multiplying(nn.Module, ABC):
+    """What multiplies activations with matrices, and may compute these matrices' gradients later."""
+
+    @property
+    @abstractmethod
+    def elements(self) -> int:
+        """Elements of the whole matrices with which a token is multiplied."""
+
+    @property
+    @abstractmethod
+    def late(self) -> list[Parameter]:
+        """The parameters whose gradients wait in the queue of weight gradients."""
+
+    @abstractmethod
+    def waiting(self, at: Saving) -> int:
+        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
+
+
+class SplitLinear(Multiplying):
     """What both layers share: fused weights and biases, and the weight-gradient computation."""
 
     def __init__(self, groups: LayerGroups) -> None:
@@ -88,17 +106,13 @@ class SplitLinear(nn.Module, ABC):
 
     @property
     def elements(self) -> int:
-        """Elements of the whole matrices."""
+        """See Multiplying."""
         return sum(prod(weight.shard.shape) for weight in self.weights)
 
     @property
     def late(self) -> list[Parameter]:
-        """The parameters whose gradients wait in the queue of weight gradients."""
+        """See Multiplying."""
         return self.weights
-
-    @abstractmethod
-    def waiting(self, at: Saving) -> int:
-        """Bytes of input and output gradient, which weight gradients hold that are computed later."""
 
     def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
         if self.weights[0].requires_grad:
@@ -193,11 +207,11 @@ class ColumnLinear(SplitLinear):
 
     @property
     def late(self) -> list[Parameter]:
-        """See SplitLinear."""
+        """See Multiplying."""
         return self.weights + self.biases
 
     def waiting(self, at: Saving) -> int:
-        """See SplitLinear."""
+        """See Multiplying."""
         inputs = at.row_features(self.weights[0].shape[1])
         return total((inputs, at.features(sum(self.split_sizes))))
 
@@ -230,6 +244,6 @@ class RowLinear(SplitLinear):
         return result
 
     def waiting(self, at: Saving) -> int:
-        """See SplitLinear."""
+        """See Multiplying."""
         outputs, inputs = self.weights[0].shape
         return total((at.features(inputs), at.features(outputs)))

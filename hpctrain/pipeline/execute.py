@@ -60,7 +60,7 @@ class PreparedBatch:
         def piece(batch: Tensor) -> Tensor:
             return context_piece(batch.to(positions.device, non_blocking=True), positions)
 
-        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale))
+        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale), micro.samples)
         return PreparedBatch(inputs, objective.losses(micro, scale, piece))
 
 

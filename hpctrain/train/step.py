@@ -79,7 +79,7 @@ class Step:
         micro_batches, tokens = self.read(self.batches.step(state.samples, batch, *share))
         scale, terms_scale = (
             torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
-            for count in (max(1, tokens), self.seen(len(micro_batches)))
+            for count in (max(1, tokens), self.seen(batch))
         )
         prepared = [
             self.prepare(micro, scale, self.dropout_source(state, index), terms_scale)
@@ -93,7 +93,7 @@ class Step:
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
         squares[replica] = local_square_norm(engine.buckets)
-        figures, totals = self.agree(torch.cat((sums, squares)), tokens, len(prepared))
+        figures, totals = self.agree(torch.cat((sums, squares)), tokens, batch)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
         norms = [root / engine.loss_scale.value for root in roots]
@@ -128,7 +128,7 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with self.engine.residency.step(("evaluate", len(prepared))):
             sums = self.executor.run(forward, prepared, training=False)
-        figures, _ = self.agree(sums, tokens, len(prepared))
+        figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
         ledger.phase = "other"
         return figures
 
@@ -143,10 +143,9 @@ class Step:
         data = self.engine.mesh.group("data")
         return read, int(data.all_reduce(torch.tensor(count)).item()) if data.size > 1 else count
 
-    def seen(self, micro_batches: int) -> int:
-        """Tokens of so many micro-batches of all data ranks, whether they are to be predicted or not."""
-        engine = self.engine
-        return micro_batches * self.micro_size * engine.shape.sequence * engine.mesh.size("data")
+    def seen(self, samples: int) -> int:
+        """Tokens of so many samples of all data ranks, whether they are to be predicted or not."""
+        return max(1, samples) * self.engine.shape.sequence
 
     def prepare(
         self,
@@ -169,9 +168,9 @@ class Step:
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
 
-    def agree(self, sums: Tensor, tokens: int, micro_batches: int) -> tuple[dict[str, float], list[float]]:
+    def agree(self, sums: Tensor, tokens: int, samples: int) -> tuple[dict[str, float], list[float]]:
         """The executor's sums, and what follows them, over all ranks, by one small all-reduce; and figures:
-        the objective's of one of the `tokens` to be predicted, layers' terms of any token.
+        the objective's of one of the `tokens` to be predicted, layers' terms of any token of the `samples`.
 
         Of those that compute on the same tokens, and so have the same figures, one counts.
         """
@@ -180,6 +179,6 @@ class Step:
             sums = sums.clone()
             sums[: len(own)] = 0
         totals: list[float] = engine.world.everyone.all_reduce(sums).tolist()
-        counts = [max(1, tokens)] * len(own) + [max(1, self.seen(micro_batches))] * len(engine.terms)
+        counts = [max(1, tokens)] * len(own) + [self.seen(samples)] * len(engine.terms)
         figures = zip((*own, *engine.terms), totals, counts, strict=False)
         return {name: total / count for name, total, count in figures}, totals

@@ -1,0 +1,114 @@
+"""A mixture of experts in place of a block's feed-forward part: each token goes to a few of many experts.
+
+The rows of a rank are split over the tensor axis before they are routed, whether or not the layers around are
+split by sequence: every rank of a stage sends other tokens to the experts, which lie on the same ranks in a
+folding of their own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.group import Group
+from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.router import Router, Tokens
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.dispatch import Dispatch
+from hpctrain.parallel.experts import Experts, row_unit
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.saved import Saving, Storage, total
+
+
+class Mixture(nn.Module):
+    """[s or s/t, b, h] -> the same: the weighted sum of a token's experts, and of the shared ones."""
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        self.groups, self.shape = groups, shape
+        self.router = Router(f"{name}.router", shape, groups)
+        self.experts = Experts(
+            f"{name}.experts", shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp, groups
+        )
+        inner = shape.shared_experts * shape.expert_mlp
+        self.shared = FeedForward(f"{name}.shared", shape, groups, inner) if inner else None
+
+    def forward(self, x: Tensor, inputs: Inputs, residency: Residency) -> Tensor:
+        """Route, send, compute, and combine; shared experts while tokens travel."""
+        groups = self.groups
+        sizes = self.groups.row_sizes(inputs.tokens.numel())
+        first = sum(sizes[: self.groups.tensor.rank])
+        own = slice(first, first + sizes[self.groups.tensor.rank])
+        flat = x.flatten(0, 1)
+        split = self.groups.tensor.size > 1 and not self.groups.sequence_parallel
+        rows = _Own.apply(flat, self.groups.tensor, sizes) if split else flat
+        routing = self.router(rows, Tokens.of(inputs, own), inputs)
+        unit = row_unit(rows.dtype, rows.device)
+        dispatch = Dispatch(
+            routing.experts, routing.kept, self.shape.experts, groups.expert, groups.expert_tensor, unit
+        )
+        coming = dispatch.leave(rows)
+        shared = self.shared(x) if self.shared is not None else None
+        compute = partial(self.experts, segments=dispatch.segments, later=dispatch.later)
+        results = residency.around(self.experts.gate_up, compute, dispatch.arrive(coming))
+        combined = dispatch.combine(dispatch.leave_back(results), routing.weights)
+        whole: Tensor = _Whole.apply(combined, self.groups.tensor, sizes) if split else combined
+        output = whole.view_as(x)
+        return output if shared is None else output + shared
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """See Layer."""
+        return self.router.terms
+
+    @property
+    def widest(self) -> int:
+        """Features of a token between the products of all its experts."""
+        own: int = 2 * self.experts.inner * self.experts.chosen * self.groups.expert_tensor.size
+        return own // self.groups.tensor.size
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """What router and experts keep, results with their weights, and what the shared experts keep."""
+        rows = at.tokens // self.groups.tensor.size
+        chosen, count = self.experts.chosen, self.shape.experts
+        probabilities = Storage(4 * rows * count, 4, features=False)
+        weights = Storage(4 * rows * chosen, 4, features=False)
+        results = Storage(rows * chosen * self.shape.hidden * at.itemsize, at.itemsize)
+        shared = self.shared.saved(at) if self.shared is not None else []
+        return [probabilities, weights, *shared, *self.experts.saved(at), results]
+
+    def freed_first(self, at: Saving) -> int:
+        """See FeedForward: results, before the experts' gradients."""
+        return total(self.saved(at)[-1:])
+
+
+class _Own(torch.autograd.Function):
+    """Of rows [n, h] that all ranks of a group have, as many as `sizes` says: this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        own: Tensor = rows.split(sizes)[group.rank]
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.all_gather(gradient, sizes=ctx.sizes), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sizes: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return group.all_gather(rows, sizes=sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.split(ctx.sizes)[ctx.group.rank], None, None

@@ -1,0 +1,236 @@
+"""Routers: which experts each token goes to, with what weight, and what evens their load out.
+
+Probabilities are a softmax over the experts (Mixtral, arXiv 2401.04088) or a sigmoid of each one
+(DeepSeek-V3, arXiv 2412.19437), in fp32. Equal ones are chosen in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.shard import Parameter, Shard
+
+BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the rows [n, h] of a rank are: of which of the micro-batch's `samples`, and at which of the
+    `positions` of a sequence, both int64 [n]. `present` [n] says which are not there to fill up (None: all).
+    """
+
+    samples: Tensor
+    positions: Tensor
+    present: Tensor | None
+
+    @staticmethod
+    def of(inputs: Inputs, rows: slice) -> Tokens:
+        """Those of `rows` of the [s, b] tokens of the inputs, flat."""
+        batch = inputs.tokens.shape[1]
+        index = torch.arange(rows.start, rows.stop, device=inputs.positions.device)
+        samples = index % batch
+        present = samples < inputs.present if inputs.present < batch else None
+        return Tokens(samples, inputs.positions[index // batch], present)
+
+
+class Routing(NamedTuple):
+    """Of n tokens: `experts` [n, k] int64, `weights` [n, k] fp32 of their results, and which of the experts
+    take them, `kept` [n, k] (None: all).
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+
+
+class Router(nn.Module):
+    """Rows [n, h] -> Routing.
+
+    What it sees of a step's tokens it notes, under `noted_name`: how many went to each expert, before any was
+    dropped, how many were dropped, and the sum of the entropies of their probabilities, in nats: [E + 2].
+    """
+
+    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
+        super().__init__()
+        self.name, self.shape, self.groups = name, shape, groups
+        self.noted_name = f"router/{name}"
+        size = (shape.experts, shape.hidden)
+        self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})))
+        biased = shape.balance == "bias"
+        shared = bool(shape.balance_loss) and shape.balance_over == "step"
+        self.bias = self._remembered() if biased else None
+        self.shares = self._remembered() if shared else None
+        self.terms = tuple(
+            term
+            for term, weight in ((BALANCE_LOSS, shape.balance_loss), (Z_LOSS, shape.router_z_loss))
+            if weight
+        )
+
+    def _remembered(self) -> Tensor:
+        return self.groups.tensor.empty((self.shape.experts,), torch.float32).zero_()
+
+    def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """See KeepsState: the bias of the choice, and each expert's share of the tokens of the last step."""
+        shard = Shard.whole(f"{self.name}.weight", (self.shape.experts,))
+        if self.bias is not None:
+            yield "router/bias", shard, self.bias
+        if self.shares is not None:
+            yield "router/shares", shard, self.shares
+
+    def after_update(self, noted: Mapping[str, Tensor]) -> None:
+        """See LearnsOfStep: `bias += rate * sign(mean - count)` (arXiv 2408.15664)."""
+        counts = noted[self.noted_name][: self.shape.experts]
+        if self.bias is not None:
+            self.bias.add_((counts.mean() - counts).sign().float(), alpha=self.shape.balance_rate)
+        if self.shares is not None:
+            self.shares.copy_(counts / counts.sum().clamp_min(1))
+
+    def forward(self, rows: Tensor, tokens: Tokens, inputs: Inputs) -> Routing:
+        """Choose, weigh, and add the router's terms to the losses."""
+        shape = self.shape
+        logits: Tensor = _Logits.apply(rows, self, self.weight)
+        scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
+        experts = self.choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if shape.router_normalize:
+            weights = weights / weights.sum(1, keepdim=True).clamp_min(1e-20)
+        if shape.router_scale != 1:
+            weights = weights * shape.router_scale
+        kept = self.kept(experts, tokens, inputs)
+        self._note(scores.detach(), experts, kept, tokens.present)
+        return Routing(experts, self.with_terms(weights, logits, scores, experts, tokens, inputs), kept)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts [n, k] of the highest scores [n, E], with the bias, the best first; where there are
+        groups, from the best of these, by the sum of each one's best two.
+        """
+        shape = self.shape
+        scores = scores if self.bias is None else scores + self.bias
+        groups, chosen = shape.router_groups, shape.router_groups_per_token
+        if chosen < groups:
+            of_group = scores.unflatten(1, (groups, -1))
+            best = of_group.topk(min(2, of_group.shape[2]), 2).values.sum(2)
+            among = _best(best, chosen)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, among, value=True)
+            scores = of_group.masked_fill(~allowed.unsqueeze(2), -torch.inf).flatten(1)
+        return _best(scores, shape.experts_per_token)
+
+    def kept(self, experts: Tensor, tokens: Tokens, inputs: Inputs) -> Tensor | None:
+        """Which choices [n, k] are followed: none of rows that fill up, and of an expert no more than its
+        capacity of the micro-batch's, the first ones by sample and position. Collective with a capacity.
+        """
+        present = tokens.present
+        kept = None if present is None else present.unsqueeze(1).expand_as(experts)
+        shape = self.shape
+        if shape.capacity is None:
+            return kept
+        total = inputs.present * shape.sequence
+        most = ceil(shape.capacity * total * shape.experts_per_token / shape.experts)
+        order = tokens.samples * shape.sequence + tokens.positions
+        own = torch.cat((order.unsqueeze(1), experts), dim=1)
+        group = self.groups.micro_batch
+        sizes = self.groups.row_sizes(inputs.tokens.numel()) * self.groups.context.size
+        every = group.all_gather(own, sizes=sizes)
+        places = torch.empty_like(every[:, 0])
+        places[every[:, 0].argsort()] = torch.arange(len(every), device=every.device)
+        first = sum(sizes[: group.rank])
+        taken = experts.new_zeros(len(every), shape.experts).index_put_(
+            (places.unsqueeze(1), every[:, 1:]), experts.new_ones(())
+        )
+        within = taken.cumsum(0)[places[first : first + len(experts)]].gather(1, experts) <= most
+        return within if kept is None else within & kept
+
+    def with_terms(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, tokens: Tokens, inputs: Inputs
+    ) -> Tensor:
+        """The weights, whose backward pass adds the gradients of the terms."""
+        shape, present = self.shape, tokens.present
+        if shape.balance_loss:
+            shares = probabilities = scores
+            if shape.router == "sigmoid":
+                probabilities = scores / scores.sum(1, keepdim=True)
+            shares = self._shares(experts, tokens, inputs)
+            value = shape.experts * (probabilities * shares).sum(1)
+            weights = inputs.terms.add(
+                weights, BALANCE_LOSS, self.name, _sum(value, present), weight=shape.balance_loss
+            )
+        if shape.router_z_loss:
+            value = logits.logsumexp(1).square()
+            weights = inputs.terms.add(
+                weights, Z_LOSS, self.name, _sum(value, present), weight=shape.router_z_loss
+            )
+        return weights
+
+    def _shares(self, experts: Tensor, tokens: Tokens, inputs: Inputs) -> Tensor:
+        """Each expert's share of the choices among which a token's are counted: [E], or [n, E]."""
+        shape = self.shape
+        if self.shares is not None:
+            return self.shares
+        by_sequence = shape.balance_over == "sequence"
+        sets = inputs.tokens.shape[1] if by_sequence else 1
+        place = experts + (tokens.samples.unsqueeze(1) * shape.experts if by_sequence else 0)
+        if tokens.present is not None:
+            place = place[tokens.present]
+        counts = torch.bincount(place.flatten(), minlength=sets * shape.experts).float()
+        self.groups.micro_batch.all_reduce(counts)
+        samples = 1 if by_sequence else inputs.present
+        shares = counts.view(sets, -1) / max(1, samples * shape.sequence * shape.experts_per_token)
+        return shares[tokens.samples] if by_sequence else shares[0]
+
+    @torch.no_grad()
+    def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None, present: Tensor | None) -> None:
+        if self.shape.router == "sigmoid":
+            scores = scores / scores.sum(1, keepdim=True)
+        entropy = -torch.special.xlogy(scores, scores).sum(1)
+        every = experts if present is None else experts[present]
+        counts = torch.bincount(every.flatten(), minlength=self.shape.experts).double()
+        dropped = counts.new_zeros(()) if kept is None else every.numel() - kept.sum()
+        others = torch.stack((dropped.double(), _sum(entropy, present).double()))
+        self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))
+
+
+class _Logits(torch.autograd.Function):
+    """Rows [n, h] times the router's matrix [E, h], transposed: [n, E] in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor) -> Tensor:
+        ctx.router = router
+        ctx.save_for_backward(rows)
+        fp32 = router.shape.router_dtype == "fp32"
+        product: Tensor = rows.float() @ weight.float().t() if fp32 else rows @ weight.t()
+        return product.float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        router: Router = ctx.router
+        (rows,) = ctx.saved_tensors
+        weight = router.weight
+        if weight.requires_grad:
+            buffer = weight.gradient
+            assert buffer is not None, f"{weight.shard.name} has no gradient buffer"
+            buffer.add_(gradient.t() @ rows.float())
+            weight.added()
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        if router.shape.router_dtype == "fp32":
+            return (gradient @ weight.detach().float()).to(rows.dtype), None, None
+        return gradient.to(rows.dtype) @ weight.detach(), None, None
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the highest in each row, the first of equal ones first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _sum(values: Tensor, present: Tensor | None) -> Tensor:
+    """The sum of [n] values, of rows that are there."""
+    return values.sum() if present is None else values.masked_fill(~present, 0.0).sum()

@@ -1,0 +1,247 @@
+"""The experts of a mixture: two grouped products with a gate between them (SwiGLU, arXiv 2002.05202).
+
+Rows lie behind each other by expert. The matrices of all experts of this rank are one tensor, split by expert
+over the expert axis and, like Megatron-LM's feed-forward part, by inner features over the expert_tensor axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import Multiplying, Rows
+from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.shard import Parameter, Shard
+
+EXPERT_AXES = frozenset({"expert", "expert_tensor"})
+
+ROW_UNIT = 64
+"""Rows of each expert are filled up to a multiple of so many where a CPU multiplies 16-bit numbers: its
+library prepares such a product anew for every number of rows, which takes longer than small products do.
+"""
+
+
+def row_unit(dtype: torch.dtype, device: torch.device) -> int:
+    """The number whose multiples the rows of an expert are."""
+    return ROW_UNIT if device.type == "cpu" and dtype.itemsize == 2 else 1
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Rows behind each other by expert: `counts` [e] int64 of each, filled up to multiples of `unit`.
+
+    What fills up takes part in products, so it must be finite, and zero where weight gradients are summed.
+    """
+
+    counts: Tensor
+    unit: int
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """Rows of each expert, filled up: int64 [e]."""
+        return -(-self.counts // self.unit) * self.unit
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """The row behind the last one of each expert, int32 [e]."""
+        return self.filled.cumsum(0).int()
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where each of the rows themselves lies among the filled ones: int64 [rows]."""
+        count = self.counts
+        gaps = (self.filled.cumsum(0) - self.filled) - (count.cumsum(0) - count)
+        index = torch.arange(int(count.sum()), device=count.device)
+        return index + gaps.repeat_interleave(count)
+
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        """Every expert that has rows, and which. Waits for the device."""
+        start = 0
+        for expert, rows in enumerate(self.filled.tolist()):
+            if rows:
+                yield expert, slice(start, start + rows)
+            start += rows
+
+
+def grouped_product(inputs: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
+    """[m, k] times each row's own one of the `matrices` [e, n, k], transposed: [m, n]."""
+    if not inputs.is_cpu:
+        return functional.grouped_mm(inputs, matrices.transpose(1, 2), offs=segments.ends)
+    outputs = inputs.new_empty(len(inputs), matrices.shape[1])
+    for expert, rows in segments:
+        torch.mm(inputs[rows], matrices[expert].t(), out=outputs[rows])
+    return outputs
+
+
+def add_grouped_gradient(
+    output_gradient: Tensor, inputs: Tensor, weight: Parameter, segments: Segments
+) -> None:
+    """gradient [e, n, k] += of each expert's rows output_gradient [m, n]^T inputs [m, k]; told as added."""
+    if not weight.requires_grad:
+        return
+    first = weight.first_gradient()
+    gradient = weight.gradient if first is None else first
+    assert gradient is not None, f"{weight.shard.name} has no gradient buffer"
+    into = gradient.view(len(gradient), -1, inputs.shape[1])
+    if not inputs.is_cpu:
+        product = functional.grouped_mm(output_gradient.t(), inputs, offs=segments.ends)
+        into.add_(product) if first is None else into.copy_(product)
+    else:
+        if first is not None:
+            into.zero_()
+        for expert, rows in segments:
+            left, right = output_gradient[rows].t(), inputs[rows]
+            if left.dtype == into.dtype:
+                into[expert].addmm_(left, right)
+            else:
+                into[expert].add_(left @ right)
+    weight.added()
+
+
+class Experts(Multiplying):
+    """Rows [m, h] by expert -> the same, of the features that this rank has: a part of a sum over the
+    expert_tensor axis.
+
+    `name`.gate_up.weight is [E, 2, f, h], gates first; `name`.down.weight [E, h, f]. `chosen` is how many of
+    the `count` experts a token goes to.
+    """
+
+    def __init__(
+        self, name: str, count: int, chosen: int, hidden: int, inner: int, groups: LayerGroups
+    ) -> None:
+        super().__init__()
+        self.groups, self.chosen = groups, chosen
+        experts = Rows.split(count, groups.expert)
+        columns = Rows.split(inner, groups.expert_tensor)
+        self.local, self.hidden, self.inner = experts.local, hidden, columns.local
+        self.gate_up = Parameter(
+            Shard(
+                f"{name}.gate_up.weight",
+                (count, 2, inner, hidden),
+                (experts.start, 0, columns.start, 0),
+                (experts.local, 2, columns.local, hidden),
+                split=EXPERT_AXES,
+            )
+        )
+        self.down = Parameter(
+            Shard(
+                f"{name}.down.weight",
+                (count, hidden, inner),
+                (experts.start, 0, columns.start),
+                (experts.local, hidden, columns.local),
+                split=EXPERT_AXES,
+            ),
+            initial="residual",
+        )
+
+    @property
+    def elements(self) -> int:
+        """See Multiplying: of the experts that a token goes to."""
+        of_all = sum(prod(weight.shard.shape) for weight in self.late)
+        return of_all // self.gate_up.shard.shape[0] * self.chosen
+
+    @property
+    def late(self) -> list[Parameter]:
+        """See Multiplying."""
+        return [self.gate_up, self.down]
+
+    def rows(self, at: Saving) -> int:
+        """Rows of this rank's experts where all have as many."""
+        ranks = self.groups.tensor.size, self.groups.expert_tensor.size
+        return at.tokens * self.chosen // ranks[0] * ranks[1]
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """The rows, and gates with what they multiply."""
+        sizes = (self.hidden, 2 * self.inner)
+        return [Storage(self.rows(at) * size * at.itemsize, at.itemsize) for size in sizes]
+
+    def waiting(self, at: Saving) -> int:
+        """See Multiplying: the rows, gates and what they multiply, and the gradients of both products."""
+        return self.rows(at) * (2 * self.hidden + 4 * self.inner) * at.itemsize
+
+    def forward(self, rows: Tensor, segments: Segments, later: list[Callable[[], None]]) -> Tensor:
+        """Of `rows` by `segments`. Backward puts what computes weight gradients, unless these are held back
+        anyway, into `later`, for whoever has to wait for something soon.
+        """
+        result: Tensor = _Experts.apply(rows, self, segments, later, self.gate_up, self.down)
+        return result
+
+
+class _Experts(torch.autograd.Function):
+    """Keeps the rows and the first product's result; what is gated is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        experts: Experts,
+        segments: Segments,
+        later: list[Callable[[], None]],
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.experts, ctx.segments, ctx.later = experts, segments, later
+        inner = grouped_product(rows, _matrices(experts.gate_up), segments)
+        ctx.save_for_backward(rows, inner)
+        return grouped_product(_gated(inner), _matrices(experts.down), segments)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        experts: Experts = ctx.experts
+        segments: Segments = ctx.segments
+        rows, inner = ctx.saved_tensors
+        output_gradient = output_gradient.contiguous()
+        gated_gradient = grouped_product(output_gradient, _matrices(experts.down).transpose(1, 2), segments)
+        inner_gradient = _gate_gradient(inner, gated_gradient)
+        del gated_gradient
+        rows_gradient = None
+        if ctx.needs_input_grad[0]:
+            rows_gradient = grouped_product(
+                inner_gradient, _matrices(experts.gate_up).transpose(1, 2), segments
+            )
+
+        def compute() -> None:
+            add_grouped_gradient(output_gradient, _gated(inner), experts.down, segments)
+            add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments)
+
+        queue = experts.groups.weight_gradients
+        if queue.deferring:
+            queue.submit(compute, output_gradient, inner, inner_gradient, rows)
+        else:
+            ctx.later.append(compute)
+        return (rows_gradient, *(None for _ in ctx.needs_input_grad[1:]))
+
+
+def _matrices(weight: Parameter) -> Tensor:
+    """One matrix of each expert: [e, n, k]."""
+    return weight.detach().view(len(weight), -1, weight.shape[-1])
+
+
+def _gated(inner: Tensor) -> Tensor:
+    """Of gates and what they multiply, [m, 2 f], the product [m, f]."""
+    gate, up = inner.chunk(2, dim=1)
+    return functional.silu(gate).mul_(up)
+
+
+def _gate_gradient(inner: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `inner` [m, 2 f] where that of what is gated is `gradient` [m, f]."""
+    gate, up = inner.chunk(2, dim=1)
+    result = torch.empty_like(inner)
+    gate_gradient, up_gradient = result.chunk(2, dim=1)
+    torch.mul(gradient, functional.silu(gate), out=up_gradient)
+    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
+    return result
+
+
+def compute_later(later: Sequence[Callable[[], None]]) -> None:
+    """Compute what backward put off, outside autograd."""
+    with torch.no_grad():
+        for compute in later:
+            compute()
