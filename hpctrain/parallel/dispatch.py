@@ -130,11 +130,11 @@ class Dispatch:
         self._work = self.expert.start_all_to_all(copies, output, sent, received)
         return output
 
-    def wait(self) -> None:
-        """Complete the exchange."""
+    def wait(self) -> Tensor:
+        """Complete the exchange; what has come."""
         work, self._work = self._work, None
         assert work is not None
-        work.wait()
+        return work.wait()
 
     def gather(self, arrived: Tensor) -> Tensor:
         """What has come to this rank, or another one of its expert_tensor ranks, by segments."""
@@ -176,7 +176,7 @@ class _Leave(torch.autograd.Function):
         later, dispatch.later = dispatch.later, []
         compute_later(later)
         if not dispatch.alone:
-            dispatch.wait()
+            gradient = dispatch.wait()
         total = dispatch.of_slot(gradient, 0)
         for slot in range(1, dispatch.shape[1]):
             total.add_(dispatch.of_slot(gradient, slot))
@@ -197,7 +197,8 @@ class _Arrive(torch.autograd.Function):
         dispatch: Dispatch = ctx.dispatch
         if dispatch.alone:
             return dispatch.taken(gradient), None
-        return dispatch.start_back(dispatch.scatter(gradient)), None
+        coming = dispatch.start_back(dispatch.scatter(gradient))
+        return _in_place_of(coming, sum(dispatch.receive_sizes)), None
 
 
 class _LeaveBack(torch.autograd.Function):
@@ -213,8 +214,7 @@ class _LeaveBack(torch.autograd.Function):
         dispatch: Dispatch = ctx.dispatch
         if dispatch.alone:
             return dispatch.placed(gradient), None
-        dispatch.wait()
-        return dispatch.gather(gradient), None
+        return dispatch.gather(dispatch.wait()), None
 
 
 class _Combine(torch.autograd.Function):
@@ -246,5 +246,10 @@ class _Combine(torch.autograd.Function):
         factors.index_copy_(0, slots, flat)
         copies = of_row.index_select(0, dispatch.source).mul_(factors.unsqueeze(1)).to(coming.dtype)
         if not dispatch.alone:
-            copies = dispatch.start_there(copies)
+            copies = _in_place_of(dispatch.start_there(copies), dispatch.sent)
         return copies, weights_gradient, None
+
+
+def _in_place_of(coming: Tensor, rows: int) -> Tensor:
+    """What autograd passes on while a gradient travels: so many rows, as it expects, without memory."""
+    return coming.new_zeros(()).expand(rows, coming.shape[1])
