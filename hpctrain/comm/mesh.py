@@ -18,6 +18,7 @@ EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
 
 # Axes that are joined into one group, besides each axis by itself.
 JOINED = (("data", "context"), ("context", "tensor"))
+JOINED_OF_EXPERTS = ("expert", "expert_tensor")
 
 
 class Mesh:
@@ -45,12 +46,14 @@ class Mesh:
         # Where experts are not split, or there are none, this rank alone is all that there is along an axis.
         alone = world.split(("expert",), (world.rank,), self.transport)
         for axis in EXPERT_AXES[1:]:
-            split = folded[axis] > 1
-            if split and (axis != "expert_data" or "expert" in self.sizes):
-                self._groups[axis,] = self._group((axis,), EXPERT_AXES)
-            elif not split:
+            if folded[axis] == 1:
                 self._groups[axis,] = alone
+            elif "expert" in self.sizes:
+                self._groups[axis,] = self._group((axis,), EXPERT_AXES)
         self._groups |= {axes: self._group(axes, AXES) for axes in JOINED}
+        split = [self._groups[axis,] for axis in JOINED_OF_EXPERTS if folded[axis] > 1]
+        joined = self._group(JOINED_OF_EXPERTS, EXPERT_AXES) if len(split) > 1 else (split or [alone])[0]
+        self._groups[JOINED_OF_EXPERTS] = joined
 
     def size(self, axis: str) -> int:
         """Ranks along one axis."""

@@ -121,9 +121,13 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
 
 def make_replications(deck: Deck, mesh: StageMesh) -> Replications:
     """Who holds which pieces, by the deck's ZeRO."""
+    dense = mesh.group("data", "context")
 
     def shard(everyone: Group) -> Sharding:
         size = zero_group_size(deck, mesh, everyone)
+        if size == 1 and everyone is not dense and deck.memory.parameters == "device":
+            # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
+            return Sharding(0, everyone, mesh.part("data", 1))
         if size == everyone.size:
             return Sharding(deck.layout.zero, everyone, mesh.part("data", 1))
         return Sharding(deck.layout.zero, *mesh.cut(everyone, size), OUTERS["every_step"].apart)
@@ -145,7 +149,8 @@ def zero_group_size(deck: Deck, mesh: StageMesh, everyone: Group) -> int:
     nodes = mesh.nodes(everyone)
     size = nodes.count(nodes[0])
     if nodes != [nodes[rank // size * size] for rank in range(len(nodes))] or len(nodes) % size:
-        sentence = "needs as many data x context ranks on every node"
+        among = everyone.name.replace("_", " ")
+        sentence = f"needs as many {among} ranks on every node"
         raise HpctrainError(deck.problem("layout.zero_group", sentence))
     return size
 
@@ -163,7 +168,8 @@ def build_stage(
     layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
     buckets = [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
     blocks = [block.held[0] for model in models for block in blocks_of(model)]
-    residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
+    together = [[p for leaf in unit for p in leaf] for model in models for unit in model.units()]
+    residency = make_residency(buckets, together, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
     modules = StateOfModules([layer for model in models for layer in model.layers], replications)

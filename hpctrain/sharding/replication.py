@@ -17,6 +17,11 @@ OTHER_TOKENS = ("data", "context")
 SAME_TOKENS = "tensor"
 """The axis whose ranks compute on the same tokens."""
 
+EXPERTS = ("expert", "expert_tensor")
+"""The axes that cut experts. All ranks of a stage that hold the same piece, along the axis "expert_data",
+compute with it on other tokens.
+"""
+
 
 class Axes(Protocol):
     """What is asked of a mesh."""
@@ -63,7 +68,7 @@ class Replication:
     """Where else the piece of a Shard lies, besides in the ranks' own slices of it.
 
     `holders` are the ranks that compute with it on the same tokens; its gradient arrives there in parts where
-    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its tensor on the same tokens.
+    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its tensor, one each or copies.
     `ends`, if any, is the pipeline whose first and last stage hold it; this is number `stage_copy` of the
     `stage_copies` stages that do.
     """
@@ -114,6 +119,7 @@ class Replications:
         self._mesh, self._cut = mesh, cut
         self._shardings: dict[Group, Sharding] = {}
         self._sharing: dict[int, Group] = {}
+        self._experts: Replication | None = None
 
     @staticmethod
     def uncut(mesh: Axes) -> Replications:
@@ -132,6 +138,8 @@ class Replications:
 
     def of(self, shard: Shard) -> Replication:
         """The answer for a Shard of this rank."""
+        if EXPERTS[0] in shard.split:
+            return self._of_expert()
         everyone = self._mesh.group(*(axis for axis in OTHER_TOKENS if axis not in shard.split))
         if everyone not in self._shardings:
             self._shardings[everyone] = self._cut(everyone)
@@ -149,6 +157,15 @@ class Replications:
             shard.stage_copy,
             shard.stage_copies,
         )
+
+    def _of_expert(self) -> Replication:
+        """That of experts' pieces, which are all cut alike."""
+        if self._experts is None:
+            everyone = self._mesh.group("expert_data")
+            alone = self._mesh.part("expert_data", 1)
+            pieces = self._mesh.group(*EXPERTS)
+            self._experts = Replication(self._cut(everyone), alone, False, pieces, None, 0, 1)
+        return self._experts
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,26 @@ def test_parts_of_a_group_have_peers() -> None:
     assert (sharding.zero, sharding.group.size, sharding.replicas.size) == (1, 2, 4)
 
 
+def test_experts_are_cut_over_the_ranks_that_hold_the_same_ones() -> None:
+    keys = ("model.family=llama", "model.experts=4", "layout.tensor=2", "batch.global_size=16")
+
+    def sharding(ranks: int, *more: str) -> tuple[int, int, int]:
+        deck = small_deck(*keys, *more)
+        mesh = PlannedMesh(axis_sizes(deck, ranks), 0, 4)
+        expert = Shard("experts", (4, 8), (0, 0), (2, 8), frozenset({"expert", "expert_tensor"}))
+        own = make_replications(deck, mesh).of(expert).sharding
+        return own.zero, own.group.size, own.replicas.size
+
+    assert sharding(8, "layout.zero=3") == (3, 8, 1)
+    assert sharding(8, "layout.zero=2", "layout.expert=2") == (2, 4, 1)
+    assert sharding(8, "layout.zero=1", "layout.expert=2", "layout.zero_group=2") == (1, 2, 2)
+    assert sharding(8, "layout.zero=1", "layout.expert=2", "layout.zero_group=node") == (1, 2, 2)
+    assert sharding(8, "layout.zero=2", "layout.expert=2", "layout.expert_tensor=2") == (2, 2, 1)
+    # Alone with them, or on each node: nothing is cut.
+    assert sharding(8, "layout.zero=3", "layout.expert=4", "layout.zero_group=node") == (0, 2, 1)
+    assert sharding(4, "layout.zero=3", "layout.expert=4") == (0, 1, 1)
+
+
 def test_every_optimizer_of_a_deck_has_a_rule() -> None:
     assert set(RULES) == set(get_args(OptimizerSection.model_fields["name"].annotation))
 

@@ -18,6 +18,16 @@ from hpctrain.sharding.replication import Replication, Replications, Sharding
 SIZES = {"pipeline": 2, "data": 2, "context": 2, "tensor": 4}
 RANKS = [dict(zip(SIZES, place, strict=True)) for place in product(*map(range, SIZES.values()))]
 
+EXPERT_SIZES = {"expert_data": 2, "expert": 4, "expert_tensor": 2}
+"""How experts fold the ranks of a stage."""
+
+
+def along(place: dict[str, int]) -> dict[str, int]:
+    """A rank's coordinates along the axes of both foldings."""
+    rank = (place["data"] * SIZES["context"] + place["context"]) * SIZES["tensor"] + place["tensor"]
+    places = product(*map(range, EXPERT_SIZES.values()))
+    return place | dict(zip(EXPERT_SIZES, list(places)[rank], strict=True))
+
 
 @dataclass(frozen=True)
 class MeshAt:
@@ -30,13 +40,13 @@ class MeshAt:
         if axes not in self.made:
             rank = 0
             for axis in axes:
-                rank = rank * SIZES[axis] + dict(self.place)[axis]
-            size = prod(SIZES[axis] for axis in axes)
+                rank = rank * (SIZES | EXPERT_SIZES)[axis] + along(dict(self.place))[axis]
+            size = prod((SIZES | EXPERT_SIZES)[axis] for axis in axes)
             self.made[axes] = planned_group(axes, rank, size, Ledger())
         return self.made[axes]
 
     def part(self, axis: str, size: int) -> Group:
-        return planned_group((axis,), dict(self.place)[axis] % size, size, Ledger())
+        return planned_group((axis,), along(dict(self.place))[axis] % size, size, Ledger())
 
 
 def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> Replication:
@@ -52,17 +62,20 @@ def replication(place: dict[str, int], shard: Shard, zero: int, parts: int) -> R
 
 def shards(place: dict[str, int]) -> dict[str, tuple[Shard, int]]:
     """Kinds of parameters as a rank has them, each with the number of its piece."""
-    tensor, last = place["tensor"], place["pipeline"]
+    tensor, last, here = place["tensor"], place["pipeline"], along(place)
+    experts = frozenset({"expert", "expert_tensor"})
+    start = (2 * here["expert"], 4 * here["expert_tensor"])
     split = frozenset({"tensor"})
     return {
         "matrix": (Shard("m", (8,), (2 * tensor,), (2,), split), tensor),
         "norm": (Shard.whole("n", (8,), frozenset({"tensor"})), 0),
         "shared keys": (Shard("k", (8,), (tensor // 2 * 4,), (4,), split, split, 2), tensor // 2),
         "tied": (Shard("t", (8,), (2 * tensor,), (2,), split, stage_copy=last, stage_copies=2), tensor),
+        "experts": (Shard("e", (8, 8), start, (2, 4), experts), 2 * here["expert"] + here["expert_tensor"]),
     }
 
 
-@pytest.mark.parametrize("kind", ["matrix", "norm", "shared keys", "tied"])
+@pytest.mark.parametrize("kind", ["matrix", "norm", "shared keys", "tied", "experts"])
 @pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (3, 1), (3, 2)])
 def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero: int, parts: int) -> None:
     counted: Counter[tuple[int, ...]] = Counter()
@@ -75,16 +88,32 @@ def test_each_slice_is_counted_once_and_its_copies_are_numbered(kind: str, zero:
         if own.written:
             slice_of = own.sharding.group.rank if zero else 0
             copies.setdefault((stage, piece, slice_of), []).append(own.copy(True))
-        assert own.holders.size == {"matrix": 1, "norm": 4, "shared keys": 2, "tied": 1}[kind]
+        assert own.holders.size == {"norm": 4, "shared keys": 2}.get(kind, 1)
         assert own.partial == (kind in {"norm", "shared keys"})
         assert (own.ends is not None) == (kind == "tied")
+    # Each piece has an owner of each of its slices, on each stage that has it.
+    pieces = {"matrix": 4, "norm": 1, "shared keys": 2, "tied": 4, "experts": 8}[kind]
+    assert len(counted) == (1 if kind == "tied" else 2) * pieces * (2 if kind == "experts" else 4) // parts
     assert set(counted.values()) == {1}
     for numbers in copies.values():
         assert sorted(numbers) == [(number, len(numbers)) for number in range(len(numbers))]
 
 
+def test_experts_are_summed_over_all_ranks_of_a_stage_that_hold_them() -> None:
+    for place in RANKS:
+        answers = Replications(MeshAt(tuple(place.items()), {}), lambda group: Sharding(0, group, group))
+        own = answers.of(shards(place)["experts"][0])
+        assert own.sharding.group.axes == ("expert_data",)
+        assert own.pieces is not None and own.pieces.size == 8
+        assert own.ends is None
+        dense = answers.of(Shard.whole("w", (8,)))
+        assert dense.sharding is not own.sharding
+        other = Shard("f", (8,), (0,), (4,), frozenset({"expert", "expert_tensor"}))
+        assert answers.of(other).sharding is own.sharding
+
+
 def test_what_an_axis_of_other_tokens_cuts_is_summed_over_the_others() -> None:
-    """As experts will be: then it lies in buckets of another Sharding."""
+    """Then it lies in buckets of another Sharding."""
     place = dict.fromkeys(SIZES, 0)
     answers = Replications(MeshAt(tuple(place.items()), {}), lambda everyone: Sharding(0, everyone, everyone))
     cut = answers.of(Shard("e", (8,), (0,), (4,), frozenset({"data"})))
