@@ -1,0 +1,230 @@
+"""Routers: DeepSeek-V3's against transformers, ties, capacity, biases, rows that fill up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.model.inputs import Inputs, Terms
+from hpctrain.model.mixture import Mixture
+from hpctrain.model.router import Router, Tokens
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.replication import Replications
+from tests.engines import alone, make_buckets
+
+SHAPE = ModelShape(
+    family="llama",
+    layers=1,
+    hidden=16,
+    heads=2,
+    key_value_heads=2,
+    mlp=24,
+    expert_mlp=24,
+    vocabulary=31,
+    sequence=12,
+    tied=False,
+    experts=8,
+    experts_per_token=3,
+    balance_loss=0.0,
+)
+
+
+def make_router(world: Any, **keys: Any) -> Router:
+    """A router with random weights, whose gradient is there."""
+    router = Router("blocks.0.feed_forward.router", replace(SHAPE, **keys), alone(world))
+    give_memory(router, world)
+    return router
+
+
+def give_memory(module: torch.nn.Module, world: Any) -> None:
+    parameters = [p for p in module.parameters() if isinstance(p, Parameter)]
+    torch.manual_seed(1)
+    make_buckets([[[p] for p in parameters]], Replications.alone(alone(world).tensor), torch.float32, 10_000)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+
+
+def inputs_of(batch: int, terms: Terms | None = None, samples: int | None = None) -> Inputs:
+    tokens = torch.zeros(SHAPE.sequence, batch, dtype=torch.int64)
+    return Inputs(tokens, torch.arange(SHAPE.sequence), terms=terms or Terms(), samples=samples)
+
+
+def tokens_of(inputs: Inputs) -> Tokens:
+    return Tokens.of(inputs, slice(0, inputs.tokens.numel()))
+
+
+def rows_of(inputs: Inputs, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(inputs.tokens.numel(), SHAPE.hidden, generator=generator)
+
+
+@pytest.mark.parametrize(("groups", "chosen"), [(1, 1), (4, 2), (2, 1)])
+def test_deepseeks_mixture(groups: int, chosen: int, world: Any) -> None:
+    transformers = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = transformers.DeepseekV3Config(
+        hidden_size=16,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        n_group=groups,
+        topk_group=chosen,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "eager"
+    theirs = transformers.DeepseekV3MoE(config)
+    shape = replace(
+        SHAPE,
+        router="sigmoid",
+        router_groups=groups,
+        router_groups_per_token=chosen,
+        router_scale=2.5,
+        shared_experts=2,
+        balance="bias",
+    )
+    ours = Mixture("blocks.0.feed_forward", shape, alone(world))
+    give_memory(ours, world)
+    assert ours.shared is not None and ours.router.bias is not None
+    ours.router.bias.copy_(torch.randn(8) * 0.2)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.gate.e_score_correction_bias.copy_(ours.router.bias)
+        theirs.experts.gate_up_proj.copy_(ours.experts.gate_up.flatten(1, 2))
+        theirs.experts.down_proj.copy_(ours.experts.down)
+        gate, up = ours.shared.up.weights
+        theirs.shared_experts.gate_proj.weight.copy_(gate)
+        theirs.shared_experts.up_proj.weight.copy_(up)
+        theirs.shared_experts.down_proj.weight.copy_(ours.shared.down.weights[0])
+    inputs = inputs_of(3)
+    x = rows_of(inputs).view(SHAPE.sequence, 3, -1)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, expected = ours(mine, inputs, Residency()), theirs(other)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    direction = torch.randn_like(expected)
+    output.backward(direction)
+    expected.backward(direction)
+    torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.router.weight.gradient, theirs.gate.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.experts.gate_up.gradient.flatten(1, 2), theirs.experts.gate_up_proj.grad, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_equal_probabilities_are_chosen_in_the_order_of_the_experts(world: Any) -> None:
+    router = make_router(world)
+    scores = torch.tensor([[0.1, 0.3, 0.3, 0.1, 0.3, 0.3, 0.0, 0.3]]).repeat(50, 1)
+    assert router.choose(scores).tolist() == [[1, 2, 4]] * 50
+    assert router.choose(torch.zeros(4, 8)).tolist() == [[0, 1, 2]] * 4
+
+
+def test_the_last_tokens_by_sample_and_position_are_dropped(world: Any) -> None:
+    router = make_router(world, capacity=0.6)
+    inputs = inputs_of(3)
+    routing = router(rows_of(inputs), tokens_of(inputs), inputs)
+    assert routing.kept is not None
+    most = ceil(0.6 * 36 * 3 / 8)
+    taken = [0] * 8
+    expected = torch.zeros_like(routing.kept)
+    for sample in range(3):
+        for position in range(SHAPE.sequence):
+            row = position * 3 + sample
+            for slot, expert in enumerate(routing.experts[row].tolist()):
+                taken[expert] += 1
+                expected[row, slot] = taken[expert] <= most
+    assert torch.equal(routing.kept, expected)
+    assert not expected.all() and max(taken) > most
+
+
+def test_rows_that_fill_up_go_nowhere_and_do_not_count(world: Any) -> None:
+    router = make_router(world, balance_loss=1.0, router_z_loss=0.1)
+    whole, filled = inputs_of(2), inputs_of(3, samples=2)
+    rows = rows_of(filled).view(SHAPE.sequence, 3, -1)
+    alone_routing = router(rows[:, :2].reshape(-1, 16), tokens_of(whole), whole)
+    routing = router(rows.reshape(-1, 16), tokens_of(filled), filled)
+    assert routing.kept is not None
+    kept = routing.kept.view(SHAPE.sequence, 3, -1)
+    assert kept[:, :2].all() and not kept[:, 2].any()
+    assert torch.equal(
+        routing.experts.view(SHAPE.sequence, 3, -1)[:, :2].reshape(-1, 3), alone_routing.experts
+    )
+    for name in ("balance_loss", "router_z_loss"):
+        sums = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+        for inputs, total in zip((whole, filled), sums, strict=True):
+            values = {key: value for key, value in inputs.terms._values.items() if key[0] == name}
+            only = Terms()
+            only._values = values
+            only.add_to(total, (name,))
+        torch.testing.assert_close(*sums, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("over", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_balance_and_z_losses_by_their_formulas(over: str, router: str, world: Any) -> None:
+    module = make_router(world, balance_loss=0.7, balance_over=over, router=router, router_z_loss=0.2)
+    scale = 3.0
+    inputs = inputs_of(2, Terms(torch.tensor(scale)))
+    rows = rows_of(inputs)
+    leaf = rows.clone().requires_grad_()
+    routing = module(leaf, tokens_of(inputs), inputs)
+    direction = torch.randn(routing.weights.shape, generator=torch.Generator().manual_seed(2))
+    routing.weights.backward(direction)
+
+    other = rows.clone().requires_grad_()
+    logits = other @ module.weight.detach().t()
+    scores = logits.softmax(1) if router == "softmax" else logits.sigmoid()
+    weights = scores.gather(1, routing.experts)
+    weights = weights / weights.sum(1, keepdim=True)
+    probabilities = scores / scores.sum(1, keepdim=True)
+    chosen = torch.zeros(24, 8).scatter_(1, routing.experts, 1.0)
+    sets = [slice(None)] if over == "micro_batch" else [slice(0, None, 2), slice(1, None, 2)]
+    balance = sum(
+        (8 * chosen[rows].mean(0) / 3 * probabilities[rows].mean(0)).sum() * len(chosen[rows])
+        for rows in sets
+    )
+    z = (logits.exp().sum(1).log() ** 2).sum()
+    ((weights * direction).sum() + scale * (0.7 * balance + 0.2 * z)).backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-4, atol=1e-5)
+    for name, expected in (("balance_loss", balance), ("router_z_loss", z)):
+        (value,) = (each for (term, _), each in inputs.terms._values.items() if term == name)
+        torch.testing.assert_close(value.double(), expected.detach().double(), rtol=1e-5, atol=0)
+
+
+def test_the_bias_follows_the_counts_and_does_not_weigh(world: Any) -> None:
+    router = make_router(world, balance="bias", balance_rate=0.25)
+    assert router.bias is not None
+    counts = torch.tensor([4, 0, 2, 2, 8, 0, 0, 0, 0, 0], dtype=torch.float64)
+    router.after_update({router.noted_name: counts})
+    assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.0, -0.25, 0.25, 0.25, 0.25]
+    inputs = inputs_of(2)
+    routing = router(rows_of(inputs), tokens_of(inputs), inputs)
+    scores = (rows_of(inputs) @ router.weight.detach().t()).softmax(1)
+    expected = (scores + router.bias).argsort(stable=True, dim=1, descending=True)[:, :3]
+    assert torch.equal(routing.experts, expected)
+    plain = scores.gather(1, expected)
+    torch.testing.assert_close(routing.weights.detach(), plain / plain.sum(1, keepdim=True))
+    assert {kind for kind, _, _ in router.state()} == {"router/bias"}
+
+
+def test_over_the_step_shares_are_those_of_the_step_before(world: Any) -> None:
+    router = make_router(world, balance_loss=1.0, balance_over="step")
+    counts = torch.tensor([4, 0, 2, 2, 8, 0, 0, 0, 3, 1.5], dtype=torch.float64)
+    inputs = inputs_of(2)
+    router(rows_of(inputs), tokens_of(inputs), inputs)
+    (value,) = inputs.terms._values.values()
+    assert float(value) == 0.0
+    router.after_update({router.noted_name: counts})
+    inputs = inputs_of(2)
+    router(rows_of(inputs), tokens_of(inputs), inputs)
+    (value,) = inputs.terms._values.values()
+    scores = (rows_of(inputs) @ router.weight.detach().t()).softmax(1)
+    expected = 8 * (scores * (counts[:8] / 16).float()).sum()
+    torch.testing.assert_close(value, expected)
