@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_layout import layout_problems
+from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
@@ -27,6 +28,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_texts(deck),
         *_title(deck),
         *_model(deck),
+        *mixture_problems(deck),
         *layout_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from hpctrain.deck.check_mixture import dense_blocks, expert_layout_problems
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schedules import ONE_CHUNK, TWO_CHUNKS, V_SHAPED
 from hpctrain.deck.schema import Deck
@@ -12,7 +13,7 @@ from hpctrain.words import either
 
 def layout_problems(deck: Deck) -> list[Problem]:
     """Everything that keeps a model from being laid out as the deck says."""
-    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *_zero(deck)]
+    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *_zero(deck), *expert_layout_problems(deck)]
 
 
 def _tensor(deck: Deck) -> Iterator[Problem]:
@@ -24,7 +25,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
     demands: dict[str, Callable[[int], bool]] = {
         "model.heads": lambda ranks: model.heads % ranks == 0,
         "model.key_value_heads": lambda ranks: _shares(model.key_value_heads, ranks),
-        "model.mlp": lambda ranks: model.mlp % ranks == 0,
+        "model.mlp": lambda ranks: not dense_blocks(deck) or model.mlp % ranks == 0,
         "batch.sequence": lambda ranks: not split_sequence or length % ranks == 0,
     }
     fitting = [ranks for ranks in divisors(model.heads) if all(fits(ranks) for fits in demands.values())]
@@ -43,7 +44,7 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
         return Problem("layout.tensor", f"{asked} ({either(would)} would{given})", others)
 
     for key, size in (("model.heads", model.heads), ("model.mlp", model.mlp)):
-        if size % tensor:
+        if size % tensor and not demands[key](tensor):
             yield problem(f"must divide {key} = {size}", key, divisors(size))
     if model.heads % tensor == 0 and not _shares(model.key_value_heads, tensor):
         asked = f"must divide model.key_value_heads = {model.key_value_heads} or be a multiple of it"

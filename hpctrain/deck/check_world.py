@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.check_mixture import expert_world_problems
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -47,6 +48,7 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
         *batch_sizes(batch.micro_size, data, sizes),
         *_micro_batches(deck, data),
         *_zero_groups(deck, data * layout.context),
+        *expert_world_problems(deck, ranks // layout.pipeline),
     ]
 
 

@@ -167,9 +167,8 @@ def build_stage(
     size, own = deck.communication.bucket_bytes, Precision.of(deck)
     layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
     buckets = [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
-    blocks = [block.held[0] for model in models for block in blocks_of(model)]
-    together = [[p for leaf in unit for p in leaf] for model in models for unit in model.units()]
-    residency = make_residency(buckets, together, blocks, deck.memory.keep_gathered)
+    blocks = [block.held for model in models for block in blocks_of(model)]
+    residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
     modules = StateOfModules([layer for model in models for layer in model.layers], replications)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,28 +15,26 @@ from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 
-Unit = tuple[Bucket, ...]
-"""The buckets of what computes together: one, and for a block with experts theirs too."""
-
 
 class Gatherer(Residency):
-    """Gathers the buckets of a unit when it is needed, those of the next one ahead, and frees them after use.
+    """Gathers a bucket when it is needed, the next one ahead, and frees it after use.
 
     Slices that lie in files are read one more ahead.
 
-    A step needs its units in the same order as the last one of its kind: that order is recorded, and the
-    second step of a kind knows what to gather ahead. A unit that is needed twice in a row stays between,
-    those of the parameters in `lasting` stay until the end of the step.
+    A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
+    second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
+    those of the parameters in `lasting` stay until the end of the step. What is not cut is always there.
     """
 
-    def __init__(self, units: Iterable[Unit], lasting: Collection[Parameter] = ()) -> None:
-        self._unit = {s.parameter: unit for unit in units for bucket in unit for s in bucket.segments}
-        self._lasting = {self._unit[parameter] for parameter in lasting}
-        self._holds: Counter[Unit] = Counter()
+    def __init__(self, buckets: Sequence[Bucket], lasting: Collection[Parameter] = ()) -> None:
+        cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
+        self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
+        self._lasting = {self._bucket[parameter] for parameter in lasting if parameter in self._bucket}
+        self._holds: Counter[Bucket] = Counter()
         self._coming: dict[Bucket, Work[Tensor]] = {}
-        self._orders: dict[Hashable, list[Unit]] = {}
-        self._known: list[Unit] = []
-        self._seen: list[Unit] = []
+        self._orders: dict[Hashable, list[Bucket]] = {}
+        self._known: list[Bucket] = []
+        self._seen: list[Bucket] = []
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
@@ -45,7 +43,7 @@ class Gatherer(Residency):
         yield
         for bucket, work in self._coming.items():
             bucket.show_values(work.wait())
-        for bucket in dict.fromkeys(bucket for unit in self._unit.values() for bucket in unit):
+        for bucket in self._bucket.values():
             bucket.drop_fetched()
             if bucket.values is not None:
                 bucket.hide_values()
@@ -57,85 +55,78 @@ class Gatherer(Residency):
     @contextmanager
     def held(self, parameter: Parameter) -> Iterator[None]:
         """Gathered within."""
-        unit = self._unit[parameter]
-        self.enter(unit)
+        bucket = self._bucket.get(parameter)
+        if bucket is not None:
+            self.enter(bucket)
         yield
-        self.leave(unit)
+        if bucket is not None:
+            self.leave(bucket)
 
     def around(self, parameter: Parameter, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`compute(x)`, gathered in its forward and again in its backward."""
-        unit = self._unit[parameter]
+        bucket = self._bucket.get(parameter)
+        if bucket is None:
+            return compute(x)
         recording = torch.is_grad_enabled()
         if recording:
-            trained = any(s.parameter.requires_grad for bucket in unit for s in bucket.segments)
-            if not x.requires_grad and trained:
+            if not x.requires_grad and any(s.parameter.requires_grad for s in bucket.segments):
                 x = x.detach().requires_grad_()  # so that the end of its backward is seen
-            x = _InBackward.apply(x, self.leave, unit)
-        self.enter(unit)
+            x = _InBackward.apply(x, self.leave, bucket)
+        self.enter(bucket)
         y = compute(x)
-        self.leave(unit)
+        self.leave(bucket)
         if recording:
-            y = _InBackward.apply(y, self.enter, unit)
+            y = _InBackward.apply(y, self.enter, bucket)
         return y
 
-    def enter(self, unit: Unit) -> None:
-        """Have the unit gathered, and start to gather the one that will be needed next."""
-        for bucket in unit:
-            if bucket.values is None and bucket not in self._coming:
-                self._coming[bucket] = bucket.start_gather()
-        for bucket in unit:
-            if bucket.values is None:
-                bucket.show_values(self._coming.pop(bucket).wait())
-        self._holds[unit] += 1
-        self._seen.append(unit)
-        for bucket in self._following():
-            if bucket.values is None and bucket not in self._coming:
-                self._coming[bucket] = bucket.start_gather()
-        for bucket in self._following(1):
-            if bucket.values is None and bucket not in self._coming:
-                bucket.start_fetch()
+    def enter(self, bucket: Bucket) -> None:
+        """Have the bucket gathered, and start to gather the one that will be needed next."""
+        if bucket.values is None:
+            work = self._coming.pop(bucket, None) or bucket.start_gather()
+            bucket.show_values(work.wait())
+        self._holds[bucket] += 1
+        self._seen.append(bucket)
+        following = self._following()
+        if following is not None and following.values is None and following not in self._coming:
+            self._coming[following] = following.start_gather()
+        after = self._following(1)
+        if after is not None and after.values is None and after not in self._coming:
+            after.start_fetch()
 
-    def leave(self, unit: Unit) -> None:
-        """Free the unit, unless it is still in use, lasting, or needed next."""
-        self._holds[unit] -= 1
-        if not self._holds[unit] and unit not in self._lasting and self._following() is not unit:
-            for bucket in unit:
-                bucket.hide_values()
+    def leave(self, bucket: Bucket) -> None:
+        """Free the bucket, unless it is still in use, lasting, or needed next."""
+        self._holds[bucket] -= 1
+        if not self._holds[bucket] and bucket not in self._lasting and self._following() is not bucket:
+            bucket.hide_values()
 
-    def _following(self, but: int = 0) -> Unit:
+    def _following(self, but: int = 0) -> Bucket | None:
         """What will be needed next, or `but` so many later, as far as the recorded order holds."""
         index = len(self._seen)
         if index + but >= len(self._known) or self._known[index - 1] is not self._seen[-1]:
-            return ()
+            return None
         return self._known[index + but]
 
 
 def make_residency(
-    buckets: Sequence[Bucket],
-    together: Iterable[Sequence[Parameter]],
-    blocks: Sequence[Parameter],
-    lasting: int,
+    buckets: Sequence[Bucket], blocks: Sequence[Sequence[Parameter]], lasting: int
 ) -> Residency:
-    """How layers come to the parameters of these buckets, of which those of each unit compute `together`.
-
-    Of the blocks, each named by one of its parameters, the last `lasting` stay gathered.
+    """How layers come to the parameters of these buckets; of the blocks, each named by a parameter of each of
+    its units, the last `lasting` stay gathered.
     """
-    cut = {s.parameter: bucket for bucket in buckets if bucket.sharding.zero == 3 for s in bucket.segments}
-    if not cut:
+    if all(bucket.sharding.zero < 3 for bucket in buckets):
         return Residency()
-    units = (tuple(dict.fromkeys(cut[p] for p in unit if p in cut)) for unit in together)
-    return Gatherer(units, blocks[max(0, len(blocks) - lasting) :])
+    return Gatherer(buckets, [p for block in blocks[max(0, len(blocks) - lasting) :] for p in block])
 
 
 class _InBackward(torch.autograd.Function):
-    """Passes x on; when its gradient comes, the action is done with the unit."""
+    """Passes x on; when its gradient comes, the action is done with the bucket."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[Unit], None], unit: Unit) -> Tensor:
-        ctx.action, ctx.unit = action, unit
+    def forward(ctx: Any, x: Tensor, action: Callable[[Bucket], None], bucket: Bucket) -> Tensor:
+        ctx.action, ctx.bucket = action, bucket
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.action(ctx.unit)
+        ctx.action(ctx.bucket)
         return gradient, None, None

@@ -1,0 +1,214 @@
+"""What a deck says of mixtures that cannot be, or that has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Model
+from hpctrain.errors import HpctrainError
+
+DECK = """\
+[run]
+steps = 20
+[model]
+family = "llama"
+layers = 4
+hidden = 64
+heads = 8
+mlp = 96
+experts = 8
+[data]
+tokens = "t.h5"
+[batch]
+global_size = 8
+sequence = 64
+"""
+
+DENSE = DECK.replace("experts = 8\n", "")
+
+
+def problems(*overrides: str, ranks: int | None = None, deck: str = DECK) -> list[str]:
+    """What is said of the deck with these overrides, without "--set"."""
+    with pytest.raises(HpctrainError) as caught:
+        parse_deck(deck, overrides, ranks=ranks)
+    return [problem.removeprefix("--set ") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ([], None),
+        (["layout.expert=8"], 8),
+        (["layout.expert=2", "layout.expert_tensor=4"], 8),
+        (["layout.expert=4", "layout.tensor=2", "layout.pipeline=2"], 8),
+        (["layout.expert=2", "layout.zero=3", "layout.zero_group=2"], 4),
+        (["model.experts_per_token=8"], None),
+        (["model.expert_every=4"], None),
+        (["model.dense_first=3"], None),
+        (["model.router_groups=4", "model.router_groups_per_token=1"], None),
+        (["model.balance=bias", "model.balance_loss=0.001", "model.balance_over=sequence"], None),
+        (["model.balance=bias", "model.balance_rate=0.01"], None),
+        (["model.balance=none", "model.router_z_loss=0.001"], None),
+        (["model.capacity=0.0625"], None),  # one token of 64 for each of 8 experts, which take two of a token
+        (["model.shared_experts=1", "layout.tensor=8"], None),
+        (["model.mlp=97", "model.expert_mlp=96", "layout.tensor=2"], None),  # no block is dense
+    ],
+)
+def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
+    deck = parse_deck(DECK, overrides)
+    assert ranks is None or not world_problems(deck, ranks)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("layout.expert=3", "layout.expert=3: must divide model.experts = 8 (1, 2, 4 or 8 would)"),
+        (
+            "layout.expert_tensor=5",
+            "layout.expert_tensor=5: must divide model.expert_mlp = 96 (2, 3, 4 or 6 would)",
+        ),
+        ("model.experts_per_token=9", "model.experts_per_token=9: must be from 1 to model.experts = 8"),
+        (
+            "model.router_groups=3",
+            "model.router_groups=3: must divide model.experts = 8 (1, 2, 4 or 8 would)",
+        ),
+        (
+            "model.router_groups_per_token=2",
+            "model.router_groups_per_token=2: must be from 1 to model.router_groups = 1",
+        ),
+        (
+            "model.expert_every=5",
+            "model.expert_every=5: leaves no block that is a mixture: must be from 1 to model.layers = 4",
+        ),
+        (
+            "model.dense_first=4",
+            "model.dense_first=4: leaves no block that is a mixture: must be from 0 to 3",
+        ),
+        (
+            "model.capacity=0.0001",
+            "model.capacity=0.0001: lets an expert take 0.0016 of the 64 tokens of a micro-batch, less "
+            "than one "
+            "token needs (at least 0.0625 would do)",
+        ),
+        (
+            "model.balance_rate=0.01",
+            'model.balance_rate=0.01: has no effect with model.balance = "loss": it is that of balance = '
+            '"bias" (leave it out)',
+        ),
+        (
+            "model.balance_loss=0 model.balance_over=step",
+            "model.balance_over=step: has no effect with model.balance_loss = 0 (leave it out, or give a "
+            "weight "
+            "above 0)",
+        ),
+        (
+            "model.balance=none model.balance_loss=0.1",
+            'model.balance_loss=0.1: contradicts model.balance = "none" (leave it out, or balance = '
+            '"loss" or '
+            '"bias" would do)',
+        ),
+        (
+            "model.router_groups=4 model.experts_per_token=3",
+            "deck.toml: model.router_groups_per_token = 1 (default): leaves 2 of 8 experts to choose "
+            "from, but a "
+            "token goes to model.experts_per_token = 3 (from 2 to 4 would do)",
+        ),
+        (
+            "model.shared_experts=1 model.expert_mlp=20 layout.tensor=8",
+            "layout.tensor=8: must divide model.shared_experts x model.expert_mlp = 1 x 20 = 20 (1, 2 or 4 "
+            "would)",
+        ),
+        (
+            "model.dense_first=1 model.mlp=97 model.expert_mlp=96 layout.tensor=2",
+            "layout.tensor=2: must divide model.mlp = 97 (1 would, given model.heads = 8)",
+        ),
+    ],
+)
+def test_mixtures_that_cannot_be(override: str, told: str) -> None:
+    assert problems(*override.split()) == [told]
+
+
+def test_mixtures_are_gated_and_without_biases() -> None:
+    told = problems("model.family=gpt2")
+    assert told == [
+        'deck.toml:9: model.experts = 8: needs model.family = "llama", not "gpt2": experts are gated and '
+        "without biases"
+    ]
+
+
+@pytest.mark.parametrize("axis", ["expert", "expert_tensor"])
+def test_axes_of_experts_need_experts(axis: str) -> None:
+    (told,) = problems(f"layout.{axis}=2", deck=DENSE)
+    assert told.startswith(f"layout.{axis}=2: ")
+    assert "but model.experts = 0: the model has none (leave the key out)" in told
+
+
+VALUES = {
+    "experts_per_token": "3",
+    "expert_mlp": "128",
+    "shared_experts": "1",
+    "expert_every": "2",
+    "dense_first": "1",
+    "router": "sigmoid",
+    "router_normalize": "false",
+    "router_scale": "2.5",
+    "router_groups": "2",
+    "router_groups_per_token": "2",
+    "router_dtype": "compute",
+    "router_z_loss": "0.001",
+    "balance": "bias",
+    "balance_loss": "0.02",
+    "balance_over": "sequence",
+    "balance_rate": "0.01",
+    "capacity": "1.5",
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_keys_of_mixtures_need_experts(name: str) -> None:
+    told = problems(f"model.{name}={VALUES[name]}", deck=DENSE)
+    assert told == [
+        f"model.{name}={VALUES[name]}: has no effect with model.experts = 0: no block is a mixture (leave "
+        f"it out)"
+    ]
+
+
+def test_every_key_of_mixtures_is_among_those() -> None:
+    names = {name for name in Model.model_fields if name.split("_")[0] in {"expert", "router", "balance"}}
+    names |= {"experts_per_token", "shared_experts", "dense_first", "capacity"}
+    assert names == set(VALUES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "told"),
+    [
+        (
+            "layout.expert=8",
+            4,
+            "layout.expert=8: must divide the 4 ranks of a pipeline stage (1, 2 or 4 would)",
+        ),
+        (
+            "layout.expert=4 layout.expert_tensor=2 layout.pipeline=2",
+            8,
+            "layout.expert=4: must divide the 4 ranks of a pipeline stage / layout.expert_tensor = 4 / 2 "
+            "= 2 (1 "
+            "or 2 would)",
+        ),
+        (
+            "layout.expert_tensor=8",
+            4,
+            "layout.expert_tensor=8: must divide the 4 ranks of a pipeline stage (1, 2 or 4 would)",
+        ),
+        (
+            "layout.expert=4 layout.zero=2 layout.zero_group=4",
+            8,
+            "layout.zero_group=4: must divide the 2 ranks that hold the same experts, over which it cuts "
+            "these "
+            "(1 or 2 would)",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks(overrides: str, ranks: int, told: str) -> None:
+    assert problems(*overrides.split(), ranks=ranks) == [told]
