@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import lcm
 from typing import NamedTuple
 
 import torch
@@ -37,10 +38,14 @@ TOLERANCE = 1e-5  # largest difference of a tensor over its largest element, in 
 ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 
 _HEAD_SIZE, _LAYERS, _MICRO_BATCHES, _MICRO_SIZE = 8, 2, 2, 2
+_EXPERTS, _CHOSEN = 4, 2
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
 
 _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
 """Axes over which a sum may be missing or doubled, the likeliest first."""
+
+_SUMS_OF_EXPERTS = (("expert_data",), ("expert",), ("expert_tensor",))
+"""The same of experts' tensors, and after the others of what these share."""
 
 
 class LayoutError(HpctrainError):
@@ -77,6 +82,7 @@ def miniature(deck: Deck) -> Deck:
             "vocabulary": 16 * layout.tensor + 1,
             # Larger than usual, so that every tensor's gradient stands out from rounding.
             "initial_std": 0.1,
+            **_few_experts(deck),
         },
         layout={"split": None},
         batch={"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
@@ -88,6 +94,28 @@ def miniature(deck: Deck) -> Deck:
         stability={"check_parameters": True},
     )
     return small.with_keys(model={"frozen": _frozen(deck, small)})
+
+
+def _few_experts(deck: Deck) -> dict[str, object]:
+    """The keys of a miniature's mixtures: every expert rank has experts, and the router its groups of them.
+
+    Where the deck has dense blocks too, so has the miniature.
+    """
+    model, layout = deck.model, deck.layout
+    if not model.experts:
+        return {}
+    chosen = min(model.experts_per_token, _CHOSEN)
+    unit = lcm(layout.expert, model.router_groups)
+    enough = max(_EXPERTS, -(-chosen * model.router_groups // model.router_groups_per_token))
+    multiple = 4 * lcm(layout.tensor, layout.expert_tensor)
+    return {
+        "experts": min(model.experts, -(-enough // unit) * unit),
+        "experts_per_token": chosen,
+        "expert_mlp": -(-model.heads * _HEAD_SIZE // multiple) * multiple,
+        "shared_experts": min(model.shared_experts, 1),
+        "expert_every": min(model.expert_every, 2),
+        "dense_first": min(model.dense_first, 1),
+    }
 
 
 def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
@@ -274,7 +302,8 @@ def _difference(
     split = next((each for each in splits if each is not None), None)
     what = "" if split is None else f"split over {', '.join(split) or 'no axis'}; "
     explained = min(10 * TOLERANCE, error / 10)
-    for axes in _SUMS:
+    of_experts = _SUMS_OF_EXPERTS if "expert" in mesh.sizes else ()
+    for axes in (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts):
         group = mesh.group(*axes)
         if group.size == 1:
             continue
