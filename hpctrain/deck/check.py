@@ -57,7 +57,27 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
         elif value != own:
             sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
             problems.append(Problem(key, sentence))
+    if source and deck.model.experts and "model.experts" not in source:
+        problems += _upcycling(deck, name)
     return problems
+
+
+def _upcycling(deck: Deck, name: str) -> Iterator[Problem]:
+    """What keeps a mixture of copies of a dense model's feed-forward parts from computing what that does."""
+    model = deck.model
+    begin = f"as the experts begin as copies of the feed-forward parts of {name}, a dense model"
+    if model.expert_mlp != model.mlp:
+        sentence = f"must be model.mlp = {model.mlp}, {begin}"
+        yield Problem("model.expert_mlp", sentence, ("model.mlp", "model.experts"))
+    if not model.router_normalize:
+        sentence = f"must be true, {begin}: their weights have to add up to one"
+        yield Problem("model.router_normalize", sentence, ("model.experts",))
+    if model.router_scale != 1:
+        sentence = f"must be 1, {begin}: their weights have to add up to one"
+        yield Problem("model.router_scale", sentence, ("model.experts",))
+    if model.shared_experts:
+        sentence = f"must be 0, {begin}, to which shared ones would add"
+        yield Problem("model.shared_experts", sentence, ("model.experts",))
 
 
 def _title(deck: Deck) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from hpctrain.train.control import Control, Order
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.signals import Signals
-from hpctrain.train.start import require_training_state, start_from_source
+from hpctrain.train.start import require_same_blocks, require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
 from hpctrain.train.summary import decay_ended, introduction, warms_again
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
@@ -254,6 +254,7 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
         with world.agreement():
             require_training_state(path, state, overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+            require_same_blocks(deck, stored_deck(state, path), path)
         return _go_on(world, deck, path, state, signals)
 
 

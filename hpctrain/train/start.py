@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.entries import master_entries
+from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.source import load_source
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -24,7 +25,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     assert deck.model.source is not None
     path = Path(deck.model.source)
     optimizer, shape = engine.optimizer, engine.shape
-    source = load_source(path, engine.world, master_entries(engine.state()))
+    biases = training_entries(tensor for tensor in engine.state() if tensor.kind == ROUTER_BIAS)
+    source = load_source(path, engine.world, [*master_entries(engine.state()), *biases])
     optimizer.publish()
     engine.outer.begin(optimizer)
     if deck.stability.check_parameters:
@@ -33,6 +35,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     sentence = f"starts from the weights of {path}"
     if shape.vocabulary > source.vocabulary:
         sentence += f", {shape.vocabulary - source.vocabulary} tokens added to its {source.vocabulary}"
+    if shape.experts and not source.experts:
+        sentence += f", {shape.experts} experts each a copy of its feed-forward part, routers new"
     if shape.family == "gpt2" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
@@ -52,3 +56,14 @@ def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequ
                 f"--set {override}: a run that is resumed goes on from its own weights; `hpctrain run` "
                 "starts from others"
             )
+
+
+def require_same_blocks(deck: Deck, before: Deck, path: Path) -> None:
+    """Raise HpctrainError if a run is to go on as a mixture of experts from a dense model, or otherwise."""
+    if bool(deck.model.experts) != bool(before.model.experts):
+        was, becomes = ("dense", "a mixture of experts") if deck.model.experts else ("a mixture", "dense")
+        start = (
+            f'; a run of its own starts from it with [model] from = "{path}"' if deck.model.experts else ""
+        )
+        sentence = f"{path} is {was} and does not go on as {becomes}{start}"
+        raise HpctrainError(deck.problem("model.experts", sentence))

@@ -162,6 +162,11 @@ def test_a_run_starts_from_a_model_and_is_resumed_without_it(world: World, mpi_t
         HpctrainError, match=r"--set model.from=x: a run that is resumed goes on from its own"
     ):
         resume(world, run, ["model.from=x"])
+    with pytest.raises(
+        HpctrainError, match=r"--set model.experts=4: .* is dense and does not go on as a"
+    ) as no:
+        resume(world, run, ["model.experts=4", "run.steps=2"])
+    assert no.value.exit_code == 2 and len(no.value.problems) == 1
     assert resume(world, run, ["run.steps=2"]) == 0
     assert (run / "checkpoints/step-00000002.h5").exists()
 

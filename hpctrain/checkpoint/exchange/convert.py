@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from hpctrain.characters import control_problem, escaped
 from hpctrain.checkpoint import checksum
-from hpctrain.checkpoint.agree import first_of, together
-from hpctrain.checkpoint.exchange.hugging_face import Counterpart, config_of, counterparts
+from hpctrain.checkpoint.agree import combined, first_of, together
+from hpctrain.checkpoint.checksum import Sums
+from hpctrain.checkpoint.exchange.hugging_face import config_of, exported_as
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     INDEX,
@@ -88,9 +90,12 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
-        theirs = counterparts(shape.family, tensor_shapes(shape))
-        sources = _sources(structure, theirs, wanted)
-    files = shared_out([NewTensor(each.name, NAMES[wanted], each.shape) for each in theirs], most)
+        theirs = counterparts(exported_as(shape).rules, tensor_shapes(shape))
+        sources = _sources(structure, theirs, tensor_shapes(shape), wanted)
+    files = shared_out(
+        [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs], most
+    )
+    sums = np.zeros(len(structure.sums), np.uint64)
     by_name = {each.name: each for each in theirs}
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -102,8 +107,10 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with together(group), opened(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
                     for tensor, view in new_file(temporary / name, tensors):
-                        _copy(source, structure, sources, by_name[tensor], view, wanted)
+                        _copy(source, structure, sources, by_name[tensor], view, wanted, sums)
+            totals = combined(group, sums).view(np.uint64)
             with together(group):
+                _compare(structure, sources.values(), totals)
                 if group.rank == 0:
                     if len(files) > 1:
                         texts[INDEX] = json.dumps(index_of(files), indent=2) + "\n"
@@ -144,13 +151,13 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
         }
     entries = [
         Entry(
-            f"/model/{part.name}",
-            Shard.whole(part.name, part.shape),
-            cast("Flat", FolderTensor(model, part.name, part.shape, 0, prod(part.shape))),
+            dataset,
+            Shard.whole(dataset.rpartition("/")[2], size),
+            cast("Flat", FolderTensor(model, dataset, size, 0, prod(size))),
             copy=group.rank,
             copies=group.size,
         )
-        for _, part in model.parts.values()
+        for dataset, size in model.shapes.items()
     ]
     save(out, group, entries, state, PIECE_BYTES)
     shape = model.shape
@@ -166,7 +173,7 @@ class FolderTensor(OnDisk):
     """The flat elements `first` to `first + length` of one of our tensors, in a Hugging Face folder."""
 
     model: ModelFolder
-    name: str
+    dataset: str
     shape: Index
     first: int
     length: int
@@ -175,12 +182,12 @@ class FolderTensor(OnDisk):
     def __getitem__(self, part: slice) -> FolderTensor:
         start, last, step = part.indices(self.length)
         assert step == 1
-        return FolderTensor(self.model, self.name, self.shape, self.first + start, max(0, last - start))
+        return FolderTensor(self.model, self.dataset, self.shape, self.first + start, max(0, last - start))
 
     def load(self) -> Tensor:
         """Read into new memory."""
         cut = rectangles(self.shape, self.first, self.first + self.length)
-        return torch.cat([self.model.read(self.name, start, shape).reshape(-1) for start, shape in cut])
+        return torch.cat([self.model.read(self.dataset, start, shape).reshape(-1) for start, shape in cut])
 
 
 def _delete_left(temporary: Path) -> None:
@@ -202,23 +209,29 @@ def _wanted_type(structure: Structure, dtype: str | None) -> torch.dtype:
     return kind if kind in NAMES else torch.float32
 
 
+def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
+    """The type in which a tensor is written: `transformers` keeps biases of choices in fp32."""
+    biased = theirs.parts[0].dataset.startswith(f"/{ROUTER_BIAS}/")
+    return torch.float32 if biased else wanted
+
+
 def _sources(
-    structure: Structure, theirs: Sequence[Counterpart], wanted: torch.dtype
-) -> Mapping[str, StoredTensor]:
-    """The dataset of each of our tensors: that of the wanted type, or else the most exact one."""
+    structure: Structure, theirs: Sequence[Counterpart], shapes: Mapping[str, Index], wanted: torch.dtype
+) -> dict[str, StoredTensor]:
+    """What holds each of our datasets: itself in the wanted type, or else the most exact one."""
     problems: list[str] = []
     sources: dict[str, StoredTensor] = {}
-    for part in (part for each in theirs for part in each.parts):
-        stored = structure.datasets.get(f"/model/{part.name}")
+    for dataset in dict.fromkeys(part.dataset for each in theirs for part in each.parts):
+        stored = structure.datasets.get(dataset)
         if stored is None:
-            problems.append(f"{structure.path}: /model/{part.name}: not in this checkpoint")
+            problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
             continue
         if getattr(torch, stored.kind) != wanted:
-            stored = structure.datasets.get(f"/master/{part.name}", stored)
-        if stored.shape != part.shape:
-            shapes = f"has shape {list(stored.shape)}, expected {list(part.shape)} by its deck"
-            problems.append(f"{structure.path}: {stored.dataset}: {shapes}")
-        sources[part.name] = stored
+            stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
+        if stored.shape != shapes[dataset]:
+            told = f"has shape {list(stored.shape)}, expected {list(shapes[dataset])} by its deck"
+            problems.append(f"{structure.path}: {stored.dataset}: {told}")
+        sources[dataset] = stored
     if problems:
         raise first_of(problems)
     return sources
@@ -243,28 +256,43 @@ def _copy(
     theirs: Counterpart,
     view: NDArray[Any],
     wanted: torch.dtype,
+    sums: Sums,
 ) -> None:
-    """Fill one tensor of a file, given as its bits, and compare what was read with its checksums."""
+    """Fill one tensor of a file, given as its bits, and add what was read to its checksums."""
+    wanted = _kept_type(theirs, wanted)
     target = view.T if theirs.transposed else view
     bits = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
     for part in theirs.parts:
-        stored = sources[part.name]
-        sums = checksum.seeds(stored.dataset, stored.kind, stored.shape)
-        rows, width = stored.shape[0], prod(stored.shape[1:])
-        step = max(1, PIECE_BYTES // (width * stored.item_bytes))
-        for row in range(0, rows, step):
-            local = (min(step, rows - row), *stored.shape[1:])
-            start = (row, *(0 for _ in stored.shape[1:]))
-            values = torch.empty(prod(local), dtype=getattr(torch, stored.kind))
-            piece = Shard(part.name, stored.shape, start, local)
-            source.fill(Entry(stored.dataset, piece, values), stored, sums)
+        stored = sources[part.dataset]
+        for piece, first in _pieces(part, stored):
+            values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
+            source.fill(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
                 beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"
                 raise HpctrainError(f"{structure.path}: {stored.dataset}: {beyond}")
-            words = converted.view(bits).numpy().view(view.dtype).reshape(local)
-            target[part.first + row : part.first + row + local[0]] = words
-        if not np.array_equal(sums, structure.sums[stored.pieces]):
+            shape = piece.local[len(part.index) :]
+            words = converted.view(bits).numpy().view(view.dtype).reshape(shape)
+            target[first : first + shape[0]] = words
+
+
+def _pieces(part: TensorPart, stored: StoredTensor) -> Iterator[tuple[Shard, int]]:
+    """Pieces of the dataset that lie in a tensor of theirs, of PIECE_BYTES or a row, and where there."""
+    rows, *width = part.shape
+    step = max(1, PIECE_BYTES // (prod(width) * stored.item_bytes))
+    name = part.dataset.rpartition("/")[2]
+    for row in range(0, rows, step):
+        local = (*(1 for _ in part.index), min(step, rows - row), *width)
+        start = (*part.index, row, *(0 for _ in width))
+        yield Shard(name, stored.shape, start, local), part.first + row
+
+
+def _compare(structure: Structure, read: Iterable[StoredTensor], totals: Sums) -> None:
+    """Compare what all ranks have read with its checksums; InputOutputError where it differs."""
+    for stored in read:
+        at = stored.pieces
+        sums = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
+        if not np.array_equal(sums, structure.sums[at]):
             damage = "is damaged: it differs from its checksums"
             raise InputOutputError(f"{structure.path}: {stored.dataset} {damage}")
 

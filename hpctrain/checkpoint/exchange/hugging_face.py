@@ -1,162 +1,20 @@
-"""GPT-2 and Llama as Hugging Face's `transformers` stores them: the names of tensors, and config.json.
-
-Their linear layers of GPT-2 hold [in, out] where ours hold [out, in], with query, key and value side by
-side in one; those of Llama, and the rotation of its halves, are as ours.
-"""
+"""config.json of Hugging Face's `transformers`: the shape that it describes, and how ours are described."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpctrain.deck.presets import Family
+from hpctrain.checkpoint.exchange.architectures import ARCHITECTURES, Architecture
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 
-Index = tuple[int, ...]
 Config = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class NameRule:
-    """A layer of theirs and the layers of ours that it holds, below each other; {} is the block's number.
-
-    Weights are `<name>.weight`, biases `<name>.bias`.
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
-
-
-RULES: Mapping[Family, tuple[NameRule, ...]] = {
-    "gpt2": (
-        NameRule("transformer.wte", ("embedding.tokens",)),
-        NameRule("transformer.wpe", ("embedding.positions",)),
-        NameRule("transformer.h.{}.ln_1", ("blocks.{}.attention_norm",)),
-        NameRule(
-            "transformer.h.{}.attn.c_attn",
-            ("blocks.{}.attention.query", "blocks.{}.attention.key", "blocks.{}.attention.value"),
-            transposed=True,
-        ),
-        NameRule("transformer.h.{}.attn.c_proj", ("blocks.{}.attention.output",), transposed=True),
-        NameRule("transformer.h.{}.ln_2", ("blocks.{}.feed_forward_norm",)),
-        NameRule("transformer.h.{}.mlp.c_fc", ("blocks.{}.feed_forward.up",), transposed=True),
-        NameRule("transformer.h.{}.mlp.c_proj", ("blocks.{}.feed_forward.down",), transposed=True),
-        NameRule("transformer.ln_f", ("final_norm",)),
-        NameRule("lm_head", ("head",)),
-    ),
-    "llama": (
-        NameRule("model.embed_tokens", ("embedding.tokens",)),
-        NameRule("model.layers.{}.input_layernorm", ("blocks.{}.attention_norm",)),
-        NameRule("model.layers.{}.self_attn.q_proj", ("blocks.{}.attention.query",)),
-        NameRule("model.layers.{}.self_attn.k_proj", ("blocks.{}.attention.key",)),
-        NameRule("model.layers.{}.self_attn.v_proj", ("blocks.{}.attention.value",)),
-        NameRule("model.layers.{}.self_attn.o_proj", ("blocks.{}.attention.output",)),
-        NameRule("model.layers.{}.post_attention_layernorm", ("blocks.{}.feed_forward_norm",)),
-        NameRule("model.layers.{}.mlp.gate_proj", ("blocks.{}.feed_forward.gate",)),
-        NameRule("model.layers.{}.mlp.up_proj", ("blocks.{}.feed_forward.up",)),
-        NameRule("model.layers.{}.mlp.down_proj", ("blocks.{}.feed_forward.down",)),
-        NameRule("model.norm", ("final_norm",)),
-        NameRule("lm_head", ("head",)),
-    ),
-}
-
-PREFIX: Mapping[Family, str] = {"gpt2": "transformer.", "llama": "model."}
-"""Before all names but the head's; a file that was saved without the head may lack it."""
-
-BUFFERS: Mapping[Family, str] = {
-    "gpt2": r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
-    "llama": r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-}
-"""Names of what older files hold besides parameters: masks and frequencies, which follow from the sizes."""
-
-HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """One of our tensors within one of theirs: rows `first` to `first + shape[0]` in our orientation."""
-
-    name: str
-    shape: Index
-    first: int
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """One tensor of theirs, of `shape` in the file, and ours of which it is made."""
-
-    name: str
-    shape: Index
-    transposed: bool
-    parts: tuple[TensorPart, ...]
-
-
-def counterparts(family: Family, ours: Mapping[str, Index]) -> list[Counterpart]:
-    """What holds our tensors, given with their global shapes; the same order, each of theirs once."""
-    by_layer = {layer: rule for rule in RULES[family] for layer in rule.ours}
-    held: dict[str, Counterpart] = {}
-    for name in ours:
-        layer, _, kind = name.rpartition(".")
-        block = re.fullmatch(r"blocks\.(\d+)\.(.*)", layer)
-        number = block[1] if block else ""
-        rule = by_layer[f"blocks.{{}}.{block[2]}" if block else layer]
-        theirs = f"{rule.theirs.format(number)}.{kind}"
-        if theirs in held:
-            continue
-        parts, rows = [], 0
-        for other in rule.ours:
-            full_name = f"{other.format(number)}.{kind}"
-            parts.append(TensorPart(full_name, ours[full_name], rows))
-            rows += ours[full_name][0]
-        shape = (rows, *parts[0].shape[1:])
-        transposed = rule.transposed and len(shape) == 2
-        held[theirs] = Counterpart(theirs, shape[::-1] if transposed else shape, transposed, tuple(parts))
-    return list(held.values())
-
-
-ARCHITECTURES: Mapping[str, Family] = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama"}
-
-# What configs may say of a model's function and ours cannot vary: key, values that are ours, the default.
-_FIXED: Mapping[Family, tuple[tuple[str, tuple[object, ...], object], ...]] = {
-    "gpt2": (
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
-        ("scale_attn_weights", (True,), True),
-        ("scale_attn_by_inverse_layer_idx", (False,), False),
-        ("add_cross_attention", (False,), False),
-        ("quantization_config", (None,), None),
-    ),
-    "llama": (
-        ("hidden_act", ("silu", "swish"), "silu"),
-        ("attention_bias", (False,), False),
-        ("mlp_bias", (False,), False),
-        ("sliding_window", (None,), None),
-        ("partial_rotary_factor", (None, 1, 1.0), None),
-        ("quantization_config", (None,), None),
-    ),
-}
-# Their names of our sizes, and the defaults where a config does not say.
-_SIZES: Mapping[Family, Mapping[str, tuple[str, int]]] = {
-    "gpt2": {
-        "vocabulary": ("vocab_size", 50257),
-        "sequence": ("n_positions", 1024),
-        "hidden": ("n_embd", 768),
-        "layers": ("n_layer", 12),
-        "heads": ("n_head", 12),
-    },
-    "llama": {
-        "vocabulary": ("vocab_size", 32000),
-        "sequence": ("max_position_embeddings", 2048),
-        "hidden": ("hidden_size", 4096),
-        "layers": ("num_hidden_layers", 32),
-        "heads": ("num_attention_heads", 32),
-        "mlp": ("intermediate_size", 11008),
-    },
-}
 _LARGEST = 10_000_000
+_EXPERTS = ("num_experts", "num_local_experts")
+"""One and the same: which one is written depends on the version."""
 
 
 def shape_of(config: Config, where: str) -> ModelShape:
@@ -165,36 +23,162 @@ def shape_of(config: Config, where: str) -> ModelShape:
     HpctrainError for an architecture that is not one of ours, and for everything in the config that our
     models cannot express.
     """
-    family = _family(config, where)
-    problems = [
-        f"{where}: {key} = {config[key]!r}: the {family} models of hpctrain have {default!r} alone"
-        for key, accepted, default in _FIXED[family]
-        if key in config and config[key] not in accepted
-    ]
-    named = _SIZES[family].items()
-    sizes: dict[str, Any] = {
-        own: _size(config, key, default, where, problems) for own, (key, default) in named
-    }
-    # In their files null stands for what follows from other sizes.
-    if family == "gpt2":
-        sizes["mlp"] = _size(config, "n_inner", 4 * sizes["hidden"], where, problems)
-        sizes["key_value_heads"] = sizes["heads"]
-        epsilon, base = _number(config, "layer_norm_epsilon", 1e-5, where, problems), 10_000.0
-    else:
-        sizes["key_value_heads"] = _size(config, "num_key_value_heads", sizes["heads"], where, problems)
-        epsilon = _number(config, "rms_norm_eps", 1e-6, where, problems)
-        base = _rotary_base(config, where, problems)
-        if config.get("head_dim") is not None:
-            sizes["head_size"] = _size(config, "head_dim", 1, where, problems)
-    tied = config.get("tie_word_embeddings", family == "gpt2")
-    if not isinstance(tied, bool):
-        problems.append(f"{where}: tie_word_embeddings = {tied!r}: must be true or false")
-    if not problems:
-        problems += _mismatches(family, sizes, where)
-    if problems:
-        raise HpctrainError(problems)
-    settled: dict[str, Any] = {**sizes, "tied": tied}
-    return ModelShape(family=family, norm_epsilon=epsilon, rope_base=base, **settled)
+    return _Reading(config, where).shape()
+
+
+class _Reading:
+    """A config.json, and what is wrong with it."""
+
+    def __init__(self, config: Config, where: str) -> None:
+        self.architecture = architecture_of(config, where)
+        said = next((config[key] for key in _EXPERTS if config.get(key) is not None), None)
+        self.config = config if said is None else {**dict.fromkeys(_EXPERTS, said), **config}
+        self.where = where
+        self.problems: list[str] = []
+
+    def shape(self) -> ModelShape:
+        """See shape_of."""
+        architecture, config = self.architecture, self.config
+        for fixed in architecture.fixed:
+            value = config.get(fixed.key, fixed.default)
+            if value not in fixed.accepted:
+                told = f"the {architecture.model_type} models of hpctrain have {fixed.accepted[0]!r} alone"
+                self.problem(fixed.key, value, told)
+        sizes: dict[str, Any] = {
+            own: self.size(key, default) for own, (key, default) in architecture.sizes.items()
+        }
+        # In their files null stands for what follows from other sizes.
+        if architecture.family == "gpt2":
+            sizes["mlp"] = self.size("n_inner", 4 * sizes["hidden"])
+            sizes["key_value_heads"] = sizes["heads"]
+        else:
+            given = "num_key_value_heads" in config
+            shared = sizes["heads"] if given else architecture.key_value_heads or sizes["heads"]
+            sizes["key_value_heads"] = self.size("num_key_value_heads", shared)
+            sizes["rope_base"] = self.rotary_base()
+            size = config.get("head_dim", architecture.head_size)
+            if size is not None:
+                sizes["head_size"] = self.size("head_dim", size)
+            self.check_windows(sizes["layers"])
+        if architecture.mixture:
+            sizes |= self.mixture(sizes)
+        sizes["norm_epsilon"] = self.number(*architecture.epsilon)
+        sizes["tied"] = self.flag("tie_word_embeddings", architecture.tied)
+        if not self.problems:
+            self.check(sizes)
+        if self.problems:
+            raise HpctrainError(self.problems)
+        return ModelShape(family=architecture.family, **architecture.always, **sizes)
+
+    def problem(self, key: str, value: object, told: str) -> None:
+        self.problems.append(f"{self.where}: {key} = {value!r}: {told}")
+
+    def size(self, key: str, default: int, least: int = 1) -> int:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+            self.problem(key, value, f"must be a whole number from {least} to {_LARGEST}")
+            return default
+        return value
+
+    def number(self, key: str, default: float, config: Config | None = None, where: str = "") -> float:
+        value = (self.config if config is None else config).get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            self.problem(f"{where}{key}", value, "must be a number above 0")
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key, default)
+        if not isinstance(value, bool):
+            self.problem(key, value, "must be true or false")
+            return default
+        return value
+
+    def rotary_base(self) -> float:
+        """The base of rotary angles: beside rope_scaling in older files, in rope_parameters in newer ones."""
+        base = self.number("rope_theta", self.architecture.rope_base)
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = self.config.get(key)
+            if rope is None:
+                continue
+            kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+            if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
+                self.problem(key, rope, "rotary positions of hpctrain are not scaled")
+            else:
+                base = self.number("rope_theta", base, rope, f"{key}: ")
+        return base
+
+    def check_windows(self, layers: int) -> None:
+        """Attention to the last tokens alone, which Qwen3 and those after it may have, is not ours."""
+        config, window = self.config, self.config.get("sliding_window")
+        kinds = config.get("layer_types")
+        told = "attention of hpctrain has no window"
+        if kinds is not None:
+            if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+                self.problem("layer_types", kinds, told)
+            return
+        known = any(fixed.key == "sliding_window" for fixed in self.architecture.fixed)
+        slides = window is not None and config.get("use_sliding_window", self.architecture.slides)
+        if slides and not known and self.size("max_window_layers", layers, 0) < layers:
+            self.problem("sliding_window", window, told)
+
+    def mixture(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """Our keys of its mixtures of experts."""
+        architecture = self.architecture
+        found: dict[str, Any] = {}
+        for own, (key, default) in architecture.mixture.items():
+            found[own] = self.size(key, default, 0 if own in {"shared_experts", "dense_first"} else 1)
+        if "expert_mlp" not in found:
+            found["expert_mlp"] = sizes["mlp"]
+        if architecture.normalizes is not None:
+            found["router_normalize"] = self.flag("norm_topk_prob", architecture.normalizes)
+        if architecture.scale is not None:
+            found["router_scale"] = self.number("routed_scaling_factor", architecture.scale)
+        dense = self.config.get("mlp_only_layers")
+        if dense and "expert_every" in found:
+            found["dense_first"] = self._dense_first(dense, sizes["layers"], found["expert_every"])
+        return found
+
+    def _dense_first(self, dense: object, layers: int, every: int) -> int:
+        """How many layers are dense before the first mixture, where mlp_only_layers names no later ones."""
+        if isinstance(dense, list) and all(isinstance(layer, int) for layer in dense):
+            alone = {layer for layer in range(layers) if (layer + 1) % every == 0}
+            left = sorted(alone - set(dense))
+            if left and not [layer for layer in dense if layer in alone and layer > left[0]]:
+                return left[0]
+        self.problem("mlp_only_layers", dense, "mixtures of hpctrain begin behind the first dense layers")
+        return 0
+
+    def check(self, sizes: Mapping[str, Any]) -> None:
+        """Sizes that no model can have together, or none of ours."""
+        names = {
+            own: key for own, (key, _) in {**self.architecture.sizes, **self.architecture.mixture}.items()
+        }
+        hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
+        size = sizes.get("head_size")
+        if size is None and hidden % heads:
+            self.problem(names["heads"], heads, f"must divide {names['hidden']} = {hidden}")
+        elif heads % shared:
+            self.problem("num_key_value_heads", shared, f"must divide {names['heads']} = {heads}")
+        elif self.architecture.family == "llama" and size is not None and size % 2:
+            self.problem("head_dim", size, "must be even")
+        elif self.architecture.family == "llama" and size is None and hidden // heads % 2:
+            self.problem(names["heads"], heads, "must leave an even size of each head")
+        if "experts" not in sizes:
+            return
+        experts, chosen = sizes["experts"], sizes["experts_per_token"]
+        groups, of_groups = sizes.get("router_groups", 1), sizes.get("router_groups_per_token", 1)
+        if chosen > experts:
+            self.problem(
+                names["experts_per_token"], chosen, f"must be at most {names['experts']} = {experts}"
+            )
+        elif experts % groups:
+            self.problem(names["router_groups"], groups, f"must divide {names['experts']} = {experts}")
+        elif of_groups > groups or of_groups * (experts // groups) < chosen:
+            told = f"must be at most {names['router_groups']} = {groups}, with {chosen} experts or more"
+            self.problem(names["router_groups_per_token"], of_groups, told)
 
 
 def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dict[str, Any]:
@@ -203,6 +187,7 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
     HpctrainError where `transformers` has no such model. Both the newer and the older names of some keys
     are there, so that its versions 4 and 5 read the same.
     """
+    architecture = exported_as(shape)
     shared = {
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
@@ -212,19 +197,9 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
         "dtype": dtype,
         "use_cache": True,
     }
-    sizes = {key: getattr(shape, own) for own, (key, _) in _SIZES[shape.family].items()}
-    if shape.query_key_norm != "none":
-        raise HpctrainError(
-            f'model.query_key_norm = "{shape.query_key_norm}": the Llama of transformers has no norms of '
-            "queries and keys, so this model cannot be exported"
-        )
-    fixed = {key: default for key, _, default in _FIXED[shape.family] if default is not None}
-    if shape.family == "gpt2":
-        if shape.key_value_heads != shape.heads:
-            raise HpctrainError(
-                f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers has as many "
-                f"heads of keys and values as of queries ({shape.heads}), so this model cannot be exported"
-            )
+    sizes = {key: getattr(shape, own) for own, (key, _) in architecture.sizes.items()}
+    fixed = {each.key: each.accepted[0] for each in architecture.fixed if each.accepted[0] is not None}
+    if architecture.family == "gpt2":
         own: dict[str, Any] = {
             "n_inner": shape.mlp,
             "layer_norm_epsilon": shape.norm_epsilon,
@@ -240,68 +215,107 @@ def config_of(shape: ModelShape, dtype: str, end_of_document: int | None) -> dic
             "rope_theta": shape.rope_base,
             "rope_parameters": {"rope_theta": shape.rope_base, "rope_type": "default"},
             "attention_dropout": 0.0,
+            **_mixture_keys(shape, architecture),
         }
-    architectures = [name for name, family in ARCHITECTURES.items() if family == shape.family]
-    named = {"architectures": architectures, "model_type": shape.family}
+        if architecture.model_type not in {"llama", "olmoe"}:
+            own |= {"sliding_window": None, "use_sliding_window": False}
+    named = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return named | sizes | own | fixed | shared
 
 
-def _family(config: Config, where: str) -> Family:
+def _mixture_keys(shape: ModelShape, architecture: Architecture) -> dict[str, Any]:
+    """What a config says of mixtures of experts."""
+    if not architecture.mixture:
+        return {}
+    keys: dict[str, Any] = {key: getattr(shape, own) for own, (key, _) in architecture.mixture.items()}
+    if keys.keys() & set(_EXPERTS):
+        keys |= dict.fromkeys(_EXPERTS, shape.experts)
+    if "expert_mlp" not in architecture.mixture:
+        keys["intermediate_size"] = shape.expert_mlp
+    if architecture.normalizes is not None:
+        keys["norm_topk_prob"] = shape.router_normalize
+    if architecture.scale is not None:
+        keys["routed_scaling_factor"] = shape.router_scale
+    if "expert_every" in architecture.mixture:
+        keys["mlp_only_layers"] = list(range(shape.dense_first))
+    return keys
+
+
+def exported_as(shape: ModelShape) -> Architecture:
+    """The architecture that computes what a model of this shape does; HpctrainError where there is none."""
+    name = "GPT2LMHeadModel" if shape.family == "gpt2" else _LLAMAS[bool(shape.experts)](shape)
+    architecture = ARCHITECTURES[name]
+    family = {"gpt2": "GPT-2", "llama": "Llama"}.get(architecture.model_type, name)
+    if architecture.family == "gpt2" and shape.key_value_heads != shape.heads:
+        raise HpctrainError(
+            f"model.key_value_heads = {shape.key_value_heads}: the GPT-2 of transformers has as many "
+            f"heads of keys and values as of queries ({shape.heads}), so this model cannot be exported"
+        )
+    if shape.experts:
+        asked: dict[str, object] = {
+            "capacity": None,
+            "router": "softmax",
+            "router_scale": 1.0,
+            "router_groups": 1,
+            "shared_experts": 0,
+            "expert_every": 1,
+            "dense_first": 0,
+            **architecture.always,
+        }
+        asked = {key: value for key, value in asked.items() if key not in architecture.mixture}
+        if "expert_every" in architecture.mixture:
+            del asked["dense_first"]  # mlp_only_layers says it
+        if architecture.scale is not None:
+            del asked["router_scale"]
+        if architecture.normalizes is None:
+            asked["router_normalize"] = True
+        if not architecture.choice_is_biased and shape.balance == "bias":
+            asked["balance"] = "loss"
+        for key, value in asked.items():
+            if getattr(shape, key) != value:
+                raise _refused(shape, key, f"has {_told(value)} alone", family)
+        if shape.query_key_norm == "all" and shape.head_size * shape.heads != shape.hidden:
+            raise _refused(shape, "head_size", "has hidden / heads alone", family)
+        if architecture.choice_is_biased and not shape.shared_experts:
+            raise _refused(shape, "shared_experts", "has 1 or more", family)
+    elif shape.query_key_norm == "all":
+        raise _refused(shape, "query_key_norm", 'has "none", and Qwen3 "head", in dense models', "Llama")
+    return architecture
+
+
+def _of_mixtures(shape: ModelShape) -> str:
+    if shape.router == "sigmoid":
+        return "Dots1ForCausalLM"
+    norms = {"none": "MixtralForCausalLM", "head": "Qwen3MoeForCausalLM", "all": "OlmoeForCausalLM"}
+    return norms[shape.query_key_norm]
+
+
+def _dense(shape: ModelShape) -> str:
+    return "LlamaForCausalLM" if shape.query_key_norm == "none" else "Qwen3ForCausalLM"
+
+
+_LLAMAS: Mapping[bool, Callable[[ModelShape], str]] = {True: _of_mixtures, False: _dense}
+
+
+def _told(value: object) -> str:
+    return "none" if value is None else toml_value(value)
+
+
+def _refused(shape: ModelShape, key: str, has: str, family: str) -> HpctrainError:
+    value = toml_value(getattr(shape, key))
+    return HpctrainError(
+        f"model.{key} = {value}: the {family} of transformers {has}, so this model cannot be exported"
+    )
+
+
+def architecture_of(config: Config, where: str) -> Architecture:
+    """The architecture that a config.json names; HpctrainError where it is none of ours."""
     named = config.get("architectures")
     if named is None:
         # Older files name the type alone.
-        named = [name for name, family in ARCHITECTURES.items() if config.get("model_type") == family]
-    known = [name for name in ARCHITECTURES if named == [name]]
+        named = [each.name for each in ARCHITECTURES.values() if config.get("model_type") == each.model_type]
+    known = [each for name, each in ARCHITECTURES.items() if named == [name]]
     if not known:
         named = f"architectures = {config.get('architectures')!r}, model_type = {config.get('model_type')!r}"
-        raise HpctrainError(f"{where}: {named}: hpctrain has {' and '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[known[0]]
-
-
-def _size(config: Config, key: str, default: int, where: str, problems: list[str]) -> int:
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        problems.append(f"{where}: {key} = {value!r}: must be a whole number from 1 to {_LARGEST}")
-        return default
-    return value
-
-
-def _number(config: Config, key: str, default: float, where: str, problems: list[str]) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        problems.append(f"{where}: {key} = {value!r}: must be a number above 0")
-        return default
-    return float(value)
-
-
-def _rotary_base(config: Config, where: str, problems: list[str]) -> float:
-    """The base of rotary angles: beside rope_scaling in older files, in rope_parameters in newer ones."""
-    base = _number(config, "rope_theta", 10_000.0, where, problems)
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key)
-        if rope is None:
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-        if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
-            problems.append(f"{where}: {key} = {rope!r}: rotary positions of hpctrain are not scaled")
-        else:
-            base = _number(rope, "rope_theta", base, f"{where}: {key}", problems)
-    return base
-
-
-def _mismatches(family: Family, sizes: Mapping[str, int], where: str) -> list[str]:
-    """Sizes that no model can have together, or none of ours."""
-    names = {own: key for own, (key, _) in _SIZES[family].items()}
-    hidden, heads, shared = sizes["hidden"], sizes["heads"], sizes["key_value_heads"]
-    size = sizes.get("head_size")
-    if size is None and hidden % heads:
-        return [f"{where}: {names['heads']} = {heads}: must divide {names['hidden']} = {hidden}"]
-    if heads % shared:
-        return [f"{where}: num_key_value_heads = {shared}: must divide {names['heads']} = {heads}"]
-    if family == "llama" and size is not None and size % 2:
-        return [f"{where}: head_dim = {size}: must be even"]
-    if family == "llama" and size is None and hidden // heads % 2:
-        return [f"{where}: {names['heads']} = {heads}: must leave an even size of each head"]
-    return []
+        raise HpctrainError(f"{where}: {named}: hpctrain has {', '.join(ARCHITECTURES)}")
+    return known[0]

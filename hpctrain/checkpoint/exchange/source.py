@@ -7,19 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.agree import first_of, together
-from hpctrain.checkpoint.exchange.hugging_face import (
-    BUFFERS,
-    HEAD,
-    PREFIX,
-    Counterpart,
-    TensorPart,
-    counterparts,
-    shape_of,
-)
+from hpctrain.checkpoint.exchange.architectures import HEAD, Architecture
+from hpctrain.checkpoint.exchange.hugging_face import architecture_of, shape_of
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, Counterpart, TensorPart, counterparts
 from hpctrain.checkpoint.exchange.safetensors_folder import (
     CONFIG,
     PICKLES,
@@ -30,12 +25,14 @@ from hpctrain.checkpoint.exchange.safetensors_folder import (
     refuse_pickle,
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import folder_tokenizer
+from hpctrain.checkpoint.exchange.upcycle import upcycled
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.layout import Entry, Index, rectangles_of
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.comm.world import World
+from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
@@ -51,15 +48,30 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The tensors of a Hugging Face folder in our names and our orientation, as fp32."""
+    """The tensors of a Hugging Face folder in our names and our orientation, as fp32.
+
+    `parts` are what each of our datasets is made of, by the leading index of the piece: () is all of it.
+    `shapes` are those of the datasets.
+    """
 
     folder: TensorFolder
     shape: ModelShape
-    parts: Mapping[str, tuple[Counterpart, TensorPart]]
+    shapes: Mapping[str, Index]
+    parts: Mapping[str, Mapping[Index, tuple[Counterpart, TensorPart]]]
 
-    def read(self, name: str, start: Index, shape: Index) -> Tensor:
+    def read(self, dataset: str, start: Index, shape: Index) -> Tensor:
         """The rectangle `shape` at `start` of one of our tensors."""
-        theirs, part = self.parts[name]
+        parts = self.parts[dataset]
+        if () in parts:
+            return self._read(*parts[()], start, shape)
+        depth = len(next(iter(parts)))
+        values = torch.empty(shape)
+        for place in np.ndindex(*shape[:depth]):
+            index = tuple(int(s + n) for s, n in zip(start, place, strict=False))
+            values[place] = self._read(*parts[index], start[depth:], shape[depth:])
+        return values
+
+    def _read(self, theirs: Counterpart, part: TensorPart, start: Index, shape: Index) -> Tensor:
         start = (start[0] + part.first, *start[1:])
         if theirs.transposed:
             return self.folder.read(theirs.name, start[::-1], shape[::-1]).t().float()
@@ -81,6 +93,10 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", "norm_epsilon"]
     names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []
+    names += [*MIXTURE_KEYS, "balance"] if shape.experts else []
+    if shape.balance != "bias":
+        # What evens the load of a router without a bias is the deck's to say.
+        names = [name for name in names if name != "balance"]
     return {name: getattr(shape, name) for name in names}
 
 
@@ -125,24 +141,37 @@ def open_model(path: Path) -> ModelFolder:
     if shape.layers > len(folder.tensors):
         held = f"the files hold {len(folder.tensors)} tensors"
         raise HpctrainError(f"{path / CONFIG}: describes {shape.layers} layers, but {held}")
-    theirs = counterparts(shape.family, tensor_shapes(shape))
-    prefix = PREFIX[shape.family]
+    architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
+    shapes = tensor_shapes(shape)
+    theirs = counterparts(architecture.rules, shapes)
+    prefix = architecture.prefix
     if not any(name.startswith(prefix) for name in folder.tensors):
         theirs = [replace(each, name=each.name.removeprefix(prefix)) for each in theirs]
-    problems = list(_differences(folder, theirs, shape))
+    problems = list(_differences(folder, theirs, shape, architecture))
     if problems:
         raise first_of(problems)
-    parts = {part.name: (each, part) for each in theirs for part in each.parts}
-    return ModelFolder(folder, shape, parts)
+    parts: dict[str, dict[Index, tuple[Counterpart, TensorPart]]] = {}
+    for each in theirs:
+        for part in each.parts:
+            parts.setdefault(part.dataset, {})[part.index] = (each, part)
+    return ModelFolder(folder, shape, shapes, parts)
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Index]:
-    """Names and global shapes of all tensors of a model, in its order."""
-    return {parameter.shard.name: parameter.shard.shape for parameter in parameter_list(bare_model(shape))}
+    """Datasets and global shapes of all tensors of a model, in its order; behind them, biases of routers."""
+    parameters = parameter_list(bare_model(shape))
+    shapes = {f"/model/{each.shard.name}": each.shard.shape for each in parameters}
+    if shape.balance == "bias":
+        for block in filter(shape.is_mixture, range(shape.layers)):
+            shapes[f"/{ROUTER_BIAS}/blocks.{block}.feed_forward.router.weight"] = (shape.experts,)
+    return shapes
 
 
 def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShape:
     """Fill fp32 entries `/model/<name>` with the weights at `path`, each rank its pieces; collective.
+
+    Where the source has no experts, they are copies of its feed-forward parts, see `upcycle`. Biases of
+    routers may be entries, too, which stay as they are where the source has none.
 
     Rows that the source does not have (of a larger vocabulary) and padding stay as they are; positions
     beyond the entries' are left out. Checksums of a checkpoint are compared. Returns the source's shape.
@@ -152,15 +181,15 @@ def load_source(path: Path, world: World, entries: Sequence[Entry]) -> ModelShap
     if not _is_checkpoint(path):
         with together(group):
             model = open_model(path)
-            for entry in entries:
+            for entry in _known(entries, model.shape):
                 _fill(_fitted(entry, model.shape), model)
         return model.shape
     structure = examine(path, group)
     with together(group):
         shape = stored_shape(structure)
     stored = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
-    fitted = [_fitted(entry, shape) for entry in entries]
-    fitted = [replace(entry, dataset=f"{stored}/{entry.shard.name}") for entry in fitted]
+    fitted = [_fitted(entry, shape) for entry in _known(entries, shape)]
+    fitted = [replace(each, dataset=each.dataset.replace("/model", stored, 1)) for each in fitted]
     load(structure, group, fitted, zero_padding=False)
     return shape
 
@@ -178,7 +207,17 @@ def _folder_shape(path: Path) -> ModelShape:
     return shape_of(read_json(path / CONFIG), str(path / CONFIG))
 
 
-def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: ModelShape) -> Iterator[str]:
+def _known(entries: Sequence[Entry], shape: ModelShape) -> list[Entry]:
+    """The entries that a source of this shape has, of experts those of its feed-forward parts."""
+    if not shape.experts:
+        entries = [dense for entry in entries for dense in upcycled(entry)]
+    bias = f"/{ROUTER_BIAS}/"
+    return [entry for entry in entries if shape.balance == "bias" or not entry.dataset.startswith(bias)]
+
+
+def _differences(
+    folder: TensorFolder, theirs: Sequence[Counterpart], shape: ModelShape, architecture: Architecture
+) -> Iterator[str]:
     """What the config's model has and the folder does not, or the other way round."""
     expected = {each.name: each.shape for each in theirs}
     for name, size in expected.items():
@@ -191,7 +230,7 @@ def _differences(folder: TensorFolder, theirs: Sequence[Counterpart], shape: Mod
         elif held.kind not in TYPES:
             yield f"{folder.path / held.file}: {name}: is {held.kind}; must be {', '.join(TYPES)}"
     for name, held in folder.tensors.items():
-        ignored = re.fullmatch(BUFFERS[shape.family], name) or (shape.tied and name == HEAD)
+        ignored = re.fullmatch(architecture.buffers, name) or (shape.tied and name == HEAD)
         if name not in expected and not ignored:
             yield f"{folder.path / held.file}: {name}: in this file, but not in the model of {CONFIG}"
 
@@ -211,4 +250,4 @@ def _fill(entry: Entry, model: ModelFolder) -> None:
     for rectangle in rectangles_of(entry):
         for chunk in rectangle.cut(BUFFER_BYTES // 4):
             with chunk.filling(entry.values) as bits:
-                bits.view(torch.float32).copy_(model.read(entry.shard.name, chunk.start, chunk.shape))
+                bits.view(torch.float32).copy_(model.read(entry.dataset, chunk.start, chunk.shape))

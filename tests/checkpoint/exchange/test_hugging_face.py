@@ -1,7 +1,7 @@
 """Hugging Face folders made by `transformers`, imported and exported; folders that are refused.
 
-Tests of checkpoint/exchange/convert.py, checkpoint/exchange/safetensors_folder.py and
-checkpoint/exchange/source.py beside checkpoint/exchange/hugging_face.py.
+Tests of checkpoint/exchange/convert.py, checkpoint/exchange/safetensors_folder.py,
+checkpoint/exchange/source.py and checkpoint/exchange/names.py beside checkpoint/exchange/hugging_face.py.
 """
 
 from __future__ import annotations
@@ -47,11 +47,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-grouped": ("Llama", {"num_key_value_heads": 2, "rope_theta": 300.0, "rms_norm_eps": 1e-3}),
     "llama-heads": ("Llama", {"num_key_value_heads": 2, "head_dim": 6}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 12}),
     "llama-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 SIZES: dict[str, dict[str, Any]] = {
     "GPT2": {"vocab_size": 61, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "Llama": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    },
+    "Qwen3": {
         "vocab_size": 61,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -68,7 +77,7 @@ def reference(name: str, **changes: Any) -> torch.nn.Module:
     keys = SIZES[kind] | keys | {"bos_token_id": None, "eos_token_id": None} | changes
     config = getattr(transformers, f"{kind}Config")(**keys)
     torch.manual_seed(7)
-    model = {"GPT2": transformers.GPT2LMHeadModel, "Llama": transformers.LlamaForCausalLM}[kind](config)
+    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -278,7 +287,7 @@ def change(folder: Path, changes: dict[str, Any], **nulls: None) -> None:
         ("gpt2", "layer_norm_epsilon", -1, "layer_norm_epsilon = -1: must be a number above 0"),
         ("gpt2", "tie_word_embeddings", "yes", "tie_word_embeddings = 'yes': must be true or false"),
         ("gpt2", "architectures", ["GPT2Model"], "architectures = ['GPT2Model'], model_type = 'gpt2'"),
-        ("llama", "architectures", ["MistralForCausalLM"], "hpctrain has GPT2LMHeadModel and Llama"),
+        ("llama", "architectures", ["MistralForCausalLM"], "hpctrain has GPT2LMHeadModel, Llama"),
         ("llama", "hidden_act", "gelu", "hidden_act = 'gelu'"),
         ("llama", "attention_bias", True, "attention_bias = True"),
         ("llama", "mlp_bias", True, "mlp_bias = True"),

@@ -1,0 +1,321 @@
+"""The architectures of Hugging Face's `transformers` that are models of ours: their tensors and configs.
+
+Their linear layers of GPT-2 hold [in, out] where ours hold [out, in], with query, key and value side by
+side in one; those of Llama and of what follows it, and the rotation of halves, are as ours. They have a
+matrix for each expert, where we have those of all experts in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hpctrain.checkpoint.exchange.names import ROUTER_BIAS, NameRule, Rule, StackRule
+from hpctrain.deck.presets import Family
+
+HEAD = "lm_head.weight"
+
+Size = tuple[str, int]
+"""Their name of a size, and its value where a config does not say."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of a config of which ours can express the `accepted` values alone, the first of which is written;
+    `default` is theirs where the key is not there.
+    """
+
+    key: str
+    accepted: tuple[object, ...]
+    default: object
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of theirs.
+
+    `prefix` stands before all names but the head's; a file that was saved without the head may lack it.
+    `buffers` are names of what older files hold besides parameters: masks and frequencies, which follow from
+    the sizes. `always` are our keys that all models of it have. `mixture` are the sizes of its mixtures of
+    experts, which has a mixture where there is any; `normalizes` is what norm_topk_prob is where it is not
+    there, None where there is no such key.
+    """
+
+    name: str
+    model_type: str
+    family: Family
+    rules: tuple[Rule, ...]
+    prefix: str
+    buffers: str
+    fixed: tuple[Fixed, ...]
+    sizes: Mapping[str, Size]
+    epsilon: tuple[str, float]
+    tied: bool = False
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    rope_base: float = 10_000.0
+    always: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    mixture: Mapping[str, Size] = field(default_factory=lambda: _NONE)
+    normalizes: bool | None = None
+    scale: float | None = None
+    """The routed_scaling_factor where it is not there, None where there is no such key."""
+    slides: bool = False
+    """Whether a window slides where the config has one and does not say that it is not in use."""
+
+    @property
+    def choice_is_biased(self) -> bool:
+        """Whether its routers have a bias of the choice."""
+        return self.always.get("balance") == "bias"
+
+
+_GPT2_RULES = (
+    NameRule("transformer.wte", ("embedding.tokens",)),
+    NameRule("transformer.wpe", ("embedding.positions",)),
+    NameRule("transformer.h.{}.ln_1", ("blocks.{}.attention_norm",)),
+    NameRule(
+        "transformer.h.{}.attn.c_attn",
+        ("blocks.{}.attention.query", "blocks.{}.attention.key", "blocks.{}.attention.value"),
+        transposed=True,
+    ),
+    NameRule("transformer.h.{}.attn.c_proj", ("blocks.{}.attention.output",), transposed=True),
+    NameRule("transformer.h.{}.ln_2", ("blocks.{}.feed_forward_norm",)),
+    NameRule("transformer.h.{}.mlp.c_fc", ("blocks.{}.feed_forward.up",), transposed=True),
+    NameRule("transformer.h.{}.mlp.c_proj", ("blocks.{}.feed_forward.down",), transposed=True),
+    NameRule("transformer.ln_f", ("final_norm",)),
+    NameRule("lm_head", ("head",)),
+)
+_LLAMA_RULES = (
+    NameRule("model.embed_tokens", ("embedding.tokens",)),
+    NameRule("model.layers.{}.input_layernorm", ("blocks.{}.attention_norm",)),
+    NameRule("model.layers.{}.self_attn.q_proj", ("blocks.{}.attention.query",)),
+    NameRule("model.layers.{}.self_attn.k_proj", ("blocks.{}.attention.key",)),
+    NameRule("model.layers.{}.self_attn.v_proj", ("blocks.{}.attention.value",)),
+    NameRule("model.layers.{}.self_attn.o_proj", ("blocks.{}.attention.output",)),
+    NameRule("model.layers.{}.post_attention_layernorm", ("blocks.{}.feed_forward_norm",)),
+    NameRule("model.layers.{}.mlp.gate_proj", ("blocks.{}.feed_forward.gate",)),
+    NameRule("model.layers.{}.mlp.up_proj", ("blocks.{}.feed_forward.up",)),
+    NameRule("model.layers.{}.mlp.down_proj", ("blocks.{}.feed_forward.down",)),
+    NameRule("model.norm", ("final_norm",)),
+    NameRule("lm_head", ("head",)),
+)
+_NORM_RULES = (
+    NameRule("model.layers.{}.self_attn.q_norm", ("blocks.{}.attention.query_norm",)),
+    NameRule("model.layers.{}.self_attn.k_norm", ("blocks.{}.attention.key_norm",)),
+)
+
+
+def _expert_rules(module: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Those of a mixture whose module in a layer is called `module`."""
+    at = f"model.layers.{{}}.{module}"
+    ours = "blocks.{}.feed_forward"
+    return (
+        NameRule(f"{at}.gate", (f"{ours}.router",)),
+        StackRule((f"{at}.experts.{{}}.{gate}", f"{at}.experts.{{}}.{up}"), f"{ours}.experts.gate_up"),
+        StackRule((f"{at}.experts.{{}}.{down}",), f"{ours}.experts.down"),
+    )
+
+
+_MIXTRAL_RULES = (*_LLAMA_RULES, *_expert_rules("block_sparse_moe", "w1", "w3", "w2"))
+_QWEN3_MOE_RULES = (
+    *_LLAMA_RULES,
+    *_NORM_RULES,
+    *_expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
+)
+_DEEPSEEK_RULES = (
+    *_QWEN3_MOE_RULES,
+    NameRule(
+        "model.layers.{}.mlp.gate.e_score_correction_bias",
+        (f"{ROUTER_BIAS}/blocks.{{}}.feed_forward.router",),
+    ),
+    *(
+        NameRule(
+            f"model.layers.{{}}.mlp.shared_experts.{part}_proj", (f"blocks.{{}}.feed_forward.shared.{part}",)
+        )
+        for part in ("gate", "up", "down")
+    ),
+)
+
+_LLAMA_BUFFERS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
+# What configs may say of a model's function and ours cannot vary.
+_ACTIVATION = Fixed("hidden_act", ("silu", "swish"), "silu")
+_UNBIASED = Fixed("attention_bias", (False,), False)
+_UNQUANTIZED = Fixed("quantization_config", (None,), None)
+_WHOLE_ROTARY = Fixed("partial_rotary_factor", (None, 1, 1.0), None)
+_LLAMA_FIXED = (_ACTIVATION, _UNBIASED, _WHOLE_ROTARY, _UNQUANTIZED)
+
+
+def _sizes(
+    vocabulary: int, sequence: int, hidden: int, layers: int, heads: int, mlp: int
+) -> Mapping[str, Size]:
+    return {
+        "vocabulary": ("vocab_size", vocabulary),
+        "sequence": ("max_position_embeddings", sequence),
+        "hidden": ("hidden_size", hidden),
+        "layers": ("num_hidden_layers", layers),
+        "heads": ("num_attention_heads", heads),
+        "mlp": ("intermediate_size", mlp),
+    }
+
+
+_GPT2 = Architecture(
+    name="GPT2LMHeadModel",
+    model_type="gpt2",
+    family="gpt2",
+    rules=_GPT2_RULES,
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    fixed=(
+        Fixed("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
+        Fixed("scale_attn_weights", (True,), True),
+        Fixed("scale_attn_by_inverse_layer_idx", (False,), False),
+        Fixed("add_cross_attention", (False,), False),
+        _UNQUANTIZED,
+    ),
+    sizes={
+        "vocabulary": ("vocab_size", 50257),
+        "sequence": ("n_positions", 1024),
+        "hidden": ("n_embd", 768),
+        "layers": ("n_layer", 12),
+        "heads": ("n_head", 12),
+    },
+    epsilon=("layer_norm_epsilon", 1e-5),
+    tied=True,
+)
+_LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    family="llama",
+    rules=_LLAMA_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=(
+        *_LLAMA_FIXED[:2],
+        Fixed("mlp_bias", (False,), False),
+        Fixed("sliding_window", (None,), None),
+        *_LLAMA_FIXED[2:],
+    ),
+    sizes=_sizes(32000, 2048, 4096, 32, 32, 11008),
+    epsilon=("rms_norm_eps", 1e-6),
+)
+_QWEN3 = Architecture(
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    family="llama",
+    rules=(*_LLAMA_RULES, *_NORM_RULES),
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=_LLAMA_FIXED,
+    sizes=_sizes(151936, 32768, 4096, 32, 32, 22016),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=32,
+    head_size=128,
+    always={"query_key_norm": "head"},
+)
+_MIXTRAL = Architecture(
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    family="llama",
+    rules=_MIXTRAL_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=(_ACTIVATION, Fixed("sliding_window", (None,), None), _WHOLE_ROTARY, _UNQUANTIZED),
+    sizes=_sizes(32000, 131072, 4096, 32, 32, 14336),
+    epsilon=("rms_norm_eps", 1e-5),
+    key_value_heads=8,
+    rope_base=1e6,
+    mixture={"experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2)},
+)
+_QWEN3_MOE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    family="llama",
+    rules=_QWEN3_MOE_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=_LLAMA_FIXED,
+    sizes=_sizes(151936, 32768, 2048, 24, 32, 6144),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=4,
+    always={"query_key_norm": "head"},
+    mixture={
+        "experts": ("num_experts", 128),
+        "experts_per_token": ("num_experts_per_tok", 8),
+        "expert_mlp": ("moe_intermediate_size", 768),
+        "expert_every": ("decoder_sparse_step", 1),
+    },
+    normalizes=False,
+)
+_OLMOE = Architecture(
+    name="OlmoeForCausalLM",
+    model_type="olmoe",
+    family="llama",
+    rules=_QWEN3_MOE_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=(*_LLAMA_FIXED, Fixed("clip_qkv", (None,), None), Fixed("sliding_window", (None,), None)),
+    sizes=_sizes(50304, 4096, 2048, 16, 16, 2048),
+    epsilon=("rms_norm_eps", 1e-5),
+    always={"query_key_norm": "all"},
+    mixture={"experts": ("num_experts", 64), "experts_per_token": ("num_experts_per_tok", 8)},
+    normalizes=False,
+)
+_OF_DEEPSEEK = {
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_mlp": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "dense_first": "first_k_dense_replace",
+    "router_groups": "n_group",
+    "router_groups_per_token": "topk_group",
+}
+_DOTS1 = Architecture(
+    name="Dots1ForCausalLM",
+    model_type="dots1",
+    family="llama",
+    rules=_DEEPSEEK_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=_LLAMA_FIXED,
+    sizes=_sizes(152064, 2048, 4608, 62, 32, 10944),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=32,
+    always={"query_key_norm": "head", "router": "sigmoid", "balance": "bias"},
+    mixture=dict(
+        zip(_OF_DEEPSEEK, zip(_OF_DEEPSEEK.values(), (1, 1, 1408, 0, 0, 1, 1), strict=True), strict=True)
+    ),
+    normalizes=False,
+    scale=1.0,
+    slides=True,
+)
+_DEEPSEEK_V3 = Architecture(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    family="llama",
+    rules=_DEEPSEEK_RULES,
+    prefix="model.",
+    buffers=_LLAMA_BUFFERS,
+    fixed=(
+        Fixed("kv_lora_rank", (None,), 512),
+        Fixed("q_lora_rank", (None,), 1536),
+        Fixed("rope_interleave", (False,), True),
+        *_LLAMA_FIXED,
+    ),
+    sizes=_sizes(129280, 4096, 7168, 61, 128, 18432),
+    epsilon=("rms_norm_eps", 1e-6),
+    key_value_heads=128,
+    always={"router": "sigmoid", "balance": "bias"},
+    mixture=dict(
+        zip(_OF_DEEPSEEK, zip(_OF_DEEPSEEK.values(), (256, 8, 2048, 1, 3, 8, 4), strict=True), strict=True)
+    ),
+    normalizes=True,
+    scale=2.5,
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {each.name: each for each in (_GPT2, _LLAMA, _QWEN3, _MIXTRAL, _QWEN3_MOE, _OLMOE, _DOTS1, _DEEPSEEK_V3)}
+)

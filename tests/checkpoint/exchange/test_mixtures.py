@@ -1,0 +1,279 @@
+"""Mixtures of experts of `transformers`, imported and exported; what cannot be either.
+
+Tests of checkpoint/exchange/architectures.py, and of what the other files beside it do for mixtures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from hpctrain.checkpoint.entries import training_entries
+from hpctrain.checkpoint.exchange import convert as exchange
+from hpctrain.checkpoint.exchange import source
+from hpctrain.checkpoint.exchange.convert import export_model, import_model
+from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
+from hpctrain.checkpoint.exchange.source import source_shape
+from hpctrain.checkpoint.read import read_state
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.write import save
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.read import deck_text
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.engine.stage import build_stage, load_parameters, make_groups
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.model.build import build_model
+from hpctrain.model.part import Part, logits_of
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.saved_policy import SavedPolicy
+from hpctrain.sharding.replication import Replications
+from tests.checkpoint.exchange.test_hugging_face import TOKENS, assert_same_bits, change, saved, tensors_of
+from tests.engines import LLAMA, small_deck
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 24,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FEW = {"num_experts_per_tok": 2, "intermediate_size": 48}
+OF_DOTS1 = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "sliding_window": None,
+    **FEW,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, **FEW}),
+    "mixtral-heads": ("Mixtral", {"num_local_experts": 3, "head_dim": 12, "rms_norm_eps": 1e-3, **FEW}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 20, "head_dim": 12, **FEW}),
+    "qwen3-moe-every": ("Qwen3Moe", {
+        "num_experts": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2, "norm_topk_prob": True, **FEW
+    }),
+    "qwen3-moe-first": ("Qwen3Moe", {"num_experts": 4, "mlp_only_layers": [0, 1], **FEW}),
+    "olmoe": ("Olmoe", {"num_experts": 5, "rope_theta": 300.0, **FEW}),
+    "dots1": ("Dots1", OF_DOTS1),
+}  # fmt: skip
+
+
+def reference(name: str, **changes: Any) -> torch.nn.Module:
+    """A mixture of `transformers` with random weights, norms and biases of choices too."""
+    kind, keys = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | keys | changes)
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for each, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point() and "inv_freq" not in each:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model.eval()
+
+
+def our_model(path: Path, world: World) -> Part:
+    """The model of a checkpoint, on one rank, with the state of its routers, as `generate` loads it."""
+    deck, lone = stored_deck(read_state(path), path), world.alone()
+    mesh = Mesh(lone, {})
+    groups = make_groups(deck, mesh, SavedPolicy(), lone.device)
+    model = build_model(source_shape(path), groups)
+    stage = build_stage(deck, groups, [model], Replications.uncut(mesh))
+    load_parameters(path, stage, lone.everyone)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_path: Path) -> None:
+    model = reference(name)
+    theirs = saved(model, tmp_path / "theirs")
+    import_model(world, theirs, tmp_path / "model.h5")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        logits = logits_of(our_model(tmp_path / "model.h5", world), TOKENS)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+        export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+        assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(theirs))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert type(again) is type(model)
+        assert torch.equal(again.eval()(TOKENS).logits, expected)
+    import_model(world, tmp_path / "ours", tmp_path / "again.h5")
+    with h5py.File(tmp_path / "model.h5") as one, h5py.File(tmp_path / "again.h5") as other:
+        assert (one["checksums"][...] == other["checksums"][...]).all()
+
+
+def test_many_files_and_small_pieces(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces smaller than a row; biases of choices stay fp32 where all else is not."""
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 60)
+    monkeypatch.setattr(source, "BUFFER_BYTES", 60)
+    theirs = saved(reference("dots1").to(torch.bfloat16), tmp_path / "theirs", max_shard_size="8KB")
+    import_model(world, theirs, tmp_path / "model.h5")
+    export_model(world, tmp_path / "model.h5", tmp_path / "ours", "bf16", 8000)
+    found, expected = tensors_of(tmp_path / "ours"), tensors_of(theirs)
+    biases = {name for name in expected if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    for name in biases:
+        assert found[name].dtype == torch.float32
+        found[name] = found[name].to(expected[name].dtype)
+    assert_same_bits(found, expected)
+
+
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
+DOTS1 = (
+    *MIXTURE, "model.router=sigmoid", "model.balance=bias", "model.shared_experts=1",
+    "model.query_key_norm=head",
+)  # fmt: skip
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*MIXTURE, "layout.expert=2"),
+        (*MIXTURE, "layout.tensor=2", "layout.expert_tensor=2", "precision.compute=bf16"),
+        (*DOTS1, "layout.pipeline=2"),
+    ],
+    ids=["expert", "expert-tensor-bf16", "pipeline-bias"],
+)
+def test_what_a_layout_saved_is_what_transformers_computes(
+    overrides: tuple[str, ...], world: World, mpi_tmp_path: Path
+) -> None:
+    deck = small_deck(*overrides)
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    path = mpi_tmp_path / "run.h5"
+    save(
+        path,
+        world.everyone,
+        training_entries(engine.state(), writing=True),
+        {"deck": deck_text(deck), "tokenizer": "bytes"},
+    )
+    export_model(world, path, mpi_tmp_path / "theirs", "fp32", 20_000)
+    if world.rank == 0:
+        import_model(world.alone(), mpi_tmp_path / "theirs", mpi_tmp_path / "again.h5")
+        model = transformers.AutoModelForCausalLM.from_pretrained(mpi_tmp_path / "theirs").eval()
+        with torch.no_grad():
+            logits = logits_of(our_model(mpi_tmp_path / "again.h5", world), TOKENS)
+            torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("mixtral", "sliding_window", 8, "sliding_window = 8: the mixtral models"),
+        (
+            "mixtral",
+            "num_experts_per_tok",
+            5,
+            "num_experts_per_tok = 5: must be at most num_local_experts = 4",
+        ),
+        ("mixtral", "hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("qwen3-moe", "mlp_only_layers", [1], "mlp_only_layers = [1]: mixtures of hpctrain begin"),
+        ("qwen3-moe", "attention_bias", True, "attention_bias = True"),
+        ("qwen3-moe", "norm_topk_prob", 1, "norm_topk_prob = 1: must be true or false"),
+        ("olmoe", "clip_qkv", 8.0, "clip_qkv = 8.0: the olmoe models of hpctrain have None alone"),
+        ("dots1", "n_group", 3, "n_group = 3: must divide n_routed_experts = 8"),
+        ("dots1", "topk_group", 5, "topk_group = 5: must be at most n_group = 4"),
+        ("dots1", "routed_scaling_factor", 0, "routed_scaling_factor = 0: must be a number above 0"),
+        ("dots1", "layer_types", ["sliding_attention"], "layer_types = ['sliding_attention']"),
+    ],
+)
+def test_configs_that_are_refused(
+    name: str, key: str, value: object, told: str, world: World, tmp_path: Path
+) -> None:
+    folder = saved(reference(name), tmp_path / "theirs")
+    change(folder, {key: value})
+    with pytest.raises(HpctrainError) as caught:
+        import_model(world, folder, tmp_path / "model.h5")
+    assert caught.value.exit_code == 2
+    assert any(told in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_attention_of_deepseek_is_refused_by_its_key_and_its_router_is_read() -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 4, "head_dim": 64}
+    with pytest.raises(HpctrainError) as caught:
+        shape_of(config, "config.json")
+    first = "config.json: kv_lora_rank = 512: the deepseek_v3 models of hpctrain have None alone"
+    assert caught.value.problems[0] == first
+    plain = {"kv_lora_rank": None, "q_lora_rank": None, "rope_interleave": False}
+    shape = shape_of(config | plain, "config.json")
+    assert (shape.experts, shape.experts_per_token, shape.shared_experts, shape.dense_first) == (256, 8, 1, 3)
+    assert (shape.router, shape.balance, shape.router_scale) == ("sigmoid", "bias", 2.5)
+    assert (shape.router_groups, shape.router_groups_per_token, shape.expert_mlp) == (8, 4, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("MixtralForCausalLM", (8, 2, 14336, True, 1e6, 8, "none")),
+        ("Qwen3MoeForCausalLM", (128, 8, 768, False, 1e4, 4, "head")),
+        ("OlmoeForCausalLM", (64, 8, 2048, False, 1e4, 16, "all")),
+    ],
+)
+def test_what_a_config_does_not_say_is_the_default_of_its_family(
+    name: str, expected: tuple[Any, ...]
+) -> None:
+    shape = shape_of({"architectures": [name]}, "config.json")
+    theirs = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")()
+    found = (
+        shape.experts, shape.experts_per_token, shape.expert_mlp, shape.router_normalize, shape.rope_base,
+        shape.key_value_heads, shape.query_key_norm,
+    )  # fmt: skip
+    assert found == expected
+    assert (shape.hidden, shape.layers) == (theirs.hidden_size, theirs.num_hidden_layers)
+    assert shape.norm_epsilon == theirs.rms_norm_eps and shape.vocabulary == theirs.vocab_size
+    assert shape.experts == theirs.num_local_experts and shape.sequence == theirs.max_position_embeddings
+
+
+TINY = ModelShape(
+    family="llama", layers=2, hidden=32, heads=4, key_value_heads=2, mlp=48, vocabulary=61, sequence=24,
+    tied=False, experts=4, expert_mlp=48,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"capacity": 1.5}, "model.capacity = 1.5: the MixtralForCausalLM of transformers has none alone"),
+        ({"router_scale": 2.0}, "model.router_scale = 2.0: the MixtralForCausalLM of transformers has 1.0"),
+        ({"router_normalize": False}, "model.router_normalize = false"),
+        ({"balance": "bias"}, 'model.balance = "bias"'),
+        ({"router_groups": 2}, "model.router_groups = 2"),
+        ({"shared_experts": 1}, "model.shared_experts = 1"),
+        ({"dense_first": 1}, "model.dense_first = 1: the MixtralForCausalLM of transformers has 0 alone"),
+        ({"query_key_norm": "all", "expert_every": 2}, "model.expert_every = 2: the OlmoeForCausalLM of"),
+        ({"query_key_norm": "all", "head_size": 6}, "model.head_size = 6: the OlmoeForCausalLM of"),
+        ({"router": "sigmoid"}, "the Dots1ForCausalLM of transformers"),
+        ({"experts": 0, "query_key_norm": "all"}, 'model.query_key_norm = "all"'),
+    ],
+)
+def test_what_transformers_does_not_have_is_not_exported(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(HpctrainError, match="so this model cannot be exported") as caught:
+        config_of(ModelShape(**{**vars(TINY), "head_size": 0, **changes}), "float32", None)
+    assert told in str(caught.value)
+
+
+def test_a_damaged_expert_is_noticed(world: World, tmp_path: Path, flip: Any) -> None:
+    path = tmp_path / "model.h5"
+    import_model(world, saved(reference("mixtral"), tmp_path / "theirs"), path)
+    with h5py.File(path) as file:
+        offset = file["model/blocks.1.feed_forward.experts.down.weight"].id.get_offset()
+    flip(path, offset + 4 * 32 * 48 * 2 + 5)
+    with pytest.raises(InputOutputError, match=r"blocks.1.feed_forward.experts.down.weight is damaged"):
+        export_model(world, path, tmp_path / "ours", None, 10**9)
+    assert not (tmp_path / "ours").exists()
