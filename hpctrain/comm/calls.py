@@ -36,9 +36,9 @@ class Call:
     tensor's own size says. `blocking` is whether the result is to be there when the call returns.
 
     For those who watch: `bytes` and `dtype` are the whole tensor's (this rank's, if not given), `payload`
-    are the bytes that the ledger counts; `on_host` says whether they are in host memory. `began`
-    is in seconds of `perf_counter`. `number` counts the collective calls of the `group` on this rank from 1,
-    or the messages to or from one peer.
+    are the bytes that the ledger counts, of an exchange of uneven pieces without this rank's own; `on_host`
+    says whether they are in host memory. `began` is in seconds of `perf_counter`. `number` counts the
+    collective calls of the `group` on this rank from 1, or the messages to or from one peer.
     """
 
     operation: str

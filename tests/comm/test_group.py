@@ -351,6 +351,10 @@ def test_ledger_counts_what_the_closed_forms_count(world: World) -> None:
     group.scatter(torch.ones(3 * size) if rank == 0 else None, torch.ones(3))
     group.reduce_scatter(torch.ones(4 * size))
     group.all_to_all(torch.ones(5 * size, dtype=torch.int64))
+    ledger.phase = "forward"
+    sent, received = [2 + peer for peer in range(size)], [2 + rank] * size
+    group.all_to_all(torch.ones(sum(sent), 3), None, sent, received)
+    ledger.phase = "step"
     if rank == 0 and size > 1:
         group.send(torch.ones(6), 1)
     if rank == 1:
@@ -367,6 +371,7 @@ def test_ledger_counts_what_the_closed_forms_count(world: World) -> None:
         ("scatter", "step"): (1, 12 * size),
         ("reduce_scatter", "step"): (1, 16 * size),
         ("all_to_all", "step"): (1, 40 * size),
+        ("all_to_all", "forward"): (1, 12 * (sum(sent) - sent[rank])),
         ("barrier", "step"): (1, 0),
     }
     if rank == 0:
