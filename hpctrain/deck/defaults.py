@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
-from hpctrain.deck.presets import PRESETS, Preset
+from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.schedules import TWO_CHUNKS
 
 Tables = dict[str, dict[str, Any]]
@@ -42,8 +42,13 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
         model = tables["model"]
         # A key that follows another one follows the deck's value of it, not the preset's.
         follows = {"key_value_heads": "heads", "mlp": "hidden", "expert_mlp": "hidden", "tied": "family"}
+        follows |= {"head_size": "heads"} | ({"expert_mlp": "mlp"} if "mlp" in model else {})
+        # Without experts it is a dense model of its sizes.
+        dense = set(MIXTURE_KEYS) if model.get("experts") == 0 else set()
         values = {
-            name: value for name, value in preset.model_keys().items() if follows.get(name) not in model
+            name: value
+            for name, value in preset.model_keys().items()
+            if follows.get(name) not in model and name not in dense
         }
         filled.preset.update(f"model.{name}" for name in values if name not in model)
         tables["model"] = {**values, **model}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -13,11 +13,15 @@ _LLAMA_2 = "Llama 2 70B: Touvron et al. 2023, arXiv 2307.09288"
 
 Family = Literal["gpt2", "llama"]
 Router = Literal["softmax", "sigmoid"]
+QueryKeyNorm = Literal["none", "head", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a decoder-only transformer's matrices, and how its mixtures route."""
+    """The sizes of a decoder-only transformer's matrices, and how its mixtures route.
+
+    A `head_size` of 0 stands for hidden / heads.
+    """
 
     family: Family
     layers: int
@@ -26,6 +30,8 @@ class Sizes:
     key_value_heads: int
     mlp: int
     vocabulary: int
+    head_size: int = 0
+    query_key_norm: QueryKeyNorm = "none"
     experts: int = 0
     experts_per_token: int = 2
     expert_mlp: int = 0
@@ -63,10 +69,13 @@ class Preset(Sizes):
     norm_epsilon: float
     sequence: int
     source: str
+    rope_base: float = 10_000.0
 
     def model_keys(self) -> dict[str, object]:
-        """The [model] keys with their values; those of mixtures where it has any."""
+        """The [model] keys with their values; those of mixtures, heads and rotation where it has its own."""
         others = {"sequence", "source"} | (set() if self.experts else set(MIXTURE_KEYS))
+        usual = {"head_size": 0, "query_key_norm": "none", "rope_base": 10_000.0}
+        others |= {name for name, value in usual.items() if getattr(self, name) == value}
         return {name: value for name, value in vars(self).items() if name not in others}
 
 
@@ -125,6 +134,72 @@ def _llama(
     )
 
 
+_MIXTRAL = Preset(
+    family="llama",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    key_value_heads=8,
+    mlp=14336,
+    vocabulary=32000,
+    experts=8,
+    experts_per_token=2,
+    expert_mlp=14336,
+    tied=False,
+    norm_epsilon=1e-5,
+    rope_base=1e6,
+    sequence=32768,
+    source="Mixtral: Jiang et al. 2024, arXiv 2401.04088",
+)
+_QWEN3 = Preset(
+    family="llama",
+    layers=48,
+    hidden=2048,
+    heads=32,
+    key_value_heads=4,
+    head_size=128,
+    query_key_norm="head",
+    mlp=6144,
+    vocabulary=151936,
+    experts=128,
+    experts_per_token=8,
+    expert_mlp=768,
+    tied=False,
+    norm_epsilon=1e-6,
+    rope_base=1e6,
+    sequence=4096,
+    source="Qwen3: Yang et al. 2025, arXiv 2505.09388",
+)
+_OLMOE = Preset(
+    family="llama",
+    layers=16,
+    hidden=2048,
+    heads=16,
+    key_value_heads=16,
+    query_key_norm="all",
+    mlp=1024,
+    vocabulary=50304,
+    experts=64,
+    experts_per_token=8,
+    expert_mlp=1024,
+    router_normalize=False,
+    tied=False,
+    norm_epsilon=1e-5,
+    sequence=4096,
+    source="OLMoE: Muennighoff et al. 2024, arXiv 2409.02060",
+)
+_TINY_MIXTRAL = replace(
+    _MIXTRAL,
+    layers=4,
+    hidden=128,
+    heads=4,
+    key_value_heads=2,
+    mlp=256,
+    expert_mlp=256,
+    sequence=256,
+    source="Mixtral in small, to try things with",
+)
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "gpt2-124m": _gpt2(12, 768, 12),
@@ -141,6 +216,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "megatron-76.1b": _megatron(60, 10240, 80),
         "megatron-310.1b": _megatron(96, 16384, 128),
         "megatron-1008b": _megatron(128, 25600, 160),
+        "mixtral-tiny": _TINY_MIXTRAL,
+        "mixtral-8x7b": _MIXTRAL,
+        "olmoe-1b-7b": _OLMOE,
+        "qwen3-30b-a3b": _QWEN3,
     }
 )
 

@@ -95,6 +95,12 @@ def _presets(width: int, as_table: bool) -> list[str]:
             facts = ", ".join(f"{key} {value}" for key, value in zip(columns, values, strict=True))
             lines += _wrapped(f"  {name}: {facts}", width, 6)
     lines.append("")
+    for name, preset in PRESETS.items():
+        if preset.experts:
+            chosen = f"each token goes to {preset.experts_per_token}"
+            told = f"{name}: {preset.experts} experts of expert_mlp {preset.expert_mlp}, {chosen}."
+            lines += _wrapped(told, width, 4)
+    lines.append("")
     for source in dict.fromkeys(preset.source for preset in PRESETS.values()):
         names = [name for name, preset in PRESETS.items() if preset.source == source]
         lines += _wrapped(f"{', '.join(names)}: {source}.", width, 4)

@@ -22,8 +22,6 @@ class ModelShape(Sizes):
 
     sequence: int
     tied: bool
-    head_size: int = 0
-    query_key_norm: Literal["none", "head", "all"] = "none"
     dropout: float = 0.0
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5

@@ -17,11 +17,18 @@ def gpt2_parameters(preset: Preset) -> float:
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + vectors) + 2 * hidden
 
 
-def llama_parameters(preset: Preset) -> int:
-    """Embedding, head, final norm; per layer q, k, v, output, gate, up, down and two norms."""
-    hidden = preset.hidden
-    shared = hidden // preset.heads * preset.key_value_heads
-    layer = 2 * hidden**2 + 2 * hidden * shared + 3 * hidden * preset.mlp + 2 * hidden
+def llama_parameters(preset: Preset, chosen: int | None = None) -> int:
+    """Embedding, head, final norm; per layer q, k, v, output, gate, up, down and two norms; or a router and
+    experts, all or those that are `chosen`.
+    """
+    hidden, experts = preset.hidden, preset.experts if chosen is None else chosen
+    size = preset.head_size or hidden // preset.heads
+    queries, keys = size * preset.heads, size * preset.key_value_heads
+    norms = {"none": 0, "head": 2 * size, "all": queries + keys}[preset.query_key_norm]
+    expanded = 3 * hidden * preset.mlp
+    if preset.experts:
+        expanded = 3 * hidden * preset.expert_mlp * experts + hidden * preset.experts
+    layer = 2 * hidden * (queries + keys) + expanded + 2 * hidden + norms
     return 2 * preset.vocabulary * hidden + preset.layers * layer + hidden
 
 
@@ -43,6 +50,24 @@ def test_parameters_are_those_published(name: PresetName, count: int) -> None:
     preset = PRESETS[name]
     parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
     assert parameters == pytest.approx(count, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3), ("olmoe-1b-7b", 6.9, 1.3)],
+)
+def test_mixtures_have_the_billions_that_are_published(name: PresetName, total: float, active: float) -> None:
+    preset = PRESETS[name]
+    assert llama_parameters(preset) / 1e9 == pytest.approx(total, abs=0.05)
+    assert llama_parameters(preset, preset.experts_per_token) / 1e9 == pytest.approx(active, abs=0.06)
+
+
+def test_a_preset_of_a_mixture_without_experts_is_dense() -> None:
+    deck = parse_deck(
+        '[run]\nsteps = 1\n[model]\npreset = "qwen3-30b-a3b"\nexperts = 0\n[data]\ntokens = "t.h5"\n'
+        "[batch]\nglobal_size = 1\n"
+    )
+    assert (deck.model.experts, deck.model.mlp, deck.model.head_size) == (0, 6144, 128)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("megatron")])

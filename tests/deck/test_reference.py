@@ -25,6 +25,7 @@ def test_every_key_stands_in_its_section_with_its_help() -> None:
             rows = [row for row in part.splitlines() if row.startswith(f"  {name} ")]
             assert rows[0].rstrip().endswith(extra(field, "unit")), name
     assert all(f"\n  {name} " in text for name in PRESETS)
+    assert "mixtral-8x7b: 8 experts of expert_mlp 14336, each token goes to 2." in flat
 
 
 def test_a_hundred_columns_are_enough() -> None:
