@@ -76,7 +76,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The value; None for a float that JSON has no number for."""
+    """The value; None for a float that JSON has no number for, also within lists and objects."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -62,7 +62,7 @@ class Router(nn.Module):
     def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
         super().__init__()
         self.name, self.shape, self.groups = name, shape, groups
-        self.noted_name = f"router/{name}"
+        self.noted_name = noted_name(name)
         size = (shape.experts, shape.hidden)
         self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})))
         biased = shape.balance == "bias"
@@ -196,6 +196,11 @@ class Router(nn.Module):
         dropped = counts.new_zeros(()) if kept is None else every.numel() - kept.sum()
         others = torch.stack((dropped.double(), _sum(entropy, present).double()))
         self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))
+
+
+def noted_name(router: str) -> str:
+    """Under which a router of that name notes what it sees of a step."""
+    return f"router/{router}"
 
 
 class _Logits(torch.autograd.Function):

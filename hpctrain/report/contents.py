@@ -146,6 +146,8 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
             f"{model['family']}, {parameters}: {model['layers']} layers, hidden {model['hidden']}, "
             f"{model['heads']} heads" + (f" ({model['key_value_heads']} of keys)" if shared else ""),
         )
+        if model["experts"]:
+            yield "", _mixture_text(model)
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
         tied = "tied" if model["tied"] else "untied"
         yield "", f"feed-forward {model['mlp']}, {vocabulary}sequence {facts['sequence']}, {tied} embeddings"
@@ -159,6 +161,20 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
         yield "written by", ranks if layout in {"", "one rank"} else f"{ranks} ({layout})"
     yield "versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     yield "commit", facts["commit"] or ""
+
+
+def _mixture_text(model: Mapping[str, Any]) -> str:
+    """`mixtures of 8 experts of 128, 2 a token, in every block; softmax, balanced by a loss`."""
+    shared = f", {model['shared_experts']} shared by all" if model["shared_experts"] else ""
+    every = "every block" if model["expert_every"] == 1 else f"one of {model['expert_every']} blocks"
+    first = f" behind the first {model['dense_first']}" if model["dense_first"] else ""
+    balance = {"loss": "balanced by a loss", "bias": "balanced by a bias", "none": "not balanced"}
+    capacity = f", capacity {model['capacity']:g}" if model["capacity"] is not None else ""
+    return (
+        f"mixtures of {model['experts']} experts of {model['expert_mlp']}, "
+        f"{model['experts_per_token']} a token{shared}, in {every}{first}; "
+        f"{model['router']}, {balance[model['balance']]}{capacity}"
+    )
 
 
 def _folders(datasets: Iterable[StoredTensor]) -> list[dict[str, Any]]:

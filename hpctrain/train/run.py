@@ -28,6 +28,7 @@ from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
+from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.signals import Signals
@@ -138,6 +139,7 @@ class Loop:
             self.evaluation,
             memory,
             StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
+            *([DeadExperts(trainer.engine.shape, run.world.rank)] if trainer.engine.shape.experts else []),
             checkpoints,
         ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
 
@@ -34,7 +34,7 @@ class TrainState:
 @dataclass(frozen=True)
 class StepResult:
     """One step, the same on all ranks: figures of objective and layers by name, norm before clipping, of
-    replicas that are apart the mean.
+    replicas that are apart the mean; and what layers noted, see Noted.
     """
 
     figures: dict[str, float]
@@ -43,6 +43,7 @@ class StepResult:
     batch: int
     tokens: int
     skipped: bool
+    noted: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def loss(self) -> float:
@@ -115,7 +116,7 @@ class Step:
         state.samples += batch
         state.tokens += tokens
         state.skipped += not finite
-        return StepResult(figures, fmean(norms), rate, batch, tokens, not finite)
+        return StepResult(figures, fmean(norms), rate, batch, tokens, not finite, noted)
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks."""

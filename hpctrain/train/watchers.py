@@ -11,6 +11,7 @@ from hpctrain.comm.host_memory import peak_rss_bytes
 from hpctrain.comm.timeline import Timeline
 from hpctrain.data.batches import Batches
 from hpctrain.model.count import count
+from hpctrain.model.load import ExpertLoad
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.checkpoints import Checkpoints
@@ -127,6 +128,7 @@ class StepReport(Hook):
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
         rate = result.tokens / done.seconds
+        load = ExpertLoad.of(result.noted, engine.shape)
         return StepMetrics(
             step=done.state.step,
             tokens=done.state.tokens,
@@ -141,6 +143,7 @@ class StepReport(Hook):
             mfu=self.peak.share(rate * count(engine.shape).flops_per_token / engine.world.size),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
+            experts=None if load is None else load.row(),
         )
 
     def at_end(self, order: Order) -> None:

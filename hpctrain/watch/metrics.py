@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -20,8 +20,9 @@ class StepMetrics:
 
     `step` counts steps done, this one included; `tokens` counts the tokens of all of them. `figures` are the
     objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
-    wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1). A measure that is
-    None was not made and gets no key.
+    wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
+    the figures of the mixtures, by name lists with a value a mixture. A measure that is None was not made and
+    gets no key.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepMetrics:
     mfu: float | None = None
     peak_rss_bytes: int | None = None
     validation_loss: float | None = None
+    experts: Mapping[str, Sequence[float]] | None = None
 
     @property
     def loss(self) -> float:

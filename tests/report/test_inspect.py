@@ -25,7 +25,7 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.parallel.shard import Shard
 from hpctrain.report.inspect import InspectionWish, inspect
 from tests.checkpoint.conftest import flip  # noqa: F401  (a fixture)
-from tests.engines import small_deck
+from tests.engines import LLAMA, small_deck
 
 FOLDERS = ("/model", "/optimizer/exp_avg")
 
@@ -83,6 +83,24 @@ def test_what_a_file_holds(group: Group, tmp_path: Path) -> None:
     assert "/optimizer/exp_avg/large  2000000  float32   8 MB" in text
     assert "0.5714" in text
     assert max(map(len, text.removeprefix(str(path)).splitlines())) <= 100
+
+
+def test_mixtures_are_told_of(group: Group, tmp_path: Path) -> None:
+    path = tmp_path / "step-00000007.h5"
+    write(group, path)
+    assert "experts" not in told(group, path)[1]
+    keys = ("model.experts=8", "model.expert_mlp=16", "model.experts_per_token=3", "model.layers=5")
+    write(group, path, *LLAMA, *keys)
+    assert "mixtures of 8 experts of 16, 3 a token, in every block; softmax, balanced by a loss" in " ".join(
+        told(group, path)[1].split()
+    )
+    more = ("model.shared_experts=1", "model.expert_every=2", "model.dense_first=1", "model.balance=bias")
+    write(group, path, *LLAMA, *keys, *more, "model.router=sigmoid", "model.capacity=1.5")
+    assert (
+        "mixtures of 8 experts of 16, 3 a token, 1 shared by all, in one of 2 blocks behind the first 1; "
+        "sigmoid, balanced by a bias, capacity 1.5"
+    ) in " ".join(told(group, path)[1].split())
+    assert as_json(group, path)[1]["model"]["shared_experts"] == 1
 
 
 def test_the_deck_alone_can_go_into_a_file(group: Group, tmp_path: Path) -> None:

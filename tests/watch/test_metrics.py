@@ -58,6 +58,15 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path, loss: float) -> 
     assert row["skipped"] is True
 
 
+def test_figures_of_mixtures_are_lists_in_which_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    experts = {"blocks": [1, 3], "load": [1.5, 2.0], "entropy": [math.nan, 1.25]}
+    with closing(MetricsWriter(path)) as writer:
+        writer.write(step(1, experts=experts))
+    (row,) = read_metrics(path)
+    assert row["experts"] == {"blocks": [1, 3], "load": [1.5, 2.0], "entropy": [None, 1.25]}
+
+
 def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for number in (1, 2, 3):

@@ -1,0 +1,47 @@
+"""Warns of experts that no token goes to any more: they learn nothing, and hold memory for it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hpctrain.model.load import ExpertLoad
+from hpctrain.model.shape import ModelShape
+from hpctrain.train.hook import Hook, StepDone
+from hpctrain.words import counted, ranges
+
+STEPS = 100
+"""Without a token, in a row, after which an expert counts as dead; steps without an update do not count."""
+
+
+class DeadExperts(Hook):
+    """Says once of each expert, in the log of rank 0, that it is dead; counts from where the run began."""
+
+    def __init__(self, shape: ModelShape, rank: int) -> None:
+        self.shape, self.rank = shape, rank
+        mixtures = sum(map(shape.is_mixture, range(shape.layers)))
+        self.idle = torch.zeros(mixtures, shape.experts, dtype=torch.int64)
+        self.told = torch.zeros_like(self.idle, dtype=torch.bool)
+
+    def after_step(self, done: StepDone) -> None:
+        """Look at what the routers of the step noted."""
+        load = ExpertLoad.of(done.result.noted, self.shape) if self.rank == 0 else None
+        if load is None or done.result.skipped:
+            return
+        self.idle = (self.idle + 1).masked_fill_(load.tokens > 0, 0)
+        dead = (self.idle >= STEPS) & ~self.told
+        self.told |= dead
+        for block, of_block in zip(load.blocks, dead, strict=True):
+            experts = of_block.nonzero().flatten().tolist()
+            if experts:
+                name = "expert" if len(experts) == 1 else "experts"
+                logging.getLogger("hpctrain").warning(
+                    "step %d: no token has gone to %s %s of block %d for %s: dead, unless the router finds "
+                    "them again; a larger model.balance_loss or model.balance_rate keeps experts in use",
+                    done.state.step,
+                    name,
+                    ranges(experts, ", "),
+                    block,
+                    counted(STEPS, "step"),
+                )
