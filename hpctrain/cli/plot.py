@@ -15,7 +15,8 @@ def command(run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool) -> Non
     """Draw loss, learning rate, throughput and gradient norm of one or more runs.
 
     Writes PNG files to DIR (default: plots/ in the run directory, or in the current directory for several
-    runs, which are drawn over one another) and prints their paths. Of a run with pipeline stages and
+    runs, which are drawn over one another) and prints their paths. Of a run with mixtures of experts it also
+    draws their load by block and step. Of a run with pipeline stages and
     run.trace = true, it also draws the schedule as it ran, and as simulated from the measured times, with
     both bubbles.
     """

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, learning rate, throughput and gradient norm, overlaid; traced schedules."""
+"""Pictures of runs: loss, rate, throughput and gradient norm, overlaid; load of experts; traced schedules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.report.comparison import draw_comparison
 from hpctrain.report.fonts import drawable, drawing
+from hpctrain.report.loads import draw_load
 from hpctrain.report.recorded import TRACE_FILE, read_trace
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 from hpctrain.units import format_count
@@ -61,16 +62,16 @@ def plot_runs(
 ) -> list[Path]:
     """Draw runs over one another as PNG files and give their paths.
 
-    Where a run of several pipeline stages has a trace, its schedule is drawn, too, as it ran and as
-    simulated. The files go to `out_dir`, by default `plots/` of the run directory, or of the current one
-    for several runs. InputOutputError, with all problems at once, for directories without metrics, for a
-    broken trace, and where nothing can be written.
+    Of a run with mixtures of experts their load is drawn; where one of several pipeline stages has a trace,
+    its schedule, too, as it ran and as simulated. The files go to `out_dir`, by default `plots/` of the run
+    directory, or of the current one for several runs. InputOutputError, with all problems at once, for
+    directories without metrics, for a broken trace, and where nothing can be written.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     runs = load_runs(folders)
     folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
     with failing_as(f"{folder}: pictures cannot be written"), drawing():
-        figures = draw(runs, log_loss=log_loss) | draw_schedules(runs, folders)
+        figures = draw(runs, log_loss=log_loss) | draw_loads(runs) | draw_schedules(runs, folders)
         folder.mkdir(parents=True, exist_ok=True)
         written = []
         for name, figure in figures.items():
@@ -123,9 +124,18 @@ def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict
     for run, run_dir in zip(runs, run_dirs, strict=True):
         steps = read_trace(run_dir / TRACE_FILE) if (run_dir / TRACE_FILE).exists() else []
         if steps and steps[0].schedule.stage_count > 1:
-            name = "schedule" if len(runs) == 1 else f"schedule_{run.name.replace('/', '_')}"
-            figures[name] = draw_comparison(run.name, steps[len(steps) // 2])
+            figures[_name_of("schedule", run, runs)] = draw_comparison(run.name, steps[len(steps) // 2])
     return figures
+
+
+def draw_loads(runs: Sequence[PlottedRun]) -> dict[str, Figure]:
+    """A figure for each run with mixtures of experts: `expert_load`, of several runs with their names."""
+    drawn = {_name_of("expert_load", run, runs): draw_load(run.name, run.rows) for run in runs}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _name_of(picture: str, run: PlottedRun, runs: Sequence[PlottedRun]) -> str:
+    return picture if len(runs) == 1 else f"{picture}_{run.name.replace('/', '_')}"
 
 
 def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:

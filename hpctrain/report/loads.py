@@ -1,0 +1,132 @@
+"""Pictures of mixtures: the load of their experts, by block and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.report.fonts import drawable
+from hpctrain.report.rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
+
+COLUMNS = 300
+"""Of the picture at most: where there are more steps, each stands for several."""
+
+_LOAD, _UNUSED = "load", "unused"
+
+
+def expert_loads(rows: Sequence[Row]) -> tuple[Array, list[int], dict[str, Array]]:
+    """Steps [n], the blocks that are mixtures in the last of them, and `load` and `unused` [blocks, n].
+
+    Steps of which the rows do not tell of these blocks are left out; what was not finite is nan.
+    """
+    told = [row for row in rows if isinstance(row.get("experts"), dict)]
+    blocks = told[-1]["experts"].get("blocks") if told else None
+    if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
+        blocks = []
+    names = (_LOAD, _UNUSED)
+    told = [row for row in told if _fits(row["experts"], blocks, names)]
+    steps = np.array([row["step"] for row in told], dtype=np.float64)
+    values = {
+        name: np.array([row["experts"][name] for row in told], dtype=np.float64)
+        .reshape(len(told), len(blocks))
+        .T
+        for name in names
+    }
+    return steps, blocks, values
+
+
+def draw_load(name: str, rows: Sequence[Row]) -> Figure | None:
+    """Blocks from the first at the top, steps from left to right; a second panel where experts were unused.
+
+    None of a run whose rows tell of no mixture.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps, blocks, values = expert_loads(rows)
+    if not blocks or not len(steps):
+        return None
+    window = -(-len(steps) // COLUMNS)
+    edges = _edges(steps, window)
+    load = _in_columns(values[_LOAD], window, np.nanmean)
+    unused = _in_columns(values[_UNUSED], window, np.nanmax)
+    panels = 1 + bool(np.nanmax(unused, initial=0) > 0)
+    height = min(4.5, max(2.6, 0.28 * len(blocks) + 1.2))
+    figure = Figure(figsize=(8.0, 0.6 + height * panels), layout="constrained")
+    every = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+    top = max(1.5, float(np.nanmax(load, initial=1.0)))
+    over = f", mean of {window} steps" if window > 1 else ""
+    label = f"fullest expert / mean{over}"
+    _heat(every[0], edges, load, blocks, "viridis", (1.0, top), label)
+    every[0].set_title(f"Load of experts: {drawable(name)}", fontsize=14, loc="left", pad=10)
+    if panels > 1:
+        most = f", most of {window} steps" if window > 1 else ""
+        most_unused = float(np.nanmax(unused))
+        _heat(every[1], edges, unused, blocks, "Reds", (0.0, most_unused), f"experts without a token{most}")
+    every[-1].set_xlabel("step", fontsize=12)
+    every[-1].xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    return figure
+
+
+def _heat(
+    axes: Axes,
+    edges: Array,
+    values: Array,
+    blocks: list[int],
+    colours: str,
+    span: tuple[float, float],
+    label: str,
+) -> None:
+    """A cell for every block and column, and its colour bar."""
+    from matplotlib.ticker import MaxNLocator
+
+    rows = np.arange(len(blocks) + 1) - 0.5
+    style: dict[str, Any] = {"cmap": colours, "vmin": span[0], "vmax": span[1], "rasterized": True}
+    mesh = axes.pcolormesh(edges, rows, np.ma.masked_invalid(values), **style)
+    axes.set_facecolor("#bbbbbb")  # what was not finite
+    axes.invert_yaxis()
+    axes.set_ylabel("block", fontsize=12)
+    shown = range(0, len(blocks), -(-len(blocks) // 16))
+    axes.set_yticks(list(shown), [str(blocks[index]) for index in shown])
+    axes.tick_params(labelsize=11)
+    assert axes.figure is not None
+    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02)
+    bar.set_label(label, fontsize=11)
+    bar.locator = MaxNLocator(nbins=6, integer=span[0] == 0)
+    bar.update_ticks()
+
+
+def _edges(steps: Array, window: int) -> Array:
+    """Where columns of `window` steps each begin, and the last one ends."""
+    return np.append(steps[::window] - 0.5, steps[-1] + 0.5)
+
+
+def _in_columns(values: Array, window: int, take: Any) -> Array:
+    """[blocks, n] -> [blocks, columns]; nan where nothing of a column is finite."""
+    columns = []
+    for first in range(0, values.shape[1], window):
+        piece = values[:, first : first + window]
+        some = np.isfinite(piece).any(1)
+        column = np.full(len(piece), np.nan)
+        column[some] = take(piece[some], axis=1)
+        columns.append(column)
+    return np.stack(columns, axis=1)
+
+
+def _fits(experts: dict[str, Any], blocks: list[int], names: Sequence[str]) -> bool:
+    """Whether figures are of these blocks: numbers, or None for what was not finite."""
+    return experts.get("blocks") == blocks and all(
+        isinstance(experts.get(name), list)
+        and len(experts[name]) == len(blocks)
+        and all(value is None or isinstance(value, (int, float)) for value in experts[name])
+        for name in names
+    )
