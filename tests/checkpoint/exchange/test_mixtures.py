@@ -17,21 +17,23 @@ from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
 from hpctrain.checkpoint.exchange.hugging_face import config_of, shape_of
-from hpctrain.checkpoint.exchange.source import source_shape
+from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
-from hpctrain.deck.read import deck_text
+from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.generate.text import load_model
 from hpctrain.model.build import build_model
 from hpctrain.model.part import Part, logits_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.sharding.replication import Replications
+from hpctrain.train.start import start_from_source
 from tests.checkpoint.exchange.test_hugging_face import TOKENS, assert_same_bits, change, saved, tensors_of
 from tests.engines import LLAMA, small_deck
 
@@ -134,7 +136,7 @@ def test_many_files_and_small_pieces(world: World, tmp_path: Path, monkeypatch: 
     assert_same_bits(found, expected)
 
 
-MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
+MIXTURE = (*LLAMA, "model.vocabulary=257", "model.experts=4", "model.expert_mlp=24")
 DOTS1 = (
     *MIXTURE, "model.router=sigmoid", "model.balance=bias", "model.shared_experts=1",
     "model.query_key_norm=head",
@@ -164,12 +166,55 @@ def test_what_a_layout_saved_is_what_transformers_computes(
         {"deck": deck_text(deck), "tokenizer": "bytes"},
     )
     export_model(world, path, mpi_tmp_path / "theirs", "fp32", 20_000)
+    import_model(world, mpi_tmp_path / "theirs", mpi_tmp_path / "again.h5")
+    model = transformers.AutoModelForCausalLM.from_pretrained(mpi_tmp_path / "theirs").eval()
+    generating, tokenizer = load_model(world, mpi_tmp_path / "again.h5")
+    assert tokenizer.encode("fox") == list(b"fox")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(generating, TOKENS), model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+DECK = """
+[run]
+steps = 2
+[model]
+from = "{source}"
+[data]
+tokens = "none"
+[batch]
+global_size = 4
+sequence = 24
+[communication]
+bucket_bytes = 10000
+"""
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("mixtral", ["layout.expert=2", "layout.zero=3"]),
+        ("dots1", ["layout.tensor=2", "layout.expert=2"]),
+        ("olmoe", ["layout.tensor=2", "layout.expert_tensor=2"]),
+    ],
+)
+def test_a_run_starts_from_a_mixture(
+    name: str, overrides: list[str], kind: str, world: World, mpi_tmp_path: Path
+) -> None:
+    model, start = reference(name), mpi_tmp_path / "theirs"
     if world.rank == 0:
-        import_model(world.alone(), mpi_tmp_path / "theirs", mpi_tmp_path / "again.h5")
-        model = transformers.AutoModelForCausalLM.from_pretrained(mpi_tmp_path / "theirs").eval()
-        with torch.no_grad():
-            logits = logits_of(our_model(mpi_tmp_path / "again.h5", world), TOKENS)
-            torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        saved(model, start)
+    world.everyone.barrier()
+    if kind == "checkpoint":
+        import_model(world, start, mpi_tmp_path / "model.h5")
+        start = mpi_tmp_path / "model.h5"
+    deck = parse_deck(DECK.format(source=start), overrides, read_source=settled_keys, ranks=world.size)
+    engine = build_engine(deck, world, make_mesh(deck, world))
+    assert "copy" not in start_from_source(deck, engine)
+    with torch.no_grad():
+        logits, expected = logits_of(engine.model, TOKENS), model(TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
