@@ -145,7 +145,9 @@ class SavedSegment:
         return View(stored, tensor)
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Features of tokens, [s, b, features] or attention's four dims; no statistics, masks or indices."""
+        """Features of tokens: [s, b, features], or four dims as of attention and `as_features`; no
+        statistics, masks, indices or scores.
+        """
         if not tensor.is_floating_point() or tensor.shape[-1] == 1:
             return False
         tokens = tensor.dim() == 3 and tensor.shape[1] == self._batch and tensor.shape[0] >= self._rows

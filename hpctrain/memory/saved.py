@@ -102,10 +102,13 @@ class PartBytes:
     @property
     def again(self) -> list[int]:
         """Bytes that are there besides while each segment of the part is computed again, in backward."""
-        each, size = [total(block.saved(self.at)) for block in self.blocks], self.segment_size
-        if not segment_size(self.recompute, len(each)):
-            return [0] * len(each)
-        return [sum(each[first : first + size]) - self.hidden.bytes for first in range(0, len(each), size)]
+        saved, size = [block.saved(self.at) for block in self.blocks], self.segment_size
+        if not segment_size(self.recompute, len(saved)):
+            return [0] * len(saved)
+        each = [total(storages) for storages in saved]
+        # The first block saves the input itself, unless its norm keeps a copy in another format.
+        known = [storages[0].bytes if storages[0] == self.hidden else 0 for storages in saved]
+        return [sum(each[first : first + size]) - known[first] for first in range(0, len(each), size)]
 
 
 def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomputed) -> list[PartBytes]:

@@ -13,14 +13,15 @@ from hpctrain.model.shape import ModelShape, Recomputed
 
 @dataclass(frozen=True)
 class ModelCount:
-    """`parameters`: elements of all, without padding. FLOPs are those of one token. `terms` names what layers
-    add to the losses.
+    """`parameters`: elements of all, without padding; `active_parameters` without those of experts that a
+    token does not go to. FLOPs are those of one token. `terms` names what layers add to the losses.
 
     `block_forward` is the forward pass of all blocks, `core_forward` the part of it that is not products with
     their matrices: of queries, keys and values.
     """
 
     parameters: int
+    active_parameters: int
     flops_per_token: float
     block_forward: float
     core_forward: float
@@ -38,14 +39,16 @@ class ModelCount:
 def count(shape: ModelShape) -> ModelCount:
     """The count of a model: forward and backward pass (arXiv 2104.04473, without recomputation).
 
-    6 FLOPs for every matrix element, the head's included, and 12 l h s for the products of queries, keys and
-    values; the causal mask is not subtracted, as in the paper.
+    6 FLOPs for every matrix element that a token is multiplied with, the head's included, and 12 l h s for
+    the products of queries, keys and values; the causal mask is not subtracted, as in the paper.
     """
     model = bare_model(shape)
     forward = sum(2 * layer.matrix_elements + layer.core_flops for layer in model.layers)
     blocks = blocks_of(model)
+    parameters = sum(prod(parameter.shard.shape) for parameter in parameter_list(model))
     return ModelCount(
-        sum(prod(parameter.shard.shape) for parameter in parameter_list(model)),
+        parameters,
+        parameters - sum(layer.idle_elements for layer in model.layers),
         3.0 * forward,
         float(sum(2 * block.matrix_elements + block.core_flops for block in blocks)),
         float(sum(block.core_flops for block in blocks)),

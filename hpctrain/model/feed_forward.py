@@ -8,6 +8,7 @@ from torch.nn import functional
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+from hpctrain.parallel.product import apart_bytes
 from hpctrain.parallel.saved import Saving, Storage
 
 
@@ -46,6 +47,16 @@ class FeedForward(nn.Module):
         inner = at.features(self.up.split_sizes[-1])
         return [*([at.features(self.widest)] if self.gated else []), inner, inner]
 
-    def freed_first(self, at: Saving) -> int:
-        """Bytes of it that are gone before gradients leave: one factor of a gate."""
-        return at.features(self.up.split_sizes[0]).bytes if self.gated else 0
+    def workspace(self, at: Saving) -> int:
+        """Bytes that its backward pass needs in passing: gradients of the hidden states, before and after,
+        and of the widest ones between, and of their weights.
+        """
+        hidden = self.down.weights[0].shard.shape[0]
+        return at.features(self.widest + 2 * hidden).bytes + apart_bytes(self.widest * hidden, at)
+
+    def passing(self, at: Saving) -> tuple[int, int]:
+        """Where weight gradients are computed later, bytes that are there beside what is saved of a block:
+        at the most while its own backward pass goes, and when it is over, one factor of a gate being gone.
+        """
+        hidden = at.features(self.down.weights[0].shard.shape[0]).bytes
+        return hidden, hidden - (at.features(self.up.split_sizes[0]).bytes if self.gated else 0)

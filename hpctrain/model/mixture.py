@@ -8,6 +8,7 @@ folding of their own.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, row_unit
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import apart_bytes
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 
@@ -32,9 +34,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.groups, self.shape = groups, shape
         self.router = Router(f"{name}.router", shape, groups)
-        self.experts = Experts(
-            f"{name}.experts", shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp, groups
-        )
+        sizes = shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp
+        self.experts = Experts(f"{name}.experts", *sizes, groups, shape.capacity)
         inner = shape.shared_experts * shape.expert_mlp
         self.shared = FeedForward(f"{name}.shared", shape, groups, inner) if inner else None
 
@@ -66,25 +67,37 @@ class Mixture(nn.Module):
         """See Layer."""
         return self.router.terms
 
-    @property
-    def widest(self) -> int:
-        """Features of a token between the products of all its experts."""
-        own: int = 2 * self.experts.inner * self.experts.chosen * self.groups.expert_tensor.size
-        return own // self.groups.tensor.size
+    def results(self, at: Saving) -> Storage:
+        """What comes back from the experts."""
+        return Storage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
 
     def saved(self, at: Saving) -> list[Storage]:
-        """What router and experts keep, results with their weights, and what the shared experts keep."""
-        rows = at.tokens // self.groups.tensor.size
-        chosen, count = self.experts.chosen, self.shape.experts
-        probabilities = Storage(4 * rows * count, 4, features=False)
-        weights = Storage(4 * rows * chosen, 4, features=False)
-        results = Storage(rows * chosen * self.shape.hidden * at.itemsize, at.itemsize)
+        """What router and experts keep, results, and what the shared experts keep."""
         shared = self.shared.saved(at) if self.shared is not None else []
-        return [probabilities, weights, *shared, *self.experts.saved(at), results]
+        return [*self.router.saved(at), *shared, *self.experts.saved(at), self.results(at)]
 
-    def freed_first(self, at: Saving) -> int:
-        """See FeedForward: results, before the experts' gradients."""
-        return total(self.saved(at)[-1:])
+    def workspace(self, at: Saving) -> int:
+        """See FeedForward: gradients of the experts' rows, between their products and around them."""
+        rows = self.experts.rows(at) * at.itemsize
+        inner = rows * (4 * self.experts.inner + 2 * self.shape.hidden)
+        shared = self.shared.workspace(at) if self.shared is not None else 0
+        _, of_expert, *sizes = self.experts.gate_up.shape
+        product = apart_bytes(of_expert * prod(sizes), at)
+        return max(inner + product, shared)
+
+    def passing(self, at: Saving) -> tuple[int, int]:
+        """See FeedForward: what comes for weight gradients of the experts, less their results."""
+        held = self.experts.waiting(at) - total(self.experts.saved(at)) - self.results(at).bytes
+        chosen = self.shape.experts_per_token
+        weights = 4 * self.groups.row_sizes(at.tokens)[self.groups.tensor.rank] * chosen
+        most, left = (
+            held - (weights if self.shape.router_normalize else 0),
+            held - total(self.router.saved(at)),
+        )
+        if self.shared is None:
+            return most, left - at.row_features(self.shape.hidden).bytes
+        shared = self.shared.passing(at)
+        return most + shared[0], left + shared[1]
 
 
 class _Own(torch.autograd.Function):

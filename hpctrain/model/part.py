@@ -94,6 +94,11 @@ class Layer(nn.Module, ABC):
         """Elements of the whole matrices that activations are multiplied with."""
         return sum(layer.elements for layer in self.modules() if isinstance(layer, Multiplying))
 
+    @property
+    def idle_elements(self) -> int:
+        """Elements of its whole parameters that a token does not meet: of experts that it does not go to."""
+        return sum(layer.idle_elements for layer in self.modules() if isinstance(layer, Multiplying))
+
     @abstractmethod
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.saved import Saving, Storage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
 BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
@@ -186,6 +187,21 @@ class Router(nn.Module):
         shares = counts.view(sets, -1) / max(1, samples * shape.sequence * shape.experts_per_token)
         return shares[tokens.samples] if by_sequence else shares[0]
 
+    def saved(self, at: Saving) -> list[Storage]:
+        """What autograd saves of it beside its input: scores, choices and weights, and what terms need."""
+        shape, rows = self.shape, self.groups.row_sizes(at.tokens)[self.groups.tensor.rank]
+        sizes = [shape.experts, 2 * shape.experts_per_token, shape.experts_per_token]
+        if shape.router_normalize:
+            sizes += [shape.experts_per_token, 1, 1]
+        if shape.balance_loss and shape.router == "sigmoid":
+            sizes.append(1)
+        if shape.router_z_loss:
+            sizes += [shape.experts, 1]
+        shares = rows if shape.balance_over == "sequence" else 1
+        features = [4 * rows * size for size in sizes]
+        features += [4 * shares * shape.experts] if shape.balance_loss else []
+        return [Storage(each, 4, features=False) for each in features]
+
     @torch.no_grad()
     def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None, present: Tensor | None) -> None:
         if self.shape.router == "sigmoid":
@@ -209,7 +225,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, router: Router, weight: Tensor) -> Tensor:
         ctx.router = router
-        ctx.save_for_backward(rows)
+        ctx.save_for_backward(as_features(rows))
         fp32 = router.shape.router_dtype == "fp32"
         product: Tensor = rows.float() @ weight.float().t() if fp32 else rows @ weight.t()
         return product.float()
@@ -217,7 +233,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         router: Router = ctx.router
-        (rows,) = ctx.saved_tensors
+        rows = ctx.saved_tensors[0][0, 0]
         weight = router.weight
         if weight.requires_grad:
             buffer = weight.gradient
@@ -233,7 +249,7 @@ class _Logits(torch.autograd.Function):
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """Indices of the highest in each row, the first of equal ones first."""
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _sum(values: Tensor, present: Tensor | None) -> Tensor:

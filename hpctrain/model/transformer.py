@@ -177,22 +177,26 @@ class Block(TransformerLayer):
         return [*attended, *self.feed_forward_norm.saved(at), hidden, *self.feed_forward.saved(at), *mask]
 
     def workspace(self, at: Saving) -> int:
-        """See Layer: gradients of the hidden states, before and after, and of the widest ones between,
-        and of their weights.
-        """
-        widest = self.feed_forward.widest
-        return at.features(widest + 2 * self.hidden).bytes + apart_bytes(widest * self.hidden, at)
+        """See Layer."""
+        return self.feed_forward.workspace(at)
+
+    @property
+    def matrix_elements(self) -> int:
+        """See Layer."""
+        router = self.feed_forward.router.weight if isinstance(self.feed_forward, Mixture) else None
+        return super().matrix_elements + (prod(router.shard.shape) if router is not None else 0)
 
     def waiting(self, at: Saving) -> Waiting:
         """See Layer: before anything of it goes, and while the core of its attention is computed again."""
         inner, held = self.attention.inner, super().waiting(at).held
-        whole, masks = at.features(self.hidden).bytes, total(_masks(self, at))
+        masks = total(_masks(self, at))
+        most, left = self.feed_forward.passing(at)
         if not at.selective:
-            return Waiting(held, whole - masks)
+            return Waiting(held, most - masks)
         again = self.attention.made_again(at) + at.features(inner.split_sizes[0]).bytes
         # By then masks are gone, and what the second norm keeps for itself alone.
-        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:]) + self.feed_forward.freed_first(at)
-        return Waiting(held, whole + max(again - gone, -masks))
+        gone = 2 * masks + total(self.feed_forward_norm.saved(at)[1:])
+        return Waiting(held, max(left + again - gone, most - masks))
 
     def holes(self, at: Saving) -> int:
         """See Layer."""

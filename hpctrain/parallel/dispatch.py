@@ -19,6 +19,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.experts import Segments, compute_later
+from hpctrain.parallel.saved import as_features
 
 
 class Dispatch:
@@ -223,7 +224,7 @@ class _Combine(torch.autograd.Function):
         if not dispatch.alone:
             dispatch.wait()
         ctx.dispatch = dispatch
-        ctx.save_for_backward(coming, weights)
+        ctx.save_for_backward(as_features(coming), weights)
         total = dispatch.of_slot(coming, 0).mul_(weights[:, :1])
         for slot in range(1, weights.shape[1]):
             total.addcmul_(dispatch.of_slot(coming, slot), weights[:, slot : slot + 1])
@@ -232,7 +233,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         dispatch: Dispatch = ctx.dispatch
-        coming, weights = ctx.saved_tensors
+        features, weights = ctx.saved_tensors
+        coming = features[0, 0]
         k = dispatch.shape[1]
         of_row = gradient.float()
         weights_gradient = torch.stack(

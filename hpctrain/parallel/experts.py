@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import Multiplying, Rows
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Saving, Storage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
 EXPERT_AXES = frozenset({"expert", "expert_tensor"})
@@ -111,14 +111,22 @@ class Experts(Multiplying):
     expert_tensor axis.
 
     `name`.gate_up.weight is [E, 2, f, h], gates first; `name`.down.weight [E, h, f]. `chosen` is how many of
-    the `count` experts a token goes to.
+    the `count` experts a token goes to, `capacity`, if any, how much of an even load each one takes.
     """
 
     def __init__(
-        self, name: str, count: int, chosen: int, hidden: int, inner: int, groups: LayerGroups
+        self,
+        name: str,
+        count: int,
+        chosen: int,
+        hidden: int,
+        inner: int,
+        groups: LayerGroups,
+        capacity: float | None = None,
     ) -> None:
         super().__init__()
         self.groups, self.chosen = groups, chosen
+        self.taken = 1.0 if capacity is None else min(1.0, capacity)
         experts = Rows.split(count, groups.expert)
         columns = Rows.split(inner, groups.expert_tensor)
         self.local, self.hidden, self.inner = experts.local, hidden, columns.local
@@ -149,14 +157,25 @@ class Experts(Multiplying):
         return of_all // self.gate_up.shard.shape[0] * self.chosen
 
     @property
+    def idle_elements(self) -> int:
+        """See Multiplying: of the experts that a token does not go to."""
+        return sum(prod(weight.shard.shape) for weight in self.late) - self.elements
+
+    @property
     def late(self) -> list[Parameter]:
         """See Multiplying."""
         return [self.gate_up, self.down]
 
+    def copies(self, at: Saving) -> int:
+        """Rows that leave this rank for experts, where all have as many."""
+        tensor = self.groups.tensor
+        return int(self.groups.row_sizes(at.tokens)[tensor.rank] * self.chosen * self.taken)
+
     def rows(self, at: Saving) -> int:
-        """Rows of this rank's experts where all have as many."""
-        ranks = self.groups.tensor.size, self.groups.expert_tensor.size
-        return at.tokens * self.chosen // ranks[0] * ranks[1]
+        """Rows of this rank's experts, filled up, where all have as many."""
+        rows = self.copies(at) * self.groups.expert_tensor.size
+        unit = ROW_UNIT if at.itemsize == 2 and not at.gpu else 1
+        return rows if unit == 1 else self.local * (-(-rows // (self.local * unit)) * unit)
 
     def saved(self, at: Saving) -> list[Storage]:
         """The rows, and gates with what they multiply."""
@@ -189,14 +208,14 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts, ctx.segments, ctx.later = experts, segments, later
         inner = grouped_product(rows, _matrices(experts.gate_up), segments)
-        ctx.save_for_backward(rows, inner)
+        ctx.save_for_backward(as_features(rows), as_features(inner))
         return grouped_product(_gated(inner), _matrices(experts.down), segments)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         experts: Experts = ctx.experts
         segments: Segments = ctx.segments
-        rows, inner = ctx.saved_tensors
+        rows, inner = (saved[0, 0] for saved in ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         gated_gradient = grouped_product(output_gradient, _matrices(experts.down).transpose(1, 2), segments)
         inner_gradient = _gate_gradient(inner, gated_gradient)

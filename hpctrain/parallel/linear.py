@@ -72,6 +72,11 @@ class Multiplying(nn.Module, ABC):
         """Elements of the whole matrices with which a token is multiplied."""
 
     @property
+    def idle_elements(self) -> int:
+        """Elements of others, of which a token is not multiplied with these."""
+        return 0
+
+    @property
     @abstractmethod
     def late(self) -> list[Parameter]:
         """The parameters whose gradients wait in the queue of weight gradients."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -16,6 +18,13 @@ class Storage:
     bytes: int
     itemsize: int
     features: bool = True
+
+
+def as_features(rows: Tensor) -> Tensor:
+    """Rows [m, features], as autograd is to save them: [1, 1, m, features], which tells them from what a
+    router saves of tokens.
+    """
+    return rows[None, None]
 
 
 class Waiting(NamedTuple):

@@ -84,7 +84,9 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     needs = [block.waiting(part.at) for block in seen]
     held, size = [each.held for each in needs], part.segment_size
     again, passing = part.again, [each.passing for each in needs]
-    most = max(again, default=0) if segments else 0
+    # By when a segment is computed again, those behind it are gone.
+    kept = enumerate(again[len(again) - len(rests) :])
+    most = max((besides - sum(rests[number + 1 :]) for number, besides in kept), default=0)
     # From block to block the graph goes and what weight gradients need comes.
     coming = [most + max(passing, default=0)]
     for number, besides in enumerate(again[len(again) - len(rests) :]):

@@ -1,0 +1,161 @@
+"""Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.model.count import count
+from hpctrain.model.router import Router
+from hpctrain.model.shape import ModelShape
+from hpctrain.plan.memory import plan_memory
+from tests.engines import LLAMA, small_deck, trainer
+from tests.plan.test_memory import held
+
+VOCABULARY = 61
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40")
+SMALL_UNITS = ("batch.sequence=128", "batch.micro_size=4")  # 512 tokens: 16-bit rows fill whole units
+
+
+@pytest.fixture
+def even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens go to experts in turn, whatever the scores."""
+
+    def choose(router: Router, scores: Tensor) -> Tensor:
+        tokens, experts = scores.shape
+        slots = torch.arange(router.shape.experts_per_token)
+        return (torch.arange(tokens).unsqueeze(1) + slots) % experts
+
+    monkeypatch.setattr(Router, "choose", choose)
+
+
+LAYOUTS: dict[int, list[tuple[str, ...]]] = {
+    1: [
+        (),
+        ("model.shared_experts=1",),
+        ("model.shared_experts=2", "model.dropout=0.1"),
+        ("model.dense_first=1", "model.layers=3"),
+        ("model.expert_every=2", "model.layers=4"),
+        ("model.capacity=1.0",),
+        ("model.capacity=0.5",),
+        ("model.router=sigmoid", "model.balance=bias"),
+        ("model.router=sigmoid", "model.router_z_loss=0.01"),
+        ("model.balance_over=sequence", "model.router_normalize=false"),
+        ("model.balance_over=step", "model.router_scale=2.5"),
+        ("model.balance=none",),
+        ("precision.compute=bf16", *SMALL_UNITS),
+    ],
+    2: [
+        ("layout.expert=2",),
+        ("layout.expert=2", "model.shared_experts=1"),
+        ("layout.expert=2", "model.dense_first=1", "model.layers=3"),
+        ("layout.expert=2", "precision.compute=bf16", *SMALL_UNITS),
+        ("layout.expert_tensor=2",),
+        ("layout.expert_tensor=2", "precision.compute=bf16", *SMALL_UNITS),
+        ("layout.tensor=2",),
+        ("layout.tensor=2", "layout.expert=2", "layout.sequence_parallel=true", "model.shared_experts=1"),
+        ("layout.tensor=2", "layout.expert_tensor=2", "model.shared_experts=1"),
+        ("layout.context=2", "layout.expert=2"),
+        ("layout.pipeline=2",),
+        ("layout.pipeline=2", "model.dense_first=2", "model.layers=4"),
+    ],
+    4: [
+        ("layout.expert=4",),
+        ("layout.expert=2", "layout.expert_tensor=2"),
+        ("layout.expert=2", "layout.tensor=2", "layout.sequence_parallel=true"),
+        ("layout.expert=2", "layout.pipeline=2", "layout.schedule=1f1b"),
+        ("layout.expert=2", "layout.pipeline=2", "layout.schedule=zb-h1", "model.layers=4"),
+    ],
+}
+
+
+def mixture(*overrides: str) -> Deck:
+    return small_deck(*MIXTURE, *overrides)
+
+
+def expect_activations(world: World, deck: Deck, besides: int = 0) -> None:
+    """The plan and the count of what a rank keeps agree, but for so many bytes that only the count has."""
+    training = trainer(world, deck)
+    planned = plan_memory(deck, world.size, VOCABULARY, schedule=training.engine.schedule)
+    training.train(1)
+    here = planned.stages[training.engine.mesh.coordinate("pipeline")].memory
+    training.engine.close()
+    found = training.activations.bytes - besides
+    assert found == pytest.approx(here.activation, rel=0.001), (deck.model, deck.layout)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt"])
+def test_activations_are_those_that_are_kept(world: World, even: None, recompute: str) -> None:
+    for layout in LAYOUTS.get(world.size, []):
+        expect_activations(world, mixture(*layout, f"memory.recompute={recompute}"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("more", [(), ("model.shared_experts=1",), ("model.dropout=0.1",)])
+def test_activations_of_split_backward_are_those_that_are_kept(
+    world: World, even: None, more: tuple[str, ...]
+) -> None:
+    """What waits for W is kept by the queue of weight gradients, not by autograd."""
+    split = ("layout.pipeline=2", "layout.schedule=zb-h1", "model.layers=4")
+    for recompute in ("none", "full", "selective"):
+        expect_activations(world, mixture(*split, *more, f"memory.recompute={recompute}"))
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_activations_in_fewer_bits_are_those_that_are_kept(world: World, even: None, form: str) -> None:
+    """Rows of experts are features of tokens too; a router's scores stay as they are."""
+    layouts: list[tuple[str, ...]] = [(), ("model.shared_experts=1",)]
+    if world.size > 1:
+        layouts = [("layout.expert=2",), ("layout.tensor=2",)]
+    for layout in layouts:
+        wide = ("batch.sequence=256", "batch.micro_size=4", "model.layers=3")
+        packed = mixture(*layout, *wide, f"memory.activation_format={form}")
+        # The first storage compressed is there in both forms for a moment, which plans count elsewhere.
+        hidden = 4 * 256 * 32
+        expect_activations(world, packed, 2 * hidden if form == "bf16" else hidden + hidden // 256 * 4)
+        exact = plan_memory(mixture(*layout, *wide), world.size, VOCABULARY).stages[0].memory
+        assert (
+            plan_memory(packed, world.size, VOCABULARY).stages[0].memory.activation < 0.7 * exact.activation
+        )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
+    layouts: dict[int, list[tuple[str, ...]]] = {
+        1: [("model.shared_experts=1", "model.dense_first=1")] if zero < 3 else [],
+        2: [(), ("layout.expert=2",), ("layout.expert_tensor=2",)],
+        4: [("layout.expert=2",), ("layout.expert=2", "layout.tensor=2")],
+    }
+    for layout in layouts.get(world.size, []):
+        deck = mixture(*layout, "model.balance=bias", f"layout.zero={zero}")
+        training = trainer(world, deck)
+        training.train(2)
+        planned = plan_memory(deck, world.size, VOCABULARY).stages[0].memory
+        training.engine.close()
+        biases = sum(
+            isinstance(module, Router) for model in training.engine.models for module in model.modules()
+        )
+        pools = {bucket.sharding.pool for bucket in training.engine.buckets}
+        parameter, gradient, optimizer, _ = held(training)
+        found = parameter, gradient, optimizer + biases * 4 * 4, sum(pool.bytes for pool in pools)
+        assert (planned.parameter, planned.gradient, planned.optimizer, planned.buffer) == found, layout
+
+
+def test_active_parameters_are_those_that_a_token_meets() -> None:
+    """By hand, and by them FLOPs: of tokens, positions of blocks, and experts chosen alone."""
+    deck = mixture("model.shared_experts=1", "model.dense_first=1", "model.layers=3")
+    numbers = count(ModelShape.of(deck, VOCABULARY))
+    expert, router, dense = 3 * 32 * 40, 4 * 32, 3 * 32 * 48
+    attention, norms = 32 * 32 * 2 + 2 * 32 * 8, 2 * 32
+    table = 61 * 32 if deck.model.tied else 2 * 61 * 32
+    rest = table + 32 + 3 * (attention + norms) + dense + 2 * router
+    assert numbers.parameters == rest + 2 * 5 * expert
+    assert numbers.active_parameters == rest + 2 * 3 * expert
+    products = 61 * 32 + 3 * attention + dense + 2 * router + 2 * 3 * expert
+    assert numbers.flops_per_token == 6 * products + 12 * 3 * 32 * 32
