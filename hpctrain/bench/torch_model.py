@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary, turned
 from hpctrain.model.precision import Precision
@@ -104,9 +105,12 @@ class TorchModel(nn.Module):
 
     def __init__(self, shape: ModelShape, first: int = 0, last: int | None = None) -> None:
         super().__init__()
-        if shape.query_key_norm != "none":
-            asked = 'the peers in plain torch have "none" alone'
-            raise HpctrainError(f'model.query_key_norm = "{shape.query_key_norm}": {asked}')
+        for key, value in (("query_key_norm", "none"), ("experts", 0)):
+            if getattr(shape, key) != value:
+                given = toml_value(getattr(shape, key))
+                raise HpctrainError(
+                    f"model.{key} = {given}: the peers in plain torch have {toml_value(value)} alone"
+                )
         self.shape = shape
         last = shape.layers if last is None else last
         embeds, predicts = first == 0, last == shape.layers

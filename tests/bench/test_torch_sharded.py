@@ -23,7 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from tests.engines import DECK, small_deck
+from tests.engines import DECK, LLAMA, small_deck
 
 
 def losses_of_plain_torch(deck: Deck, ranks: int, count: int, steps: int) -> list[float]:
@@ -104,3 +104,17 @@ def test_the_deck_of_the_comparison_is_gpt2() -> None:
     deck = parse_deck(path.read_text(), ())
     assert count(ModelShape.of(deck, deck.model.vocabulary or 0)).parameters == pytest.approx(124e6, rel=0.01)
     assert (deck.batch.sequence, deck.batch.micro_size) == (512, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.experts=4", "model.experts = 4: the peers in plain torch have 0 alone"),
+        ("model.query_key_norm=head", 'model.query_key_norm = "head": the peers in plain torch have "none"'),
+    ],
+)
+def test_models_that_peers_do_not_have_are_refused(override: str, told: str) -> None:
+    deck = small_deck(*LLAMA, override)
+    with pytest.raises(HpctrainError) as caught:
+        TorchModel(ModelShape.of(deck, 61))
+    assert told in str(caught.value)

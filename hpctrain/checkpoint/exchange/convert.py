@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -90,8 +90,9 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         wanted = _wanted_type(structure, dtype)
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
-        theirs = counterparts(exported_as(shape).rules, tensor_shapes(shape))
-        sources = _sources(structure, theirs, tensor_shapes(shape), wanted)
+        shapes = tensor_shapes(shape)
+        sources = _sources(structure, shapes, wanted)
+        theirs = counterparts(exported_as(shape).rules, shapes)
     files = shared_out(
         [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs], most
     )
@@ -216,20 +217,20 @@ def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
 
 
 def _sources(
-    structure: Structure, theirs: Sequence[Counterpart], shapes: Mapping[str, Index], wanted: torch.dtype
+    structure: Structure, shapes: Mapping[str, Index], wanted: torch.dtype
 ) -> dict[str, StoredTensor]:
     """What holds each of our datasets: itself in the wanted type, or else the most exact one."""
     problems: list[str] = []
     sources: dict[str, StoredTensor] = {}
-    for dataset in dict.fromkeys(part.dataset for each in theirs for part in each.parts):
+    for dataset, shape in shapes.items():
         stored = structure.datasets.get(dataset)
         if stored is None:
             problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
             continue
         if getattr(torch, stored.kind) != wanted:
             stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
-        if stored.shape != shapes[dataset]:
-            told = f"has shape {list(stored.shape)}, expected {list(shapes[dataset])} by its deck"
+        if stored.shape != shape:
+            told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
             problems.append(f"{structure.path}: {stored.dataset}: {told}")
         sources[dataset] = stored
     if problems:

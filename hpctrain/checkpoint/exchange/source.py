@@ -141,6 +141,11 @@ def open_model(path: Path) -> ModelFolder:
     if shape.layers > len(folder.tensors):
         held = f"the files hold {len(folder.tensors)} tensors"
         raise HpctrainError(f"{path / CONFIG}: describes {shape.layers} layers, but {held}")
+    mixtures = sum(map(shape.is_mixture, range(shape.layers)))
+    if shape.experts * mixtures > len(folder.tensors):
+        held = f"the files hold {len(folder.tensors)} tensors"
+        described = f"{shape.experts} experts in each of {mixtures} layers"
+        raise HpctrainError(f"{path / CONFIG}: describes {described}, but {held}")
     architecture = architecture_of(read_json(path / CONFIG), str(path / CONFIG))
     shapes = tensor_shapes(shape)
     theirs = counterparts(architecture.rules, shapes)

@@ -228,6 +228,13 @@ def test_a_run_starts_from_a_mixture(
             "num_experts_per_tok = 5: must be at most num_local_experts = 4",
         ),
         ("mixtral", "hidden_act", "gelu", "hidden_act = 'gelu'"),
+        ("mixtral", "num_local_experts", 10**6, "describes 1000000 experts in each of 3 layers, but the"),
+        (
+            "mixtral",
+            "num_local_experts",
+            5,
+            "block_sparse_moe.gate.weight: has shape [4, 32], expected [5, 32]",
+        ),
         ("qwen3-moe", "mlp_only_layers", [1], "mlp_only_layers = [1]: mixtures of hpctrain begin"),
         ("qwen3-moe", "attention_bias", True, "attention_bias = True"),
         ("qwen3-moe", "norm_topk_prob", 1, "norm_topk_prob = 1: must be true or false"),
