@@ -137,7 +137,9 @@ class Model(Section):
     )
     router_normalize: bool = key("Whether the weights of a token's experts add up to one.", True)
     router_scale: float = key("Factor of these weights.", 1.0, gt=0)
-    router_groups: int = key("Groups of experts, of which the router chooses first.", 1, ge=1)
+    router_groups: int = key(
+        "Groups of experts, of which the router chooses first, by the sum of each one's best two.", 1, ge=1
+    )
     router_groups_per_token: int = key("Groups that each token's experts may come from.", 1, ge=1)
     router_dtype: Literal["fp32", "compute"] = key(
         "Format of the router's product; compute: that of precision.compute.", "fp32"

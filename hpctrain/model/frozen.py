@@ -27,7 +27,7 @@ def freeze_parameters(parts: Sequence[Part], patterns: Sequence[str]) -> Frozen:
     torn: list[tuple[str, str]] = []
     left = False
     for leaf in (leaf for part in parts for unit in part.units() for leaf in unit):
-        for dims in (2, 1):  # a layer's matrices, or its vectors
+        for dims in sorted({parameter.dim() for parameter in leaf}):  # a layer's matrices, or its vectors
             fused = [parameter for parameter in leaf if parameter.dim() == dims]
             for parameter in fused:
                 matching = [p for p in patterns if fnmatchcase(parameter.shard.name, p)]

@@ -48,6 +48,9 @@ class Mixture(nn.Module):
         flat = x.flatten(0, 1)
         split = self.groups.tensor.size > 1 and not self.groups.sequence_parallel
         rows = _Own.apply(flat, self.groups.tensor, sizes) if split else flat
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            # Whatever is frozen before or here: who starts an exchange in backward needs who completes it.
+            rows = rows if rows.requires_grad else rows.detach().requires_grad_()
         routing = self.router(rows, Tokens.of(inputs, own), inputs)
         unit = row_unit(rows.dtype, rows.device)
         dispatch = Dispatch(

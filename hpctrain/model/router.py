@@ -134,9 +134,10 @@ class Router(nn.Module):
         shape = self.shape
         if shape.capacity is None:
             return kept
-        total = inputs.present * shape.sequence
+        length = inputs.tokens.shape[0] * self.groups.context.size
+        total = inputs.present * length
         most = ceil(shape.capacity * total * shape.experts_per_token / shape.experts)
-        order = tokens.samples * shape.sequence + tokens.positions
+        order = tokens.samples * length + tokens.positions
         own = torch.cat((order.unsqueeze(1), experts), dim=1)
         group = self.groups.micro_batch
         sizes = self.groups.row_sizes(inputs.tokens.numel()) * self.groups.context.size
@@ -184,7 +185,8 @@ class Router(nn.Module):
         counts = torch.bincount(place.flatten(), minlength=sets * shape.experts).float()
         self.groups.micro_batch.all_reduce(counts)
         samples = 1 if by_sequence else inputs.present
-        shares = counts.view(sets, -1) / max(1, samples * shape.sequence * shape.experts_per_token)
+        length = inputs.tokens.shape[0] * self.groups.context.size
+        shares = counts.view(sets, -1) / max(1, samples * length * shape.experts_per_token)
         return shares[tokens.samples] if by_sequence else shares[0]
 
     def saved(self, at: Saving) -> list[Storage]:

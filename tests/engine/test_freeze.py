@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,61 @@ def test_what_is_frozen_when_a_run_goes_on_stays(world: World, tmp_path: Path, w
         held = name.startswith(("embedding.", "blocks.0.", "blocks.1.attention_norm."))
         assert torch.equal(values, before[name]) == held, name
     free.engine.close(), frozen.engine.close()
+
+
+MIXTURE = (
+    *LLAMA,
+    "model.experts=4",
+    "model.expert_mlp=24",
+    "model.shared_experts=1",
+    "model.expert_every=2",
+    "layout.expert=2",
+)
+
+PARTS_OF_MIXTURES = {
+    "experts": ["*.experts.*"],
+    "routers": ["*.router.*"],
+    "all before": ["embedding.*", "blocks.0.*", "blocks.1.attention*", "blocks.1.feed_forward_norm.*"],
+    "all but experts": [
+        "embedding.*",
+        "blocks.0.*",
+        "*attention*",
+        "*norm*",
+        "*.router.*",
+        "*.shared.*",
+        "head*",
+    ],
+    "all but routers": [
+        "embedding.*",
+        "*attention*",
+        "*norm*",
+        "*.experts.*",
+        "*.shared.*",
+        "blocks.0.*",
+        "head*",
+    ],
+    "all but shared experts": [
+        "embedding.*",
+        "*attention*",
+        "*norm*",
+        "*.router.*",
+        "*.experts.*",
+        "blocks.0.*",
+        "head*",
+    ],
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("which", PARTS_OF_MIXTURES)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parts_of_mixtures_are_frozen_on_their_own(world: World, which: str, zero: int) -> None:
+    patterns = PARTS_OF_MIXTURES[which]
+    deck = small_deck(f"model.frozen={patterns}".replace("'", '"'), *MIXTURE, f"layout.zero={zero}")
+    run, single = trainer(world, deck), reference(world, deck)
+    before = {name: values.clone() for name, values in run.parameters().items()}
+    losses = [step.loss for step in run.train(3)]
+    assert losses == pytest.approx([step.loss for step in single.train(3)], rel=1e-5)
+    for name, values in run.parameters().items():
+        held = any(fnmatchcase(name, pattern) for pattern in patterns)
+        assert torch.equal(values, before[name]) == held, name
