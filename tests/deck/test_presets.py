@@ -85,7 +85,10 @@ def test_the_model_counts_the_same_parameters(name: str) -> None:
         f'[run]\nsteps = 1\n[model]\npreset = "{name}"\n[data]\ntokens = "t.h5"\n[batch]\nglobal_size = 1\n'
     )
     parameters = gpt2_parameters(preset) if preset.family == "gpt2" else llama_parameters(preset)
-    assert count(ModelShape.of(deck, preset.vocabulary)).parameters == pytest.approx(parameters, rel=1e-12)
+    counted = count(ModelShape.of(deck, preset.vocabulary))
+    assert counted.parameters == pytest.approx(parameters, rel=1e-12)
+    active = llama_parameters(preset, preset.experts_per_token) if preset.experts else parameters
+    assert counted.active_parameters == pytest.approx(active, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -128,7 +128,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
     tokenizer = "with its tokenizer" if isinstance(text, str) else "without a tokenizer (it has none)"
     name = next(name for name, each in DTYPES.items() if each == wanted)
     return (
-        f"{folder}: {shape.family}, {format_count(count(shape).parameters)} parameters, {name}, "
+        f"{folder}: {_described(shape)}, {name}, "
         f"{format_bytes(size)} in {len(files)} file{'s' * (len(files) > 1)}, {tokenizer}"
     )
 
@@ -164,7 +164,7 @@ def import_model(world: World, folder: Path, out: Path, replace: bool = False) -
     shape = model.shape
     tokenizer = "with its tokenizer" if text is not None else f"without a tokenizer ({missing})"
     return (
-        f"{out}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
+        f"{out}: {_described(shape)}, "
         f'{format_bytes(out.stat().st_size)}, {tokenizer}; to train it, [model] from = "{out}"'
     )
 
@@ -189,6 +189,12 @@ class FolderTensor(OnDisk):
         """Read into new memory."""
         cut = rectangles(self.shape, self.first, self.first + self.length)
         return torch.cat([self.model.read(self.dataset, start, shape).reshape(-1) for start, shape in cut])
+
+
+def _described(shape: ModelShape) -> str:
+    counted = count(shape)
+    told = f"{shape.family}, {format_count(counted.parameters)} parameters"
+    return f"{told} ({format_count(counted.active_parameters)} of a token)" if shape.experts else told
 
 
 def _delete_left(temporary: Path) -> None:

@@ -110,7 +110,8 @@ def test_import_and_export_keep_logits_and_bits(name: str, world: World, tmp_pat
         logits = logits_of(our_model(tmp_path / "model.h5", world), TOKENS)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
-        export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+        told = export_model(world, tmp_path / "model.h5", tmp_path / "ours", None, 10**9)
+        assert " of a token)" in told
         assert_same_bits(tensors_of(tmp_path / "ours"), tensors_of(theirs))
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
         assert type(again) is type(model)
