@@ -23,6 +23,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.deck.presets import PRESETS
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import build_stage, load_parameters, make_groups
@@ -291,6 +292,41 @@ def test_what_a_config_does_not_say_is_the_default_of_its_family(
     assert (shape.hidden, shape.layers) == (theirs.hidden_size, theirs.num_hidden_layers)
     assert shape.norm_epsilon == theirs.rms_norm_eps and shape.vocabulary == theirs.vocab_size
     assert shape.experts == theirs.num_local_experts and shape.sequence == theirs.max_position_embeddings
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000,
+        "tie_word_embeddings": False, "output_router_logits": False, "router_aux_loss_coef": 0.02,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "olmoe-1b-7b": {
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+        "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "vocab_size": 50304,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_presets(name: str) -> None:
+    shape = shape_of(PUBLISHED[name], "config.json")
+    keys = {**PRESETS}[name].model_keys()  # type: ignore[index]
+    assert {key: getattr(shape, key) for key in keys} == keys
 
 
 TINY = ModelShape(
