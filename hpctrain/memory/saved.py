@@ -9,6 +9,7 @@ from math import prod
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
+from hpctrain.model.frozen import silent_blocks
 from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
@@ -88,6 +89,17 @@ class PartBytes:
         if self.recompute in {"none", "selective"}:
             return [block.saved(self.at) for block in seen]
         return [[self.hidden] for _ in range(0, len(seen), self.segment_size)]
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes that a micro-batch's exchanges with experts take from this rank to others, where their loads
+        are even: there and back, in forward, in backward, and in what is computed again.
+        """
+        silent = silent_blocks(self.part)
+        again = 2 if segment_size(self.recompute, len(self.blocks)) else 0
+        forward = sum(2 * block.exchanged(self.at) for block in self.blocks)
+        backward = sum(2 * block.exchanged(self.at) for block in self.blocks[silent:])
+        return forward + backward + sum(again * block.exchanged(self.at) for block in self.seen(silent))
 
     @property
     def of_blocks(self) -> int:

@@ -74,6 +74,11 @@ class Mixture(nn.Module):
         """What comes back from the experts."""
         return Storage(self.experts.copies(at) * self.shape.hidden * at.itemsize, at.itemsize)
 
+    def exchanged(self, at: Saving) -> int:
+        """See Layer."""
+        ranks = self.groups.expert.size
+        return self.results(at).bytes * (ranks - 1) // ranks
+
     def saved(self, at: Saving) -> list[Storage]:
         """What router and experts keep, results, and what the shared experts keep."""
         shared = self.shared.saved(at) if self.shared is not None else []

@@ -99,6 +99,12 @@ class Layer(nn.Module, ABC):
         """Elements of its whole parameters that a token does not meet: of experts that it does not go to."""
         return sum(layer.idle_elements for layer in self.modules() if isinstance(layer, Multiplying))
 
+    def exchanged(self, at: Saving) -> int:  # noqa: ARG002
+        """Bytes that one exchange of a micro-batch's rows with their experts takes from this rank to others,
+        where all experts have as many: one of those there and back, of forward and of backward.
+        """
+        return 0
+
     @abstractmethod
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""

@@ -170,6 +170,10 @@ class Block(TransformerLayer):
         else:
             yield from super().backward_order()
 
+    def exchanged(self, at: Saving) -> int:
+        """See Layer."""
+        return self.feed_forward.exchanged(at) if isinstance(self.feed_forward, Mixture) else 0
+
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer."""
         hidden, mask = at.row_features(self.hidden), _masks(self, at)

@@ -36,24 +36,32 @@ REHEARSED_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What every rank of one pipeline stage holds: blocks, elements of parameters that lie there, bytes."""
+    """What every rank of one pipeline stage holds: blocks, elements of parameters that lie there, bytes.
+
+    `exchanged` are the bytes that it sends to other ranks' experts and back in a step, where all have as many
+    rows.
+    """
 
     stage: int
     blocks: int
     parameters: int
     memory: Account
+    exchanged: int = 0
 
     def row(self) -> dict[str, int]:
         """As written into JSON."""
         here = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
-        return here | self.memory.row()
+        return here | self.memory.row() | {"exchanged_bytes": self.exchanged}
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding."""
+    """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding, as is
+    `parameters_active`, those that a token meets.
+    """
 
     parameters_total: int
+    parameters_active: int
     sizes: Mapping[str, int]
     zero_group: int
     schedule: str
@@ -78,6 +86,7 @@ class MemoryPlan:
         """As written into JSON."""
         return {
             "parameters_total": self.parameters_total,
+            "parameters_active": self.parameters_active,
             "ranks": rank_count(self.sizes),
             "layout": dict(self.sizes),
             "zero_group": self.zero_group,
@@ -149,9 +158,13 @@ def plan_memory(
             buffer=states.buffer + buffer,
             other=other,
         )
-        stages.append(StageMemory(number, sum(span.blocks for span in spans), used, memory))
+        forwards = [action.chunk for action in schedule.stages[number] if action.kind == "F"]
+        exchanged = sum(parts[chunk].exchanged for chunk in forwards)
+        stages.append(StageMemory(number, sum(span.blocks for span in spans), used, memory, exchanged))
     zero_group = stage.buckets[0].sharding.group.size
-    return MemoryPlan(count(shape).parameters, sizes, zero_group, schedule.name, passes, tuple(stages))
+    numbers = count(shape)
+    totals = numbers.parameters, numbers.active_parameters
+    return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages))
 
 
 def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:

@@ -26,14 +26,16 @@ def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
     deck, memory = plan.deck, plan.memory
     holder = f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
+    active = active_words(memory.parameters_total, memory.parameters_active)
     lines = [
-        f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, "
+        f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, {active}"
         f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({sizes_text(memory.sizes)}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),
         "",
         f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
+        *_exchanges(memory),
         _fits(plan),
     ]
     if plan.savings:
@@ -84,6 +86,20 @@ def largest_kinds(memory: MemoryPlan) -> str:
         for kind, size in kinds
     )
     return f"most of it is {shares}"
+
+
+def active_words(parameters: int, active: int) -> str:
+    """How many parameters a token meets, with a comma behind, where it does not meet all."""
+    return f"{format_count(active)} of them active, " if active < parameters else ""
+
+
+def _exchanges(memory: MemoryPlan) -> list[str]:
+    """What goes to other ranks' experts and back, if anything does."""
+    most = max(stage.exchanged for stage in memory.stages)
+    if not most:
+        return []
+    sentence = "go to other ranks' experts and back in a step, where loads are even"
+    return [f"{format_bytes(most)} of a rank's rows {sentence}."]
 
 
 def _fits(plan: DeckPlan) -> str:

@@ -9,6 +9,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
+from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
@@ -23,8 +24,10 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
     sequences = corpus.train.source.count
     epochs = samples_of(deck.batch, deck.run.steps) / sequences
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
+    numbers = count(shape)
+    active = active_words(numbers.parameters, numbers.active_parameters)
     lines = [
-        f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
+        f"{deck.run.title}: {shape.family}, {format_count(numbers.parameters)} parameters, {active}"
         f"{deck.precision.compute}, {counted(world.size, 'rank')} ({sizes_text(mesh.sizes)}) "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.model.count import count
 from hpctrain.model.router import Router
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.dispatch import Dispatch
+from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.words import plan_text
 from tests.engines import LLAMA, small_deck, trainer
 from tests.plan.test_memory import held
 
@@ -159,3 +164,86 @@ def test_active_parameters_are_those_that_a_token_meets() -> None:
     assert numbers.active_parameters == rest + 2 * 3 * expert
     products = 61 * 32 + 3 * attention + dense + 2 * router + 2 * 3 * expert
     assert numbers.flops_per_token == 6 * products + 12 * 3 * 32 * 32
+
+
+def exchanged_of_a_step(world: World, deck: Deck) -> tuple[int, int, int]:
+    """Bytes that this rank sent to other ranks' experts and back in a step: by the ledger, without the counts
+    of rows that precede every exchange there; by the rows that each Dispatch sent; and as planned.
+    """
+    rows = 0
+    exchanges = 0
+    meet, start = Dispatch._meet, Dispatch._start
+
+    def counted_meet(self: Dispatch, counts: Tensor, unit: int) -> None:
+        nonlocal exchanges
+        exchanges += 1
+        meet(self, counts, unit)
+
+    def counted_start(self: Dispatch, copies: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        nonlocal rows
+        rows += sum(sent) - sent[self.expert.rank]
+        return start(self, copies, sent, received)
+
+    training = trainer(world, deck)
+    planned = plan_memory(deck, world.size, VOCABULARY, schedule=training.engine.schedule)
+    training.train(1)
+    ledger = world.ledger
+    ledger.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatch, "_meet", counted_meet)
+        patch.setattr(Dispatch, "_start", counted_start)
+        training.train(1)
+    entries = [row for row in ledger.rows() if (row.axis, row.operation) == ("expert", "all_to_all")]
+    here = planned.stages[training.engine.mesh.coordinate("pipeline")].exchanged
+    training.engine.close()
+    itemsize = 2 if deck.precision.compute == "bf16" else 4
+    counts = exchanges * 8 * deck.model.experts
+    return sum(entry.bytes for entry in entries) - counts, rows * deck.model.hidden * itemsize, here
+
+
+EXCHANGING: dict[int, list[tuple[str, ...]]] = {
+    2: [
+        ("layout.expert=2",),
+        ("layout.expert=2", "memory.recompute=full"),
+        ("layout.expert=2", "memory.recompute=selective", "model.dense_first=1", "model.layers=3"),
+        ("layout.expert=2", "precision.compute=bf16"),
+        ("layout.expert=2", "layout.tensor=2"),
+    ],
+    4: [
+        ("layout.expert=4",),
+        ("layout.expert=2", "layout.expert_tensor=2"),
+        ("layout.expert=2", "layout.pipeline=2", "layout.schedule=1f1b"),
+    ],
+}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exchanges_are_planned_to_the_byte(world: World, even: None) -> None:
+    for layout in EXCHANGING.get(world.size, []):
+        ledger, rows, planned = exchanged_of_a_step(world, mixture(*layout))
+        assert ledger == rows == planned, layout
+        assert planned > 0, layout
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exchanges_of_uneven_loads_are_those_of_the_rows(world: World) -> None:
+    for layout in EXCHANGING.get(world.size, []):
+        ledger, rows, _ = exchanged_of_a_step(world, mixture(*layout))
+        assert ledger == rows > 0, layout
+
+
+def test_exchanges_are_two_passes_there_and_back() -> None:
+    """2 k T h itemsize of a layer and pass, of which one in E ranks' share stays."""
+    (only,) = plan_memory(mixture("layout.expert=2", "model.layers=3"), 2, VOCABULARY).stages
+    tokens = 8 // 2 * 32
+    assert only.exchanged == 3 * 2 * (2 * 2 * tokens * 32 * 4) // 2
+
+
+def test_people_are_told_what_is_active_and_what_travels() -> None:
+    here = Path(__file__).parents[2] / "inputs/bench/mixture-60m.toml"
+    plan = plan_deck(here, 2, ["layout.expert=2"], advised=False)
+    told = plan_text(plan)
+    assert "60.1M parameters, 22.9M of them active, fp32" in told
+    assert "50.3 MB of a rank's rows go to other ranks' experts and back in a step" in told
+    alone = plan_text(plan_deck(here, 2, advised=False))
+    assert "experts and back" not in alone
