@@ -14,8 +14,15 @@ from hpctrain.train.signals import heed_from_now
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=200."
 )
+@click.option(
+    "--replay-routing",
+    "replayed",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Tokens go to the experts that FILE names, the routing.h5 of a run with model.record_routing.",
+)
 @click.option("--strict", is_flag=True, help="Refuse a run folder whose newest checkpoint is damaged.")
-def command(target: Path, overrides: tuple[str, ...], strict: bool) -> None:
+def command(target: Path, overrides: tuple[str, ...], strict: bool, replayed: Path | None) -> None:
     """Go on from a checkpoint, or from the newest good one of a run folder.
 
     The deck is the one stored in the checkpoint, on any number of ranks that its layout fits.
@@ -24,4 +31,4 @@ def command(target: Path, overrides: tuple[str, ...], strict: bool) -> None:
     from hpctrain.comm.verb import run_verb
     from hpctrain.train.run import resume
 
-    run_verb(lambda world: resume(world, target, overrides, strict))
+    run_verb(lambda world: resume(world, target, overrides, strict, replayed))

@@ -23,9 +23,23 @@ from hpctrain.train.signals import heed_from_now
     "--resume", "again", is_flag=True, help="Go on from the newest good checkpoint in the run folder, if any."
 )
 @click.option(
+    "--replay-routing",
+    "replayed",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Tokens go to the experts that FILE names, the routing.h5 of a run with model.record_routing.",
+)
+@click.option(
     "--verify-layout", is_flag=True, help="First compare a tiny step of this layout with one rank's."
 )
-def command(deck: Path, overrides: tuple[str, ...], fresh: bool, again: bool, verify_layout: bool) -> None:
+def command(
+    deck: Path,
+    overrides: tuple[str, ...],
+    fresh: bool,
+    again: bool,
+    replayed: Path | None,
+    verify_layout: bool,
+) -> None:
     """Train the model of DECK, alone or under mpirun or srun.
 
     With --resume, which batch scripts use, the same command begins a run and goes on with it. Ctrl-C saves a
@@ -38,4 +52,4 @@ def command(deck: Path, overrides: tuple[str, ...], fresh: bool, again: bool, ve
     if fresh and again:
         raise click.UsageError("--fresh and --resume exclude one another")
     changes = [*overrides, "stability.verify_layout=true"] if verify_layout else overrides
-    run_verb(lambda world: run_deck(world, deck, changes, fresh, again))
+    run_verb(lambda world: run_deck(world, deck, changes, fresh, again, replayed))

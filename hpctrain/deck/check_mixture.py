@@ -26,6 +26,7 @@ _OF_MIXTURES = (
     "balance_over",
     "balance_rate",
     "capacity",
+    "record_routing",
 )
 
 

@@ -169,6 +169,13 @@ class Model(Section):
         derived="none: all",
         gt=0,
     )
+    record_routing: int = key(
+        "Samples, the first of the run, whose experts are written to routing.h5, for `--replay-routing`.",
+        0,
+        unit="samples",
+        ge=0,
+        le=1 << 20,
+    )
     dropout: float = key("Share of activations dropped in training.", 0.0, ge=0, lt=1)
     rope_base: float = key("Base of the rotary position angles (llama).", 10000.0, gt=0)
     norm_epsilon: float = key("Added to the variance in norms.", 1e-5, gt=0)

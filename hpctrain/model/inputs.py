@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.model.choices import Choices
 from hpctrain.parallel.random import DropoutSource
 
 
@@ -62,7 +63,8 @@ class Inputs:
 
     `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the sequence;
     `dropout` draws masks, or is None where nothing is dropped; `terms` takes what layers add to the losses.
-    Of the b rows the first `samples` are samples (None: all are), others fill the micro-batch up.
+    Of the b rows the first `samples` are samples (None: all are), others fill the micro-batch up. `choices`,
+    if any, gives routers their experts, or takes which ones they chose.
     """
 
     tokens: Tensor
@@ -70,6 +72,7 @@ class Inputs:
     dropout: DropoutSource | None = None
     terms: Terms = field(default_factory=Terms)
     samples: int | None = None
+    choices: Choices | None = None
 
     @property
     def present(self) -> int:

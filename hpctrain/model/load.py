@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.model.router import noted_name
+from hpctrain.model.router import noted_name, router_name
 from hpctrain.model.shape import ModelShape
 
 
@@ -31,7 +31,7 @@ class ExpertLoad:
         blocks = tuple(filter(shape.is_mixture, range(shape.layers)))
         if not blocks:
             return None
-        values = torch.stack([noted[noted_name(f"blocks.{block}.feed_forward.router")] for block in blocks])
+        values = torch.stack([noted[noted_name(router_name(block))] for block in blocks])
         tokens, others = values.cpu().split((shape.experts, 2), dim=1)
         choices = tokens.sum(1).clamp_min(1)
         return ExpertLoad(

@@ -101,6 +101,8 @@ class Router(nn.Module):
         logits: Tensor = _Logits.apply(rows, self, self.weight)
         scores = logits.softmax(1) if shape.router == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
+        if inputs.choices is not None:
+            experts = inputs.choices.settle(self.name, experts, tokens.samples, tokens.positions)
         weights = scores.gather(1, experts)
         if shape.router_normalize:
             weights = weights / weights.sum(1, keepdim=True).clamp_min(1e-20)
@@ -214,6 +216,11 @@ class Router(nn.Module):
         dropped = counts.new_zeros(()) if kept is None else every.numel() - kept.sum()
         others = torch.stack((dropped.double(), _sum(entropy, present).double()))
         self.groups.noted.sum(self.noted_name, torch.cat((counts, others)))
+
+
+def router_name(block: int) -> str:
+    """Of the router of a block that is a mixture."""
+    return f"blocks.{block}.feed_forward.router"
 
 
 def noted_name(router: str) -> str:

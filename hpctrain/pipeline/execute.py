@@ -21,6 +21,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.work import Work
 from hpctrain.data.batches import MicroBatch
+from hpctrain.model.choices import Choices
 from hpctrain.model.inputs import Inputs, Terms
 from hpctrain.model.part import Part
 from hpctrain.objective.objective import LossOf, Objective
@@ -51,16 +52,18 @@ class PreparedBatch:
         positions: Tensor,
         dropout: DropoutSource | None,
         terms_scale: Tensor | None = None,
+        choices: Choices | None = None,
     ) -> PreparedBatch:
         """That of this rank, which holds `positions` [s/c] of the sequences, on their device.
 
-        `scale` is the factor of the objective's losses in the gradient, `terms_scale` that of layers' terms.
+        `scale` is the factor of the objective's losses in the gradient, `terms_scale` that of layers' terms;
+        `choices` go to the routers.
         """
 
         def piece(batch: Tensor) -> Tensor:
             return context_piece(batch.to(positions.device, non_blocking=True), positions)
 
-        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale), micro.samples)
+        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale), micro.samples, choices)
         return PreparedBatch(inputs, objective.losses(micro, scale, piece))
 
 

@@ -23,6 +23,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
 from hpctrain.engine.place import with_split
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
+from hpctrain.model.shape import ModelShape
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
@@ -31,6 +32,7 @@ from hpctrain.train.control import Control, Order
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
+from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_same_blocks, require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
@@ -53,7 +55,8 @@ from hpctrain.words import command
 class Run:
     """What a run of a deck is, on the ranks of the world: what it computes with, from `trainer.state` on.
 
-    `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's.
+    `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
+    `routing` is there where routers' choices are written down or followed.
     """
 
     deck: Deck
@@ -63,6 +66,7 @@ class Run:
     predicted: MemoryPlan
     limit: TimeLimit | None
     heeded: tuple[str, ...]
+    routing: Routing | None = None
 
     @property
     def world(self) -> World:
@@ -139,6 +143,7 @@ class Loop:
             self.evaluation,
             memory,
             StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
+            *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if trainer.engine.shape.experts else []),
             checkpoints,
         ]
@@ -188,12 +193,14 @@ def open_run(
     checkpoint: Path | None = None,
     split: Sequence[int] | None = None,
     clear: Callable[[], str] = str,
+    replayed: Path | None = None,
 ) -> Run:
     """The run of a deck from its beginning, or from a checkpoint on. Collective.
 
     `split`, of a run that goes on in its old layout, stands in for one that would be measured. `clear` makes
     the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is said at the
-    start. HpctrainError on all ranks where the deck cannot be run here.
+    start. Tokens of the samples of the file `replayed` go to the experts that it names. HpctrainError on all
+    ranks where the deck cannot be run here, or that file does not fit.
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
@@ -203,6 +210,9 @@ def open_run(
     deck = settle_vocabulary(deck, corpus.file)
     compared = compare_tokens(world, deck, corpus.file, checkpoint)
     mesh = make_mesh(deck, world)
+    assert deck.model.vocabulary is not None
+    shape = ModelShape.of(deck, deck.model.vocabulary)
+    given = None if replayed is None else read_given(world, replayed, shape)
     checked = verify_layout(deck, world, mesh) if deck.stability.verify_layout else ""
     stays = ""
 
@@ -216,17 +226,28 @@ def open_run(
     state = None if checkpoint is None else checkpoints.restore(checkpoint)
     source = deck.model.source if checkpoint is None else None
     started_from = start_from_source(deck, engine) if source is not None else ""
-    heeded = (stays, checked, started_from, *compared)
     trainer = Trainer(deck, engine, corpus.train, state)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded)
+    routing: Routing | None = None
+    if deck.model.record_routing or given is not None:
+        routing = Routing(engine, trainer.state, deck.model.record_routing, given)
+        trainer.step.choices = routing.choices
+    follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
+    heeded = (stays, checked, started_from, follows, *compared)
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing)
 
 
 def run_deck(
-    world: World, path: Path, overrides: Sequence[str], fresh: bool = False, again: bool = False
+    world: World,
+    path: Path,
+    overrides: Sequence[str],
+    fresh: bool = False,
+    again: bool = False,
+    replayed: Path | None = None,
 ) -> int:
     """`hpctrain run`: train a deck, from its beginning; the exit code.
 
-    With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now.
+    With `again`, from the newest good checkpoint where its run folder has any, by the deck as it is now. For
+    `replayed` see `open_run`.
     """
     with Signals() as signals:
         check_deck_file(world, path)
@@ -236,19 +257,22 @@ def run_deck(
             begun = again and bool(checkpoints(folder / "checkpoints"))
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)
-            return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone), signals)
+            return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone), signals, replayed)
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
         bound = prepare_ranks(world, deck)
-        run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again))
+        reads = [] if replayed is None else [str(replayed)]
+        run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again, reads), replayed=replayed)
         return run.train(signals, (bound,))
 
 
-def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = False) -> int:
+def resume(
+    world: World, target: Path, overrides: Sequence[str], strict: bool = False, replayed: Path | None = None
+) -> int:
     """`hpctrain resume`: go on from a checkpoint, or from the newest good one of a run's folder.
 
-    With `strict`, a run whose newest checkpoint is damaged does not go on.
+    With `strict`, a run whose newest checkpoint is damaged does not go on. For `replayed` see `open_run`.
     """
     with Signals() as signals:
         path = find_checkpoint(world, target, strict)
@@ -257,10 +281,17 @@ def resume(world: World, target: Path, overrides: Sequence[str], strict: bool = 
             require_training_state(path, state, overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
             require_same_blocks(deck, stored_deck(state, path), path)
-        return _go_on(world, deck, path, state, signals)
+        return _go_on(world, deck, path, state, signals, replayed)
 
 
-def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signals: Signals) -> int:
+def _go_on(
+    world: World,
+    deck: Deck,
+    path: Path,
+    state: Mapping[str, Any],
+    signals: Signals,
+    replayed: Path | None,
+) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
     A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
@@ -287,4 +318,4 @@ def _go_on(world: World, deck: Deck, path: Path, state: Mapping[str, Any], signa
         if world.rank == 0:
             refuse_other_folder(deck, path)
     opening = prepare_ranks(world, deck), warms_again(deck, before, step)
-    return open_run(world, deck, path, split).train(signals, opening)
+    return open_run(world, deck, path, split, replayed=replayed).train(signals, opening)

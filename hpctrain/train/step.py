@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
+from hpctrain.model.choices import Choices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
@@ -51,12 +52,17 @@ class StepResult:
         return self.figures["loss"]
 
 
+ChoicesOf = Callable[[range, int], Choices | None]
+"""Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
+
+
 class Step:
-    """One optimizer step on the engine's mesh."""
+    """One optimizer step on the engine's mesh. `choices` tells of routers' choices in training."""
 
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
+        self.choices: ChoicesOf = lambda *_: None
         self.executor = Executor(
             engine.models,
             engine.mesh.group("pipeline"),
@@ -83,7 +89,13 @@ class Step:
             for count in (max(1, tokens), self.seen(batch))
         )
         prepared = [
-            self.prepare(micro, scale, self.dropout_source(state, index), terms_scale)
+            self.prepare(
+                micro,
+                scale,
+                self.dropout_source(state, index),
+                terms_scale,
+                self.choices_of(state, index, micro),
+            )
             for index, micro in enumerate(micro_batches)
         ]
         engine.synchronizer.start(len(prepared))
@@ -154,20 +166,32 @@ class Step:
         scale: Tensor,
         dropout: DropoutSource | None,
         terms_scale: Tensor | None = None,
+        choices: Choices | None = None,
     ) -> PreparedBatch:
         """This rank's piece of a micro-batch, on the device."""
         engine = self.engine
-        return PreparedBatch.of(micro, engine.objective, scale, engine.positions, dropout, terms_scale)
+        return PreparedBatch.of(
+            micro, engine.objective, scale, engine.positions, dropout, terms_scale, choices
+        )
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
         if not self.engine.shape.dropout:
             return None
-        mesh = self.engine.mesh
-        index = micro_batch * mesh.size("data") + mesh.coordinate("data")
-        first = state.samples + index * self.micro_size
+        first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
         return DropoutSource(self.seed, state.step, samples, self.engine.positions)
+
+    def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> Choices | None:
+        """What is known of, or asked about, the choices of this rank's micro-batch."""
+        first, rows = self.first_sample(state, micro_batch), len(micro.tokens)
+        return self.choices(range(first, first + (rows if micro.samples is None else micro.samples)), rows)
+
+    def first_sample(self, state: TrainState, micro_batch: int) -> int:
+        """The number of the first sample of this rank's micro-batch."""
+        mesh = self.engine.mesh
+        index = micro_batch * mesh.size("data") + mesh.coordinate("data")
+        return state.samples + index * self.micro_size
 
     def agree(self, sums: Tensor, tokens: int, samples: int) -> tuple[dict[str, float], list[float]]:
         """The executor's sums, and what follows them, over all ranks, by one small all-reduce; and figures:

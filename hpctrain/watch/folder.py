@@ -11,6 +11,7 @@ import re
 import shlex
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -71,15 +72,21 @@ def _refuse_file(deck: Deck) -> None:
             raise HpctrainError(deck.problem("run.dir", f"{above}is a file, not a folder"))
 
 
-def clear_folder(deck: Deck, fresh: bool, again: bool) -> str:
+def clear_folder(deck: Deck, fresh: bool, again: bool, reads: Sequence[str] = ()) -> str:
     """Make a run's folder ready for its beginning, on rank 0; in words, what stays there of others.
 
-    Errors as in `replaces`, by which it goes, and in `remove_run`.
+    Errors as in `replaces`, by which it goes, and in `remove_run`: files that the run `reads`, besides those
+    of its deck, are not to be deleted.
     """
     if not replaces(deck, fresh, again):
         return ""
     folder = Path(deck.run.dir)
-    needed = [deck.data.tokens, deck.layout.schedule, *([deck.model.source] if deck.model.source else [])]
+    needed = [
+        *reads,
+        deck.data.tokens,
+        deck.layout.schedule,
+        *([deck.model.source] if deck.model.source else []),
+    ]
     # Where no run is, nothing is locked, as that would write; the lock is left, since others may wait for it.
     with lock_folder(folder) if is_run(folder) else contextlib.nullcontext():
         stays = remove_run(folder, needed)

@@ -27,12 +27,13 @@ _CHECKPOINTS, _OFFLOAD, _PLOTS = "checkpoints", "offload", "plots"
 
 _FILE = (
     r"deck\.toml|metrics\.jsonl(\.new)?|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
+    r"|routing\.h5|\.routing\.h5\.partial"
     r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
 )
 _WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")
 _CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
 _LINKS = ("latest", ".latest.tmp")
-_PICTURE = r"(loss|learning_rate|throughput|grad_norm|schedule)\.png"
+_PICTURE = r"(loss|learning_rate|throughput|grad_norm|expert_load|schedule)\.png"
 
 _AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
 

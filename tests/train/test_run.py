@@ -59,13 +59,18 @@ peak_flops = 1e10
 @pytest.fixture
 def deck_file(world: World, mpi_tmp_path: Path) -> Path:
     """A deck on disk with its token file; of a batch of four sequences, four ranks take one each."""
-    path = mpi_tmp_path / "small.toml"
+    return write_deck(world, mpi_tmp_path)
+
+
+def write_deck(world: World, folder: Path) -> Path:
+    """The same, made in a folder that all ranks share. Collective."""
+    path = folder / "small.toml"
     if world.rank == 0:
-        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        text = DECK.format(tokens=mpi_tmp_path / "tokens.h5")
+        (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        text = DECK.format(tokens=folder / "tokens.h5")
         path.write_text(text if world.size <= 2 else text.replace("micro_size = 2", "micro_size = 1"))
     world.everyone.barrier()
-    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+    prepare(world, folder / "tokens.h5", [str(folder / "text.txt")])
     return path
 
 

@@ -1,0 +1,145 @@
+"""Files of routers' choices: which experts the tokens of some samples went to, in every mixture.
+
+    /            attributes: format, version, experts, and the CRC-32 of all else
+    /blocks      int32 [mixtures], the blocks that are mixtures
+    /samples     int64 [samples], their numbers: positions in the order of samples, counted from a run's first
+    /choices     int32 [mixtures, samples, sequence, k], the experts of every token, the best first
+
+All numbers are little-endian, and nothing of a file depends on layout or time.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import HpctrainError, InputOutputError, failing_as
+from hpctrain.files import read_bytes, synchronize
+from hpctrain.model.shape import ModelShape
+
+FORMAT, VERSION = "hpctrain routing", 1
+FILE_BYTES = 4 << 30  # at most
+
+_TYPES = {"blocks": "<i4", "samples": "<i8", "choices": "<i4"}
+
+
+@dataclass(frozen=True)
+class RoutingFile:
+    """What such a file holds: arrays as above."""
+
+    experts: int
+    blocks: NDArray[np.int32]
+    samples: NDArray[np.int64]
+    choices: NDArray[np.int32]
+
+    @staticmethod
+    def read(path: Path) -> RoutingFile:
+        """The file, whole and sound; InputOutputError where it cannot be read or trusted."""
+        with failing_as(f"{path}: cannot be read"):
+            content = read_bytes(path, FILE_BYTES)
+        try:
+            with h5py.File(io.BytesIO(content), "r") as file:
+                kind, version = file.attrs.get("format"), file.attrs.get("version")
+                if kind != np.bytes_(FORMAT):
+                    raise InputOutputError(
+                        f"{path}: is no file of choices, as a run with model.record_routing writes it"
+                    )
+                if version != VERSION:
+                    raise InputOutputError(
+                        f"{path}: has version {version}, but version {VERSION} is read here"
+                    )
+                arrays = {name: _array(file, name) for name in _TYPES}
+                experts, stored = int(file.attrs["experts"]), int(file.attrs["checksum"])
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({error})") from None
+        found = RoutingFile(experts, **arrays)
+        if found.checksum != stored:
+            raise InputOutputError(f"{path}: is damaged: its contents do not have its checksum")
+        return found
+
+    def write(self, path: Path) -> None:
+        """Make the file: under a temporary name, on the disk, then renamed. InputOutputError where it fails.
+
+        HDF5 makes it in memory, as it can crash where a disk is full.
+        """
+        with h5py.File("routing", "w", driver="core", backing_store=False) as file:
+            file.attrs["format"], file.attrs["version"] = np.bytes_(FORMAT), VERSION
+            file.attrs["experts"], file.attrs["checksum"] = self.experts, self.checksum
+            for name, kind in _TYPES.items():
+                file.create_dataset(name, data=getattr(self, name).astype(kind), track_times=False)
+            file.flush()
+            content = file.id.get_file_image()
+        temporary = path.with_name(f".{path.name}.partial")
+        try:
+            with failing_as(f"{path}: cannot be written"):
+                temporary.write_bytes(content)
+                synchronize(temporary)
+                temporary.replace(path)
+                synchronize(path.parent)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of sizes and contents."""
+        crc = zlib.crc32(f"{self.experts} {self.choices.shape}".encode())
+        for name, kind in _TYPES.items():
+            crc = zlib.crc32(np.ascontiguousarray(getattr(self, name).astype(kind)).data, crc)
+        return crc
+
+    def require_fit(self, path: Path, shape: ModelShape) -> None:
+        """HpctrainError where the choices are not those of such a model, or none at all."""
+        blocks = list(filter(shape.is_mixture, range(shape.layers)))
+        if not blocks:
+            raise HpctrainError(f"{path}: the model has no experts to choose (model.experts = 0)")
+        mixtures, samples, sequence, chosen = self.choices.shape
+        for what, here, there in (
+            ("choices of the blocks", blocks, self.blocks.tolist()),
+            ("model.experts", shape.experts, self.experts),
+            ("model.experts_per_token", shape.experts_per_token, chosen),
+            ("batch.sequence", shape.sequence, sequence),
+        ):
+            if here != there:
+                raise HpctrainError(f"{path}: does not fit: {what} = {there} there, {here} in this run")
+        ordered = np.sort(self.choices, axis=3)
+        twice = chosen > 1 and bool((np.diff(ordered, axis=3) == 0).any())
+        sound = (
+            len(self.blocks) == mixtures and len(set(self.samples.tolist())) == len(self.samples) == samples
+        )
+        if not sound or twice or (ordered.size and not 0 <= ordered.min() <= ordered.max() < self.experts):
+            raise HpctrainError(
+                f"{path}: does not fit: every token of a sample needs {chosen} different experts of the "
+                f"{self.experts}, and every sample is there once"
+            )
+
+    def joined(self, other: RoutingFile) -> RoutingFile:
+        """This one's samples, then those of the other that are not in it."""
+        new = ~np.isin(other.samples, self.samples)
+        samples = np.concatenate((self.samples, other.samples[new]))
+        choices = np.concatenate((self.choices, other.choices[:, new]), axis=1)
+        return RoutingFile(self.experts, self.blocks, samples, choices)
+
+    def before(self, sample: int) -> RoutingFile:
+        """Only the samples of lower numbers."""
+        kept = self.samples < sample
+        return RoutingFile(self.experts, self.blocks, self.samples[kept], self.choices[:, kept])
+
+
+def _array(file: h5py.File, name: str) -> NDArray[Any]:
+    """A dataset of the type and number of dims that it has to have."""
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset) or dataset.dtype != np.dtype(_TYPES[name]):
+        raise ValueError(f"{name} is not what it has to be")
+    if dataset.ndim != (4 if name == "choices" else 1) or dataset.nbytes > FILE_BYTES:
+        raise ValueError(f"{name} has another shape than it has to have")
+    values: NDArray[Any] = dataset[()]
+    return values
