@@ -170,7 +170,7 @@ class Model(Section):
         gt=0,
     )
     record_routing: int = key(
-        "Samples, the first of the run, whose experts are written to routing.h5, for `--replay-routing`.",
+        "First samples of the run, whose experts go into routing.h5, which other runs can follow.",
         0,
         unit="samples",
         ge=0,
