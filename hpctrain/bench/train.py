@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral_step
 from hpctrain.bench.peers import start_gloo, stop_gloo
 from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
 from hpctrain.bench.timing import with_vocabulary, write_json
@@ -118,7 +119,7 @@ def bench_train(
         for changes in wish.variants:
             other = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
             changed[changes] = with_vocabulary(other)
-    gloo = any(name in wish.against for name in names)
+    gloo = any(name in wish.against and name not in MIXTRAL_RIVALS for name in names)
     if gloo:
         start_gloo(world)
     variants: list[Variant] = []
@@ -128,19 +129,19 @@ def bench_train(
             variants.append(_rival(name, deck, world, split))
         elif name == "no-sync":
             alone = world.alone()
-            variants.append(_training(name, on_one_rank(deck), alone, Mesh(alone, {}), share=world.size))
+            variants.append(own_variant(name, on_one_rank(deck), alone, Mesh(alone, {}), share=world.size))
         elif name == "data-parallel":
             plain = on_one_rank(deck)
             copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
-            variants.append(_training(_layout_name(copies), plain, world, copies))
+            variants.append(own_variant(layout_name(copies), plain, world, copies))
         elif name in changed:
             other = changed[name]
-            variants.append(_training(name, other, world, make_mesh(other, world)))
+            variants.append(own_variant(name, other, world, make_mesh(other, world)))
         else:
-            variants.append(_training(_layout_name(mesh), deck, world, mesh))
+            variants.append(own_variant(layout_name(mesh), deck, world, mesh))
     dtype = Precision.of(deck).product
     peak = _mean(world, measure_gemm_flops(dtype, world.device))
-    measured = _measure(world, variants, wish)
+    measured = take_turns(world, variants, wish)
     own = torch.tensor(peak_bytes(world.device))
     memory = int(world.everyone.all_reduce(own, "max").item()) if len(variants) == 1 else None
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
@@ -179,7 +180,9 @@ def _chosen(wish: TrainingWish) -> list[str]:
 def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
     """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
     step: Callable[[], object]
-    if name in PIPELINE_RIVALS:
+    if name in MIXTRAL_RIVALS:
+        step = mixtral_step(name, deck, world)
+    elif name in PIPELINE_RIVALS:
         step = pipeline_step(name, deck, world, split)
     elif name in SHARDED_RIVALS:
         step = sharded_step(name, deck, world)
@@ -188,11 +191,12 @@ def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant
     return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
 
 
-def _layout_name(mesh: Mesh) -> str:
+def layout_name(mesh: Mesh) -> str:
+    """The axes along which there are several ranks."""
     return sizes_text(mesh.sizes, 2) or "one rank"
 
 
-def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
+def own_variant(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
     """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
     assert deck.model.vocabulary is not None
     engine, _ = build_within_memory(deck, world, mesh)
@@ -211,7 +215,7 @@ def _training(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -
     return Variant(name, partial(trainer.train_step, batch), tokens, phases, engine.placement.split, probe)
 
 
-def _measure(
+def take_turns(
     world: World, variants: Sequence[Variant], wish: TrainingWish
 ) -> list[tuple[Variant, list[float], dict[str, float]]]:
     """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""

@@ -63,9 +63,19 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
     "--against",
     multiple=True,
     type=click.Choice(
-        ["torch-tensor", "torch-sequence", "torch-pipeline", "torch-interleaved", "fsdp2", "deepspeed"]
+        [
+            "torch-tensor",
+            "torch-sequence",
+            "torch-pipeline",
+            "torch-interleaved",
+            "fsdp2",
+            "deepspeed",
+            "transformers-eager",
+            "transformers-grouped",
+        ]
     ),
-    help="Also torch's tensor (and sequence) parallelism, pipeline or FSDP2, or DeepSpeed's ZeRO, over gloo.",
+    help="Also torch's tensor (and sequence) parallelism, pipeline or FSDP2, or DeepSpeed's ZeRO, over gloo; "
+    "or on one rank transformers' Mixtral.",
 )
 @click.option(
     "--variant",

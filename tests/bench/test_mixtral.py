@@ -1,0 +1,63 @@
+"""transformers' Mixtral as a peer: of the deck's sizes, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral, mixtral_step
+from hpctrain.bench.train import TrainingWish, bench_train
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.model.count import count
+from hpctrain.model.shape import ModelShape
+from tests.engines import DECK, LLAMA, small_deck
+
+pytest.importorskip("transformers")
+
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=40", "model.tied=false")
+
+
+@pytest.mark.parametrize("experts", MIXTRAL_RIVALS.values())
+def test_it_has_the_sizes_of_the_deck(experts: str) -> None:
+    shape = ModelShape.of(small_deck(*MIXTURE), 61)
+    model = mixtral(shape, experts)
+    assert sum(p.numel() for p in model.parameters()) == count(shape).parameters
+    assert model.config._experts_implementation == experts
+
+
+@pytest.mark.parametrize("rival", MIXTRAL_RIVALS)
+def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain.bench import mixtral as module
+
+    made = []
+    monkeypatch.setattr(module, "mixtral", lambda *args: made.append(mixtral(*args)) or made[0])
+    step = mixtral_step(rival, small_deck(*MIXTURE), world.alone())
+    before = {name: p.detach().clone() for name, p in made[0].named_parameters()}
+    step()
+    assert all(not torch.equal(before[name], p) for name, p in made[0].named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (LLAMA, "needs a mixture"),
+        ((*MIXTURE, "model.shared_experts=1"), r"shared_experts = 1 is not Mixtral's \(0\)"),
+        ((*MIXTURE, "model.router=sigmoid"), "router = 'sigmoid'"),
+    ],
+)
+def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], told: str) -> None:
+    with pytest.raises(HpctrainError, match=told):
+        mixtral_step("transformers-eager", small_deck(*changes), world.alone())
+
+
+def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
+    deck, figures = tmp_path / "deck.toml", tmp_path / "figures.json"
+    deck.write_text(DECK)
+    wish = TrainingWish(1, 1, against=("transformers-eager",))
+    assert bench_train(world.alone(), deck, MIXTURE, wish, figures) == 0
+    names = [row["name"] for row in json.loads(figures.read_text())]
+    assert names == ["one rank", "transformers-eager"]
