@@ -127,6 +127,12 @@ def _choice(deck: Deck) -> Iterator[Problem]:
     if model.experts_per_token > model.experts:
         sentence = f"must be from 1 to model.experts = {model.experts}"
         yield Problem("model.experts_per_token", sentence, ("model.experts",))
+    elif model.experts_per_token == 1 and model.router_normalize:
+        sentence = (
+            "makes the weight of a token's only expert 1, so that the router "
+            "learns nothing from the loss (false would do)"
+        )
+        yield Problem("model.router_normalize", sentence, ("model.experts_per_token",), for_writers=True)
 
 
 def _router_groups(deck: Deck) -> Iterator[Problem]:

@@ -45,6 +45,7 @@ def problems(*overrides: str, ranks: int | None = None, deck: str = DECK) -> lis
         (["layout.expert=4", "layout.tensor=2", "layout.pipeline=2"], 8),
         (["layout.expert=2", "layout.zero=3", "layout.zero_group=2"], 4),
         (["model.experts_per_token=8"], None),
+        (["model.experts_per_token=1", "model.router_normalize=false"], None),
         (["model.expert_every=4"], None),
         (["model.dense_first=3"], None),
         (["model.router_groups=4", "model.router_groups_per_token=1"], None),
@@ -73,6 +74,11 @@ def test_mixtures_that_can_be(overrides: list[str], ranks: int | None) -> None:
         (
             "model.router_groups=3",
             "model.router_groups=3: must divide model.experts = 8 (1, 2, 4 or 8 would)",
+        ),
+        (
+            "model.experts_per_token=1 model.router_normalize=true",
+            "model.router_normalize=true: makes the weight of a token's only expert 1, so that the router "
+            "learns nothing from the loss (false would do)",
         ),
         (
             "model.router_groups_per_token=2",

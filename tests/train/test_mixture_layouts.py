@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,14 @@ def test_steps_on_eight_ranks_are_those_of_one(world: World, layout: str) -> Non
 )
 def test_other_routers_choose_and_drop_the_same_tokens(world: World, model: str, layout: str) -> None:
     assert_same(world, deck_of(model, layout), 1e-5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("expert", [1, 2])
+def test_experts_may_live_on_a_disk(world: World, mpi_tmp_path: Path, expert: int) -> None:
+    """Also those that no other rank has: nothing of them is cut, yet they are read when they are needed."""
+    layout = f"layout.expert={expert} layout.zero=3 memory.parameters=disk memory.optimizer=disk"
+    assert_same(world, deck_of("softmax", f"{layout} memory.offload_dir={mpi_tmp_path}"), 1e-5)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

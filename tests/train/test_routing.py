@@ -171,7 +171,7 @@ def test_a_file_that_does_not_fit_is_refused(world: World, train: Train, mpi_tmp
     given = train("good", "run.steps=1") / ROUTING_FILE
     for key, sentence in {
         "model.experts=8": "model.experts = 4 there, 8 in this run",
-        "model.experts_per_token=1": "model.experts_per_token = 2 there, 1 in this run",
+        "model.experts_per_token=3": "model.experts_per_token = 2 there, 3 in this run",
         "model.expert_every=2": r"choices of the blocks = \[0, 1\] there, \[1\] in this run",
         "batch.sequence=16": "batch.sequence = 32 there, 16 in this run",
     }.items():
