@@ -319,6 +319,40 @@ def test_ranks_give_the_text_of_one(world: World, mpi_tmp_path: Path, family: tu
     assert len(texts(world, path, "", drawn)) == (2 if world.rank == 0 else 0)
 
 
+MIXTURE = (*LLAMA, "model.experts=6", "model.expert_mlp=16", "model.shared_experts=1", "model.expert_every=2")
+
+
+@pytest.mark.mpi(min_size=1, max_size=4)
+@pytest.mark.parametrize(
+    "more",
+    [(), ("model.capacity=0.5",), ("model.balance=bias", "model.router=sigmoid")],
+    ids=["all", "dropping", "bias"],
+)
+def test_mixtures_give_the_text_of_one_rank(world: World, mpi_tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Of short prompts, and of one longer than the window; experts lie on as many ranks as divide them."""
+    path = mpi_tmp_path / "a.h5"
+    bias = torch.tensor([1.0, -1.0, 0.5, 0.0, -0.5, 2.0])
+
+    def change(model: Transformer) -> None:
+        for block in blocks_of(model):
+            router = getattr(block.feed_forward, "router", None)
+            if router is not None and router.bias is not None:
+                router.bias.copy_(bias)
+
+    make_checkpoint(world, path, *MIXTURE, *more, change=change)
+    greedy = Sampling(tokens=12, temperature=0.0)
+    for prompt in ("", "d", "def f(x): return x + 1  # and a comment"):
+        shown = texts(world, path, prompt, greedy)
+        expected = texts(world.alone(), path, prompt, greedy)
+        assert shown == (expected if world.rank == 0 else [])
+    model, _ = load_model(world, path)
+    mixture = blocks_of(model)[1].feed_forward
+    if world.size in (1, 2):
+        assert len(mixture.experts.gate_up) == 6 // world.size
+    if mixture.router.bias is not None:
+        assert torch.equal(mixture.router.bias.cpu(), bias)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_cannot_split_the_model_are_told(world: World, mpi_tmp_path: Path) -> None:
     path = mpi_tmp_path / "a.h5"
