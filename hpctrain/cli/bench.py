@@ -100,6 +100,22 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
 
 @command.command()
 @deck_file
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.expert=2."
+)
+@click.option("--steps", default=1, show_default=True, type=COUNT, help="Of each thing in each round.")
+@in_rounds
+@figures_file
+def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
+    """Time DECK's mixtures of experts: spread over ranks and not, beside a dense layer, and exchanges."""
+    from hpctrain.bench.mixture import bench_mixture
+    from hpctrain.comm.verb import run_verb
+
+    run_verb(lambda world: bench_mixture(world, deck, overrides, steps, rounds, path))
+
+
+@command.command()
+@deck_file
 @layout_of_state
 @in_rounds
 @figures_file

@@ -1,0 +1,218 @@
+"""`hpctrain bench mixture`: what spreading experts over ranks costs, what routing does, and what is left.
+
+Everything takes turns in one run: a step of the deck and one of the same model without its experts spread, a
+mixture's layer and a dense one of as many active FLOPs, and the exchanges of a layer without its experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.bench.timing import slowest, with_vocabulary, write_json
+from hpctrain.bench.train import layout_name, own_variant
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import make_mesh
+from hpctrain.engine.sizes import expert_sizes
+from hpctrain.errors import HpctrainError
+from hpctrain.model.feed_forward import FeedForward
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.mixture import Mixture
+from hpctrain.model.precision import Precision
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.dispatch import Dispatch
+from hpctrain.parallel.experts import row_unit
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import Multiplying
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.shard import Parameter
+from hpctrain.table import table
+from hpctrain.train.verify import on_one_rank
+
+
+@dataclass(frozen=True)
+class MixtureFigures:
+    """By round: seconds of a step with experts spread, of one without (None on one rank), of one layer and
+    of the dense one, forward and backward on every rank by itself, and of a layer's exchanges in a step.
+
+    `spread` is tokens/s with experts spread over those without, `layer` FLOP/s of a mixture's layer over
+    those of the dense one, `exchange` the share of dispatch and combination in a step: medians over rounds.
+    """
+
+    step_s: list[float]
+    whole_s: list[float] | None
+    mixture_s: list[float]
+    dense_s: list[float]
+    exchange_s: list[float]
+    spread: float | None
+    layer: float
+    exchange: float
+
+
+def bench_mixture(
+    world: World, path: Path, overrides: Sequence[str], steps: int, rounds: int, output: Path | None
+) -> int:
+    """Time a deck's mixtures on random tokens; the exit code. Collective."""
+    with world.agreement():
+        deck = with_vocabulary(read_deck(path, overrides, world.size, settled_keys))
+        if not deck.model.experts:
+            raise HpctrainError(deck.problem("model.experts", "is 0: there is no mixture to time"))
+        if deck.layout.tensor * deck.layout.context * deck.layout.pipeline > 1:
+            asked = "must be 1 here: other axes than experts' are not timed"
+            raise HpctrainError(deck.problem("layout.tensor", asked))
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    figures = _measure(world, deck, steps, rounds)
+    if world.rank == 0:
+        _show(deck, world, figures)
+        if output is not None:
+            write_json(output, asdict(figures))
+    return 0
+
+
+def _measure(world: World, deck: Deck, steps: int, rounds: int) -> MixtureFigures:
+    shape = ModelShape.of(deck, deck.model.vocabulary or 0)
+    mesh = make_mesh(deck, world)
+    spread = own_variant(layout_name(mesh), deck, world, mesh).step
+    whole = None
+    if world.size > 1:
+        plain = on_one_rank(deck)
+        copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
+        whole = own_variant(layout_name(copies), plain, world, copies).step
+    passes = deck.batch.global_size // (deck.batch.micro_size * mesh.size("data"))
+    routed = sum(shape.is_mixture(index) for index in range(shape.layers))
+    alone = _one_rank(world)
+    layers = _Layers(deck, shape, alone, world.device)
+    exchange = _exchange(deck, shape, mesh, world.device)
+    timed: list[Callable[[], object]] = [spread, layers.mixture, layers.dense, exchange]
+    timed += [whole] if whole is not None else []
+    seconds: list[list[float]] = [[] for _ in timed]
+    for turn in range(rounds + 1):
+        for index, once in enumerate(timed):
+            world.everyone.barrier()
+            began = time.perf_counter()
+            for _ in range(steps):
+                once()
+            taken = slowest(world, time.perf_counter() - began) / steps
+            if turn:
+                seconds[index].append(taken)
+    step, mixture, dense, exchanges, *others = seconds
+    exchanges = [passes * routed * each for each in exchanges]
+    return MixtureFigures(
+        step,
+        others[0] if others else None,
+        mixture,
+        dense,
+        exchanges,
+        _ratio(others[0], step) if others else None,
+        _ratio(dense, mixture) * layers.flops_ratio,
+        _ratio(exchanges, step),
+    )
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return median(first / second for first, second in zip(above, below, strict=True))
+
+
+def _one_rank(world: World) -> LayerGroups:
+    mesh = Mesh(world.alone(), {})
+    return LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"))
+
+
+class _Layers:
+    """One mixture and one dense layer of as many active features, with weights and gradients of their own."""
+
+    def __init__(self, deck: Deck, shape: ModelShape, groups: LayerGroups, device: torch.device) -> None:
+        formats, micro = Precision.of(deck), deck.batch.micro_size
+        self._mixture = Mixture("mixture", shape, groups)
+        inner = (shape.experts_per_token + shape.shared_experts) * shape.expert_mlp
+        self._dense = FeedForward("dense", shape, groups, inner)
+        for layer in (self._mixture, self._dense):
+            _fill(layer, formats.storage, formats.gradient, device)
+        elements = [_elements(layer) for layer in (self._mixture, self._dense)]
+        elements[0] += shape.experts * shape.hidden  # the router's
+        self.flops_ratio = elements[0] / elements[1]
+        self._x = torch.randn(shape.sequence, micro, shape.hidden, dtype=formats.storage, device=device)
+        tokens = torch.zeros(shape.sequence, micro, dtype=torch.int64, device=device)
+        self._inputs = Inputs(tokens, torch.arange(shape.sequence, device=device))
+
+    def mixture(self) -> None:
+        """Forward and backward."""
+        self._both(lambda x: self._mixture(x, self._inputs, Residency()))
+
+    def dense(self) -> None:
+        """Forward and backward."""
+        self._both(self._dense)
+
+    def _both(self, layer: Callable[[Tensor], Tensor]) -> None:
+        x = self._x.detach().requires_grad_()
+        layer(x).backward(self._x)
+
+
+def _elements(layer: nn.Module) -> int:
+    return sum(each.elements for each in layer.modules() if isinstance(each, Multiplying))
+
+
+def _fill(layer: nn.Module, storage: torch.dtype, gradient: torch.dtype, device: torch.device) -> None:
+    """Give parameters memory: those of a layer's module behind each other, as in a Bucket."""
+    for module in layer.modules():
+        own = [p for p in module.parameters(recurse=False) if isinstance(p, Parameter)]
+        total = sum(p.shard.elements for p in own)
+        values = torch.randn(total, device=device).mul_(0.02).to(storage)
+        sums = torch.zeros(total, dtype=gradient, device=device)
+        start = 0
+        for parameter in own:
+            end = start + parameter.shard.elements
+            parameter.data = values[start:end].view(parameter.shard.local)
+            parameter.gradient = sums[start:end].view(parameter.shard.local)
+            start = end
+
+
+def _exchange(deck: Deck, shape: ModelShape, mesh: Mesh, device: torch.device) -> Callable[[], None]:
+    """One micro-batch's dispatch and combination in one layer, and of backward, without experts."""
+    dtype, rows = Precision.of(deck).storage, shape.sequence * deck.batch.micro_size
+    x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
+    chosen = torch.rand(rows, shape.experts, device=device).topk(shape.experts_per_token).indices
+    values = torch.rand(rows, shape.experts_per_token, device=device)
+    unit = row_unit(dtype, device)
+    groups = mesh.group("expert"), mesh.group("expert_tensor")
+
+    def once() -> None:
+        leaf, weights = x.detach().requires_grad_(), values.detach().requires_grad_()
+        dispatch = Dispatch(chosen, None, shape.experts, *groups, unit)
+        arrived = dispatch.arrive(dispatch.leave(leaf))
+        dispatch.combine(dispatch.leave_back(arrived), weights).backward(x)
+
+    return once
+
+
+def _show(deck: Deck, world: World, figures: MixtureFigures) -> None:
+    tokens = deck.batch.global_size * deck.batch.sequence
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    print(f"{deck.run.title}: {deck.precision.compute}, {ranks}, {tokens} tokens a step")
+    rows = [["ms", "median", "lowest", "highest"]]
+    timed = {
+        "a step, experts as the deck says": figures.step_s,
+        "a step, every rank with all experts": figures.whole_s,
+        "a mixture's layer on one rank": figures.mixture_s,
+        "a dense layer of as many active features": figures.dense_s,
+        "dispatch and combination in a step": figures.exchange_s,
+    }
+    for name, seconds in timed.items():
+        if seconds is not None:
+            rows.append([name, *(f"{1e3 * of(seconds):.1f}" for of in (median, min, max))])
+    print("\n".join(table(rows)))
+    if figures.spread is not None:
+        print(f"tokens/s over those of every rank with all experts: {figures.spread:.1%}")
+    print(f"FLOP/s of a mixture's layer over those of a dense one: {figures.layer:.1%}")
+    print(f"dispatch and combination, by themselves, of a step: {figures.exchange:.1%}")
