@@ -168,6 +168,7 @@ class Model(Section):
         None,
         derived="none: all",
         gt=0,
+        le=_MOST_EXPERTS,
     )
     record_routing: int = key(
         "First samples of the run, whose experts go into routing.h5, which other runs can follow.",

@@ -218,3 +218,9 @@ def test_every_key_of_mixtures_is_among_those() -> None:
 )
 def test_experts_that_do_not_fit_the_ranks(overrides: str, ranks: int, told: str) -> None:
     assert problems(*overrides.split(), ranks=ranks) == [told]
+
+
+def test_a_capacity_is_a_number_that_tokens_can_be_counted_with() -> None:
+    (told,) = problems("model.capacity=1e300")
+    assert told.startswith("model.capacity=1e300: must be ")
+    assert "at most" in told
