@@ -10,7 +10,6 @@ All numbers are little-endian, and nothing of a file depends on layout or time.
 
 from __future__ import annotations
 
-import io
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.outcome import reason
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
-from hpctrain.files import read_bytes, synchronize
+from hpctrain.files import open_regular, synchronize
 from hpctrain.model.shape import ModelShape
 
 FORMAT, VERSION = "hpctrain routing", 1
@@ -44,9 +44,9 @@ class RoutingFile:
     def read(path: Path) -> RoutingFile:
         """The file, whole and sound; InputOutputError where it cannot be read or trusted."""
         with failing_as(f"{path}: cannot be read"):
-            content = read_bytes(path, FILE_BYTES)
+            open_regular(path).close()
         try:
-            with h5py.File(io.BytesIO(content), "r") as file:
+            with h5py.File(path, "r", locking=False) as file:
                 kind, version = file.attrs.get("format"), file.attrs.get("version")
                 if kind != np.bytes_(FORMAT):
                     raise InputOutputError(
@@ -59,7 +59,7 @@ class RoutingFile:
                 arrays = {name: _array(file, name) for name in _TYPES}
                 experts, stored = int(file.attrs["experts"]), int(file.attrs["checksum"])
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({error})") from None
+            raise InputOutputError(f"{path}: is damaged, or no HDF5 file ({reason(error)})") from None
         found = RoutingFile(experts, **arrays)
         if found.checksum != stored:
             raise InputOutputError(f"{path}: is damaged: its contents do not have its checksum")

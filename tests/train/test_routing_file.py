@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,24 @@ def test_no_damage_is_overlooked(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(InputOutputError, match="is damaged, or no HDF5 file"):
             RoutingFile.read(path)
+
+
+def test_a_damaged_file_does_not_crash_the_process_at_its_end(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "routing.h5").write_text("nothing")
+    program = """
+from pathlib import Path
+from hpctrain.errors import InputOutputError
+from hpctrain.train.routing_file import RoutingFile
+try:
+    RoutingFile.read(Path("routing.h5"))
+except InputOutputError as error:
+    print(error)
+"""
+    done = launch(0, "-c", program, cold=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("routing.h5: is damaged, or no HDF5 file")
 
 
 def test_another_file_is_told_apart(tmp_path: Path) -> None:
