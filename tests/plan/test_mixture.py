@@ -247,3 +247,10 @@ def test_people_are_told_what_is_active_and_what_travels() -> None:
     assert "50.3 MB of a rank's rows go to other ranks' experts and back in a step" in told
     alone = plan_text(plan_deck(here, 2, advised=False))
     assert "experts and back" not in alone
+
+
+@pytest.mark.mpi(max_size=2)
+def test_where_every_rank_has_all_experts_loads_do_not_matter(world: World) -> None:
+    """As many rows as are chosen stay on their rank, whichever experts take them."""
+    for recompute in ("none", "full"):
+        expect_activations(world, mixture("model.shared_experts=1", f"memory.recompute={recompute}"))
