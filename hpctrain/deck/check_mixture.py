@@ -7,7 +7,7 @@ from math import gcd
 
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, Model
-from hpctrain.units import format_count
+from hpctrain.units import format_bytes, format_count
 from hpctrain.words import counted, either
 
 _OF_MIXTURES = (
@@ -30,11 +30,22 @@ _OF_MIXTURES = (
 )
 
 
+RECORDED_BYTES = 1 << 30
+"""Of the choices that a run writes down."""
+
+
 def mixture_problems(deck: Deck) -> list[Problem]:
     """Everything that is wrong with the mixtures that a deck asks for, or asks for in vain."""
     if not deck.model.experts:
         return list(_in_vain(deck))
-    return [*_blocks(deck), *_choice(deck), *_router_groups(deck), *_balance(deck), *_capacity(deck)]
+    return [
+        *_blocks(deck),
+        *_choice(deck),
+        *_router_groups(deck),
+        *_balance(deck),
+        *_capacity(deck),
+        *_recorded(deck),
+    ]
 
 
 def expert_layout_problems(deck: Deck) -> list[Problem]:
@@ -183,6 +194,23 @@ def _capacity(deck: Deck) -> Iterator[Problem]:
         )
         others = ("model.experts", "model.experts_per_token", "batch.micro_size", "batch.sequence")
         yield Problem("model.capacity", sentence, others)
+
+
+def _recorded(deck: Deck) -> Iterator[Problem]:
+    """Choices that are written down must fit into the memory of a rank, and into their file."""
+    model, sequence = deck.model, deck.batch.sequence
+    mixtures = sum(
+        block % model.expert_every == 0 for block in range(model.dense_first + 1, model.layers + 1)
+    )
+    of_sample = 4 * max(1, mixtures) * sequence * model.experts_per_token
+    if model.record_routing * of_sample > RECORDED_BYTES:
+        sentence = (
+            f"would take {format_bytes(model.record_routing * of_sample)} on rank 0, more than the "
+            f"{format_bytes(RECORDED_BYTES)} that such a file may have "
+            f"({RECORDED_BYTES // of_sample} samples would do)"
+        )
+        others = ("model.layers", "model.experts_per_token", "batch.sequence")
+        yield Problem("model.record_routing", sentence, others)
 
 
 def _at_least(number: float) -> str:

@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.outcome import reason
+from hpctrain.deck.check_mixture import RECORDED_BYTES
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import open_regular, synchronize
 from hpctrain.model.shape import ModelShape
 
 FORMAT, VERSION = "hpctrain routing", 1
-FILE_BYTES = 4 << 30  # at most
+FILE_BYTES = 2 * RECORDED_BYTES  # of an array at most
 
 _TYPES = {"blocks": "<i4", "samples": "<i8", "choices": "<i4"}
 

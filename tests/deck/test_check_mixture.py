@@ -169,6 +169,7 @@ VALUES = {
     "balance_over": "sequence",
     "balance_rate": "0.01",
     "capacity": "1.5",
+    "record_routing": "4",
 }
 
 
@@ -183,7 +184,7 @@ def test_keys_of_mixtures_need_experts(name: str) -> None:
 
 def test_every_key_of_mixtures_is_among_those() -> None:
     names = {name for name in Model.model_fields if name.split("_")[0] in {"expert", "router", "balance"}}
-    names |= {"experts_per_token", "shared_experts", "dense_first", "capacity"}
+    names |= {"experts_per_token", "shared_experts", "dense_first", "capacity", "record_routing"}
     assert names == set(VALUES)
 
 
@@ -224,3 +225,12 @@ def test_a_capacity_is_a_number_that_tokens_can_be_counted_with() -> None:
     (told,) = problems("model.capacity=1e300")
     assert told.startswith("model.capacity=1e300: must be ")
     assert "at most" in told
+
+
+def test_no_more_choices_are_written_down_than_a_file_may_have() -> None:
+    # Two mixtures of two choices in each of 64 tokens, four bytes each: 1 KiB a sample.
+    keys = ("model.expert_every=2", "model.dense_first=1")
+    parse_deck(DECK, (*keys, f"model.record_routing={1 << 20}"))
+    (problem,) = problems(*keys, f"model.record_routing={1 << 20}", "model.experts_per_token=3")
+    assert "model.record_routing=1048576: would take 1.61 GB on rank 0, more than the 1.07 GB" in problem
+    assert "(699050 samples would do" in problem
