@@ -1,4 +1,7 @@
-"""Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even."""
+"""Plans of mixtures of experts: memory and exchanges are those of runs whose experts' loads are even.
+
+Tests of plan/words.py, too.
+"""
 
 from __future__ import annotations
 
