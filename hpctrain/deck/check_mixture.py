@@ -115,7 +115,7 @@ def _in_vain(deck: Deck) -> Iterator[Problem]:
     for name, value in usual.items():
         if getattr(model, name) != value:
             sentence = "has no effect with model.experts = 0: no block is a mixture (leave it out)"
-            yield Problem(f"model.{name}", sentence, ("model.experts",))
+            yield Problem(f"model.{name}", sentence, ("model.experts",), idle=True)
 
 
 def _blocks(deck: Deck) -> Iterator[Problem]:
@@ -174,10 +174,10 @@ def _balance(deck: Deck) -> Iterator[Problem]:
         yield Problem("model.balance_loss", sentence, ("model.balance",))
     elif not model.balance_loss and model.balance_over != Model.model_fields["balance_over"].default:
         sentence = "has no effect with model.balance_loss = 0 (leave it out, or give a weight above 0)"
-        yield Problem("model.balance_over", sentence, ("model.balance", "model.balance_loss"))
+        yield Problem("model.balance_over", sentence, ("model.balance", "model.balance_loss"), idle=True)
     if model.balance != "bias" and model.balance_rate != Model.model_fields["balance_rate"].default:
         sentence = f'has no effect with {given}: it is that of balance = "bias" (leave it out)'
-        yield Problem("model.balance_rate", sentence, ("model.balance",))
+        yield Problem("model.balance_rate", sentence, ("model.balance",), idle=True)
 
 
 def _capacity(deck: Deck) -> Iterator[Problem]:

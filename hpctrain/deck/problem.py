@@ -13,13 +13,14 @@ class Problem:
     """What is wrong with `key`, as the rest of a sentence that begins with the key and its value.
 
     `others` are the other keys whose values the check looked at. What is `for_writers` is told whoever writes
-    it, but a deck that has trained so is good.
+    it, but a deck that has trained so is good; so is one where a key that a run has stored is `idle` by now.
     """
 
     key: str
     sentence: str
     others: tuple[str, ...] = ()
     for_writers: bool = False
+    idle: bool = False
 
 
 def divisors(number: int) -> list[int]:

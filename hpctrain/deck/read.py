@@ -170,7 +170,9 @@ class _Validation:
             problems += [] if ranks is None else world_problems(deck, ranks)
             for problem in problems:
                 keys = {problem.key, *problem.others}
-                if not bad & keys and not (problem.for_writers and self._stored(keys)):
+                forgiven = problem.for_writers and self._stored(keys)
+                forgiven = forgiven or (problem.idle and self._stored({problem.key}))
+                if not bad & keys and not forgiven:
                     sentence = deck.problem(problem.key, problem.sentence)
                     self.written.add(deck.sources.place(problem.key), sentence)
         return deck

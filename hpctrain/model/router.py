@@ -20,6 +20,9 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.saved import Saving, Storage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
+_LEAST = 1e-20
+"""Added to a sum of sigmoids, all of which may be zero."""
+
 BALANCE_LOSS, Z_LOSS = "balance_loss", "router_z_loss"
 
 
@@ -161,7 +164,7 @@ class Router(nn.Module):
         if shape.balance_loss:
             shares = probabilities = scores
             if shape.router == "sigmoid":
-                probabilities = scores / scores.sum(1, keepdim=True)
+                probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST)
             shares = self._shares(experts, tokens, inputs)
             value = shape.experts * (probabilities * shares).sum(1)
             weights = inputs.terms.add(
@@ -209,7 +212,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def _note(self, scores: Tensor, experts: Tensor, kept: Tensor | None, present: Tensor | None) -> None:
         if self.shape.router == "sigmoid":
-            scores = scores / scores.sum(1, keepdim=True)
+            scores = scores / (scores.sum(1, keepdim=True) + _LEAST)
         entropy = -torch.special.xlogy(scores, scores).sum(1)
         every = experts if present is None else experts[present]
         counts = torch.bincount(every.flatten(), minlength=self.shape.experts).double()

@@ -280,7 +280,6 @@ def resume(
         with world.agreement():
             require_training_state(path, state, overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
-            require_same_blocks(deck, stored_deck(state, path), path)
         return _go_on(world, deck, path, state, signals, replayed)
 
 
@@ -299,6 +298,7 @@ def _go_on(
     """
     done = False
     with world.agreement():
+        require_same_blocks(deck, stored_deck(state, path), path)
         step = int(state.get("step", 0))
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"

@@ -228,3 +228,15 @@ def test_over_the_step_shares_are_those_of_the_step_before(world: Any) -> None:
     scores = (rows_of(inputs) @ router.weight.detach().t()).softmax(1)
     expected = 8 * (scores * (counts[:8] / 16).float()).sum()
     torch.testing.assert_close(value, expected)
+
+
+def test_sigmoids_that_are_all_zero_leave_losses_finite(world: Any) -> None:
+    router = make_router(world, router="sigmoid", balance_loss=1.0)
+    with torch.no_grad():
+        router.weight.fill_(-300.0)
+    inputs = inputs_of(2, Terms(torch.tensor(1.0)))
+    rows = rows_of(inputs).abs().requires_grad_()
+    routing = router(rows, tokens_of(inputs), inputs)
+    routing.weights.sum().backward()
+    (value,) = inputs.terms._values.values()
+    assert bool(value.isfinite()) and bool(rows.grad.isfinite().all())

@@ -207,3 +207,23 @@ def test_damaged_models_are_refused_on_all_ranks(world: World, mpi_tmp_path: Pat
     deck = parse_deck(text, [f"model.from={folder}"], read_source=settled_keys)
     with pytest.raises(InputOutputError, match=r"model.safetensors: damaged or truncated safetensors"):
         start_from_source(deck, engine)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tmp_path: Path) -> None:
+    path, run = mpi_tmp_path / "deck.toml", mpi_tmp_path / "run"
+    sizes = 'family = "llama"\nlayers = 2\nhidden = 32\nheads = 4\nmlp = 48'
+    if world.rank == 0:
+        text = DECK.format(folder=mpi_tmp_path, source="", sequence=16)
+        path.write_text(text.replace('from = ""', sizes))
+        (mpi_tmp_path / "text.txt").write_text("one two three " * 200)
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+    mixture = ["model.experts=4", "model.balance=bias", "model.balance_rate=0.02"]
+    assert run_deck(world, path, [*mixture, "run.steps=1", "learning_rate.decay_steps=2"]) == 0
+    with pytest.raises(HpctrainError, match="is a mixture and does not go on as dense"):
+        run_deck(world, path, [], again=True)
+    with pytest.raises(HpctrainError, match="is a mixture and does not go on as dense"):
+        resume(world, run, ["model.experts=0", "run.steps=2"])
+    # What the stored deck says of biases has no effect any more, and cannot be left out.
+    assert resume(world, run, ["model.balance=loss", "run.steps=2"]) == 0
