@@ -67,7 +67,10 @@ class Layer(nn.Module, ABC):
 
     @cached_property
     def held(self) -> list[Parameter]:
-        """The parameters that stand for what the forward pass has there, in its order; see Residency."""
+        """The parameters that stand for what the forward pass has there, in its order; see Residency.
+
+        The first one of a block is there throughout, in forward and backward.
+        """
         return [unit[0][0] for unit in self.units()]
 
     @cached_property
@@ -81,8 +84,10 @@ class Layer(nn.Module, ABC):
         return []
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
-        """What backward tells to be added, in its order, with the parameter that is held meanwhile."""
-        yield self.held[0], self.own[::-1]
+        """What backward tells to be added, in its order, with the parameter that is held meanwhile, besides
+        what is there throughout.
+        """
+        yield None if self.is_block else self.held[0], self.own[::-1]
 
     @property
     def late(self) -> set[Parameter]:

@@ -165,8 +165,8 @@ class Block(TransformerLayer):
         """See Layer."""
         if isinstance(self.feed_forward, Mixture):
             experts = self.feed_forward.experts
-            yield experts.gate_up, [experts.down, experts.gate_up]
-            yield self.held[0], [p for p in self.own[::-1] if p not in set(experts.late)]
+            yield experts.gate_up, []
+            yield None, [*experts.late, *(p for p in self.own[::-1] if p not in set(experts.late))]
         else:
             yield from super().backward_order()
 

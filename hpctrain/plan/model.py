@@ -6,13 +6,13 @@ A rehearsal of a step finds what memory buckets take turns in.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from hpctrain.comm.planned import META
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
-from hpctrain.model.part import Part, blocks_of
+from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.shard import Parameter
@@ -41,10 +41,19 @@ def rehearse(stage: TrainedStage, recompute: Recomputed, schedule: Schedule, num
 
 def _forward(part: Part, residency: Residency) -> None:
     for layer in part.layers:
+        _compute(layer, residency)
+
+
+def _compute(layer: Layer, residency: Residency) -> None:
+    """The forward pass of a layer."""
+    with ExitStack() as throughout:
         for parameter in layer.held:
-            with residency.held(parameter):
+            with ExitStack() as held:
+                held.enter_context(residency.held(parameter))
                 if parameter in set(layer.added_in_forward):
                     assert not parameter.requires_grad or parameter.gradient is not None
+                if layer.is_block and parameter is layer.held[0]:
+                    throughout.push(held.pop_all())
 
 
 def _backward(part: Part, residency: Residency, recompute: Recomputed, waiting: bool) -> None:
@@ -61,14 +70,19 @@ def _backward(part: Part, residency: Residency, recompute: Recomputed, waiting: 
             last = min(number // size * size + size, len(blocks)) - 1 if size else -1
             if number == last:  # the forward pass of its segment again
                 for other in blocks[number // size * size : number + 1]:
-                    with residency.held(other.held[0]):
-                        pass
+                    _compute(other, residency)
         elif layer is part.layers[0] and not embedding_trained(part):
             continue
         late = layer.late if waiting else set()
-        for held, added in layer.backward_order():
-            with residency.held(held) if held is not None else nullcontext():
-                _add(p for p in added if p not in late)
+        with _there(residency, layer.held[0] if layer.is_block else None):
+            for held, added in layer.backward_order():
+                with _there(residency, held):
+                    _add(p for p in added if p not in late)
+
+
+def _there(residency: Residency, parameter: Parameter | None) -> AbstractContextManager[None]:
+    """The parameter is there within, if any is named."""
+    return nullcontext() if parameter is None else residency.held(parameter)
 
 
 def _add(parameters: Iterable[Parameter]) -> None:

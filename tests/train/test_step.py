@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import InputOutputError
 from hpctrain.model.part import logits_of
-from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import PreparedBatch
 from tests.engines import small_deck, trainer
 
@@ -26,11 +26,9 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_counted(world: World) -> 
     moments = [moment["exp_avg"].clone() for moment in run.engine.optimizer.states]
     prepare = run.step.prepare
 
-    def spoiled(
-        micro: MicroBatch, scale: Tensor, dropout: DropoutSource | None, terms_scale: Tensor
-    ) -> PreparedBatch:
+    def spoiled(micro: MicroBatch, scale: Tensor, *others: Any) -> PreparedBatch:
         bad = scale * float("nan") if world.rank == world.size - 1 else scale
-        return prepare(micro, bad, dropout, terms_scale)
+        return prepare(micro, bad, *others)
 
     run.step.prepare = spoiled  # type: ignore[method-assign]
     result = run.train(1)[0]
