@@ -7,6 +7,7 @@ before it too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +36,43 @@ class Work(Generic[Result]):
     def test(self) -> bool:
         """Let the operation make progress, without blocking; whether it is complete."""
         return True
+
+    def proceed(self) -> None:
+        """Go on to the next operation, where this is made of several, see Successive."""
+
+
+class Successive(Work[Result]):
+    """Operations of which each is started with what the one before gave: `steps` starts and yields them, and
+    goes on when that one is complete; they make `result`.
+
+    Groups want their operations started in one order on all ranks. So `proceed` and `wait` alone, which ranks
+    call at the same points of the program, start the next one; `test` helps the one under way along.
+    """
+
+    __slots__ = ("_current", "_steps")
+
+    def __init__(self, steps: Iterator[Work[Any]], result: Result) -> None:
+        super().__init__(result)
+        self._steps = steps
+        self._current = next(steps, None)
+
+    def proceed(self) -> None:
+        """Complete the operation under way, and start the next one."""
+        if self._current is not None:
+            self._current.wait()
+            self._current = next(self._steps, None)
+
+    def wait(self) -> Result:
+        """See Work."""
+        while self._current is not None:
+            self.proceed()
+        return self._result
+
+    def test(self) -> bool:
+        """See Work."""
+        if self._current is not None:
+            self._current.test()
+        return self._current is None
 
 
 class StartedWork(Work[Result]):

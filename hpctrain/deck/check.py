@@ -32,6 +32,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *layout_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),
+        *_optimizer(deck),
         *_run(deck),
         *_offload(deck),
     ]
@@ -184,6 +185,18 @@ def _run(deck: Deck) -> Iterator[Problem]:
     if deck.communication.transport == "nccl" and run.device == "cpu":
         sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
         yield Problem("communication.transport", sentence, ("run.device",))
+
+
+def _optimizer(deck: Deck) -> Iterator[Problem]:
+    keys = deck.optimizer
+    others = {"adamw": ("momentum", "nesterov"), "sgd": ("beta1", "beta2", "epsilon")}[keys.name]
+    for name in others:
+        if getattr(keys, name) != type(keys).model_fields[name].default:
+            sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'
+            yield Problem(f"optimizer.{name}", sentence, ("optimizer.name",), idle=True)
+    if keys.nesterov and not keys.momentum:
+        sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0"
+        yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))
 
 
 def _offload(deck: Deck) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from hpctrain.deck.communication import Communication
 from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
@@ -312,10 +313,12 @@ class Batch(Section):
 class OptimizerSection(Section):
     """How parameters follow gradients."""
 
-    name: Literal["adamw"] = key("Which optimizer.", "adamw")
-    beta1: float = key("Decay of the gradient's mean.", 0.9, ge=0, lt=1)
-    beta2: float = key("Decay of the gradient's square.", 0.95, ge=0, lt=1)
-    epsilon: float = key("Added to the root of the square.", 1e-8, gt=0)
+    name: Literal["adamw", "sgd"] = key("Which optimizer.", "adamw")
+    beta1: float = key("Decay of the gradient's mean (adamw).", 0.9, ge=0, lt=1)
+    beta2: float = key("Decay of the gradient's square (adamw).", 0.95, ge=0, lt=1)
+    epsilon: float = key("Added to the root of the square (adamw).", 1e-8, gt=0)
+    momentum: float = key("Decay of the sum of gradients that parameters follow (sgd).", 0.0, ge=0, lt=1)
+    nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
     weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0, le=1000)
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
 
@@ -359,21 +362,6 @@ class PrecisionSection(Section):
     initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
-    )
-
-
-class Communication(Section):
-    """How ranks talk."""
-
-    transport: Literal["auto", "mpi", "nccl"] = key(
-        "mpi: through host memory; nccl: between GPUs; auto: by device.", "auto"
-    )
-    bucket_bytes: Bytes = key(
-        "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
-    )
-    check: bool = key(
-        "Whether ranks compare every call before they make it, and name a difference; for finding mistakes.",
-        False,
     )
 
 

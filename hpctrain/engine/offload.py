@@ -21,11 +21,13 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.matrices import MatrixOptimizer
 from hpctrain.optim.offload import Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
+from hpctrain.optim.sgd import SGD
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.units import format_bytes
 
 RULES: Mapping[str, Callable[[OptimizerSection], UpdateRule]] = {
-    "adamw": lambda keys: AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+    "adamw": lambda keys: AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay),
+    "sgd": lambda keys: SGD(keys.momentum, keys.nesterov, keys.weight_decay),
 }
 """What makes each optimizer of a deck, by its name."""
 

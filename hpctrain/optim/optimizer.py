@@ -58,8 +58,11 @@ class UpdateRule(Protocol):
     update whole matrices.
     """
 
-    names: ClassVar[tuple[str, ...]]
     by_element: ClassVar[bool]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See above."""
 
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
         """Update in place; the gradients are divided by `gradient_divisor`, and stay so."""

@@ -97,6 +97,8 @@ class GradientSynchronizer:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:
             self._complete(1)  # each one under way receives into memory of its own
+            for _, work in self._under_way:
+                work.proceed()
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:

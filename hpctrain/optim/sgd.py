@@ -1,0 +1,48 @@
+"""Stochastic gradient descent, with momentum or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hpctrain.optim.optimizer import Elements
+from hpctrain.sharding.state import MASTER
+
+VELOCITY = "momentum"
+
+
+@dataclass(frozen=True)
+class SGD:
+    """v = momentum v + g; p -= rate (v, or g + momentum v with `nesterov`), as torch's SGD without dampening.
+
+    Weight decay is decoupled, p -= rate * weight_decay * p, as AdamW's, and of decayed elements only. Without
+    momentum there is no state beside the weights.
+    """
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+    by_element: ClassVar[bool] = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See UpdateRule."""
+        return (VELOCITY,) if self.momentum else ()
+
+    @torch.no_grad()
+    def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
+        """See UpdateRule."""
+        for part in parts:
+            part.updates.add_(1)
+            weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
+            if part.decayed and self.weight_decay:
+                weights.mul_(1 - learning_rate * self.weight_decay)
+            if self.momentum:
+                velocity = part.state[VELOCITY].mul_(self.momentum).add_(gradients)
+                weights.sub_(velocity, alpha=learning_rate * (self.momentum if self.nesterov else 1.0))
+            if self.nesterov or not self.momentum:
+                weights.sub_(gradients, alpha=learning_rate)
