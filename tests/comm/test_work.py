@@ -1,0 +1,69 @@
+"""Started operations, and operations made of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.world import World
+
+
+def sum_and_square(world: World, values: Tensor, log: list[str]) -> Successive[Tensor]:
+    """The square of the ranks' sum, summed over the ranks."""
+
+    def steps() -> Iterator[Work[Any]]:
+        log.append("sum")
+        yield world.everyone.start_all_reduce(values)
+        log.append("square")
+        yield world.everyone.start_all_reduce(values.square_())
+        log.append("end")
+
+    return Successive(steps(), values)
+
+
+@pytest.mark.mpi
+def test_operations_follow_each_other(world: World) -> None:
+    log: list[str] = []
+    work = sum_and_square(world, torch.full((5,), world.rank + 1.0), log)
+    total = world.size * (world.size + 1) / 2
+    assert log == ["sum"]
+    for _ in range(1000):
+        assert not work.test()
+    assert log == ["sum"], "a test alone starts nothing: ranks test at other moments"
+    work.proceed()
+    assert log == ["sum", "square"]
+    assert torch.equal(work.wait(), torch.full((5,), total**2 * world.size))
+    assert log == ["sum", "square", "end"]
+    assert work.test()
+    work.proceed()
+    assert torch.equal(work.wait(), torch.full((5,), total**2 * world.size))
+
+
+@pytest.mark.mpi
+def test_several_at_once(world: World) -> None:
+    """The second begins before the first goes on, on all ranks; each is tested another number of times."""
+    logs: tuple[list[str], list[str]] = ([], [])
+    first = sum_and_square(world, torch.full((70_000,), world.rank + 1.0), logs[0])
+    second = sum_and_square(world, torch.full((3,), 2.0 * (world.rank + 1)), logs[1])
+    for _ in range(world.rank * 50):
+        first.test()
+        second.test()
+    first.proceed()
+    second.proceed()
+    total = world.size * (world.size + 1) / 2
+    assert torch.equal(second.wait(), torch.full((3,), (2 * total) ** 2 * world.size))
+    assert torch.equal(first.wait(), torch.full((70_000,), total**2 * world.size))
+
+
+def test_nothing_to_do() -> None:
+    work = Successive(iter(()), torch.ones(2))
+    assert work.test()
+    assert torch.equal(work.wait(), torch.ones(2))
+    complete = Work(torch.ones(1))
+    complete.proceed()
+    assert complete.test()
