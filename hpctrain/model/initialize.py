@@ -20,7 +20,7 @@ from hpctrain.parallel.shard import Parameter, Shard
 _CHUNK = 1 << 16
 
 
-def _fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
+def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation: float) -> None:
     """Fill `target`, the elements from `offset` on of the local piece of a normal tensor [rows, ...]."""
     key, width = key_of(seed, shard.name), prod(shard.local[1:])
     strides = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
@@ -61,10 +61,10 @@ def initialize(
     deviations = {"normal": shape.initial_std, "residual": shape.initial_std / sqrt(2 * shape.layers)}
     for parameter, target, offset in targets:
         if parameter.initial in deviations:
-            _fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])
+            fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])
             continue
         target.zero_()
         if roughness:
-            _fill_normal(target, offset, parameter.shard, seed, roughness)
+            fill_normal(target, offset, parameter.shard, seed, roughness)
         if parameter.initial == "ones":
             target.add_(1.0)

@@ -1,0 +1,306 @@
+"""PowerSGD against plain numpy, the ratios that its paper publishes, and runs with it on several layouts.
+
+Tests of sharding/compression/power.py and sharding/compression/matrices.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.parallel.random import key_of, normal
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.matrices import message_elements
+from hpctrain.sharding.compression.power import PowerSgd, orthonormal
+from hpctrain.sharding.replication import Replications, Sharding
+from tests.engines import make_buckets
+
+Array = npt.NDArray[np.float64]
+
+SEED, RANK = 7, 3
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "square": (24, 24),
+    "wide": (12, 60),
+    "again": (12, 60),
+    "convolution": (16, 4, 3, 3),
+    "small": (3, 4),
+    "bias": (37,),
+}
+
+
+def bucket_of(world: World, shapes: Mapping[str, tuple[int, ...]] = SHAPES, zero: int = 0) -> Bucket:
+    """One bucket of parameters of these shapes on all ranks."""
+    mesh = Mesh(world, {"data": world.size})
+    replications = Replications(mesh, lambda everyone: Sharding(zero, everyone, mesh.part("data", 1)))
+    parameters = [Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()]
+    (bucket,) = make_buckets([[parameters]], replications, torch.float32, 1 << 30)
+    return bucket
+
+
+def gradients_of(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Array]:
+    """Those of one rank in one step: a part that all ranks and steps have in common, and noise."""
+    common, noise = np.random.default_rng(1), np.random.default_rng([2, step, rank])
+    return {
+        name: (common.normal(size=shape) + 0.5 * noise.normal(size=shape)).astype(np.float32).astype(float)
+        for name, shape in shapes.items()
+    }
+
+
+def summed(bucket: Bucket, summation: PowerSgd, given: Mapping[str, Array]) -> dict[str, Array]:
+    """What becomes of a rank's gradients in a step."""
+    fill(bucket, given)
+    whole = bucket.final_gradients()
+    summation.begin(0)
+    work = summation.start(whole, whole)
+    work.proceed()
+    assert work.wait() is whole
+    found = arrays(bucket, whole)
+    summation.after_step(True, 1.0)
+    return found
+
+
+def fill(bucket: Bucket, given: Mapping[str, Array]) -> None:
+    bucket.start(1)
+    for segment in bucket.segments:
+        gradient = segment.parameter.gradient
+        assert gradient is not None
+        gradient.copy_(torch.from_numpy(given[segment.parameter.shard.name]))
+
+
+def arrays(bucket: Bucket, flat: Tensor) -> dict[str, Array]:
+    return {s.parameter.shard.name: s.view(flat).double().numpy().copy() for s in bucket.segments}
+
+
+def state_of(summation: PowerSgd, kind: str) -> dict[str, Array]:
+    return {
+        tensor.shard.name: tensor.values.double().numpy().reshape(tensor.shard.local[1:])  # type: ignore[union-attr]
+        for tensor in summation.state()
+        if tensor.kind == kind
+    }
+
+
+class Reference:
+    """The algorithm of the paper (Algorithms 1 and 2), for one matrix of several workers, in fp64."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], workers: int, rank: int) -> None:
+        n, m = shape[0], prod(shape[1:])
+        numbers = normal(key_of(SEED, f"{name} reducer/q"), np.arange(m * rank, dtype=np.uint64))
+        self.q = numbers.reshape(m, rank)
+        self.errors = [np.zeros((n, m)) for _ in range(workers)]
+
+    def step(self, gradients: Sequence[Array]) -> Array:
+        owed = [g.reshape(e.shape) + e for g, e in zip(gradients, self.errors, strict=True)]
+        p, triangle = np.linalg.qr(sum(matrix @ self.q for matrix in owed))
+        p *= np.sign(np.diag(triangle))
+        self.q = sum(matrix.T @ p for matrix in owed)
+        result: Array = p @ self.q.T
+        self.errors = [matrix - result / len(owed) for matrix in owed]
+        return result
+
+
+def close(found: Array, expected: Array, tolerance: float = 1e-5) -> bool:
+    return bool(np.abs(found - expected).max() <= tolerance * np.abs(expected).max())
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_five_steps_are_those_of_plain_numpy(world: World) -> None:
+    bucket = bucket_of(world)
+    summation = PowerSgd(bucket, RANK, SEED)
+    factored = [name for name in SHAPES if name not in {"small", "bias"}]
+    references = {name: Reference(name, SHAPES[name], world.size, RANK) for name in factored}
+    for step in range(5):
+        given = [gradients_of(step, rank) for rank in range(world.size)]
+        found = summed(bucket, summation, given[world.rank])
+        for name in SHAPES:
+            parts = [each[name] for each in given]
+            if name not in factored:
+                exact = parts[0].astype(np.float32)
+                for part in parts[1:]:
+                    exact += part.astype(np.float32)
+                assert found[name].astype(np.float32).tobytes() == exact.tobytes(), name
+                continue
+            reference = references[name]
+            expected = reference.step(parts).reshape(SHAPES[name])
+            assert close(found[name], expected, 1e-4), (name, step)
+            factor = state_of(summation, "reducer/q")[name]
+            assert close(factor, reference.q / np.linalg.norm(reference.q, axis=0), 1e-3), (name, step)
+            owed = state_of(summation, "reducer/residual")[name].reshape(reference.errors[0].shape)
+            assert close(owed, reference.errors[world.rank], 1e-4), (name, step)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_as_many_columns_as_a_matrix_has_give_it_back(world: World) -> None:
+    """Where they would not pay a matrix goes whole: here the threshold is beside the point."""
+    shapes = {"tall": (200, 5), "wide": (6, 300)}
+    bucket = bucket_of(world, shapes)
+    summation = PowerSgd(bucket, 4, SEED)
+    for stack in summation.stacks:
+        stack.rank = min(stack.n, stack.m)
+        stack.factor = torch.from_numpy(
+            np.random.default_rng(3).normal(size=(1, stack.m, stack.rank))
+        ).float()
+    given = [gradients_of(0, rank, shapes) for rank in range(world.size)]
+    fill(bucket, given[world.rank])
+    whole = bucket.final_gradients()
+    found = arrays(bucket, summation.start(whole, whole).wait())
+    for name in shapes:
+        assert close(found[name], sum(each[name] for each in given), 2e-6), name
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_is_sent_and_what_is_owed_are_what_was_given(world: World) -> None:
+    bucket = bucket_of(world)
+    summation = PowerSgd(bucket, 2, SEED)
+    total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(4):
+        for rank in range(world.size):
+            for name, values in gradients_of(step, rank).items():
+                total[name] += values
+        for name, values in summed(bucket, summation, gradients_of(step, world.rank)).items():
+            total[name] -= values
+    owed = state_of(summation, "reducer/residual")
+    for name in owed:
+        left = torch.from_numpy(owed[name]).contiguous()
+        world.everyone.all_reduce(left)
+        assert close(left.numpy().reshape(SHAPES[name]), total[name], 1e-5), name
+    assert set(owed) == {"square", "wide", "again", "convolution"}
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_matrices_without_gradients_stay_zero_and_wake_up(world: World) -> None:
+    """A zero matrix, one with rows and columns of zeros, and one of a rank below that of the factors."""
+    shapes = {"zero": (40, 30), "sparse": (41, 31), "line": (42, 32)}
+    bucket = bucket_of(world, shapes)
+    summation = PowerSgd(bucket, 4, SEED)
+    given = {name: np.zeros(shape) for name, shape in shapes.items()}
+    full = gradients_of(0, world.rank, shapes)
+    given["sparse"][::2, ::3] = full["sparse"][::2, ::3]
+    given["line"] = np.outer(np.arange(42.0), np.arange(32.0))
+    for _ in range(3):
+        found = summed(bucket, summation, given)
+        assert not found["zero"].any()
+        assert found["sparse"][::2, ::3].any()
+        assert not found["sparse"][1::2].any() and not found["sparse"][:, 1::3].any()
+        assert close(found["line"], world.size * given["line"])
+    # From now on they have full rank, and all columns have something to do.
+    for _ in range(2):
+        summed(bucket, summation, full)
+        found = summed(bucket, summation, full)
+    for name in shapes:
+        assert np.linalg.matrix_rank(found[name], 1e-3 * np.linalg.norm(found[name])) == 4, name
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_and_leaves_no_trace(world: World, bad: float) -> None:
+    bucket = bucket_of(world)
+    summation, other = PowerSgd(bucket, RANK, SEED), PowerSgd(bucket, RANK, SEED)
+    given = gradients_of(0, 0)
+    given["wide"][3, 4] = bad
+    fill(bucket, given)
+    whole = bucket.final_gradients()
+    assert not bool(summation.start(whole, whole).wait().isfinite().all())
+    summation.after_step(False, 0.5)
+    for step in range(2):
+        found = summed(bucket, summation, gradients_of(step, 0))
+        expected = summed(bucket, other, gradients_of(step, 0))
+        assert all(found[name].tobytes() == expected[name].tobytes() for name in SHAPES)
+    before = state_of(summation, "reducer/residual")
+    before = {name: values.copy() for name, values in before.items()}
+    summation.after_step(True, 2.0)
+    after = state_of(summation, "reducer/residual")
+    assert all((after[name] == 2 * before[name]).all() and before[name].any() for name in before)
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_nothing_is_owed_without_feedback(world: World) -> None:
+    bucket = bucket_of(world)
+    summation = PowerSgd(bucket, RANK, SEED, feedback=False)
+    given = gradients_of(0, 0)
+    left, _, right = np.linalg.svd(given["wide"], full_matrices=False)
+    best = (left[:, :RANK] * [3.0, 2.0, 1.0]) @ right[:RANK]
+    given["wide"] = best + 0.1 * left[:, RANK:] @ right[RANK:]
+    for _ in range(4):
+        found = summed(bucket, summation, given)
+    assert close(found["wide"], best, 1e-3)
+    assert {tensor.kind for tensor in summation.state()} == {"reducer/q"}
+
+
+def test_columns_are_orthonormal_however_alike_they_were() -> None:
+    """Columns of lengths from 1e-8 to 1e8, nearly parallel, doubled, and zero."""
+    draw = np.random.default_rng(5)
+    plain = draw.normal(size=(3, 50, 4)) * [1e-8, 1.0, 1e3, 1e8]
+    near = plain[:1] * 0 + draw.normal(size=(1, 50, 1)) + 1e-3 * draw.normal(size=(1, 50, 4))
+    doubled = plain.copy()
+    doubled[:, :, 2] = doubled[:, :, 0]
+    doubled[:, :, 3] = 0
+    stacks = [torch.from_numpy(each).float() for each in (plain, near, doubled, plain[:, :, :2])]
+    found = [each.double().numpy() for each in orthonormal(stacks)]
+    for each, given in zip(found, stacks, strict=True):
+        assert each.shape == tuple(given.shape)
+    for each in (found[0], found[1], found[3]):
+        assert np.abs(each.swapaxes(1, 2) @ each - np.eye(each.shape[-1])).max() < 1e-6
+    assert np.abs(found[2].swapaxes(1, 2) @ found[2] - np.diag([1, 1, 0, 0])).max() < 1e-6
+    span, _ = np.linalg.qr(stacks[1][0].double().numpy())
+    assert np.abs(found[1][0] - span @ (span.T @ found[1][0])).max() < 1e-6
+
+
+def resnet18() -> list[tuple[int, ...]]:
+    """The shapes of ResNet-18 for CIFAR-10, as in the paper's table of them: 11,173,962 parameters."""
+    shapes: list[tuple[int, ...]] = [(64, 27), (64,), (64,)]
+    inputs = 64
+    for outputs in (64, 128, 256, 512):
+        for block in range(2):
+            shapes += [
+                (outputs, 9 * inputs),
+                (outputs,),
+                (outputs,),
+                (outputs, 9 * outputs),
+                (outputs,),
+                (outputs,),
+            ]
+            if block == 0 and inputs != outputs:
+                shapes += [(outputs, inputs), (outputs,), (outputs,)]
+            inputs = outputs
+    return [*shapes, (10, 512), (10,)]
+
+
+def lstm() -> list[tuple[int, ...]]:
+    """Three layers of 650 units on 28,869 words, whose vectors go in and, tied, come out: 28,949,319."""
+    layer: list[tuple[int, ...]] = [(2600, 650), (2600, 650), (2600,), (2600,)]
+    return [(28869, 650), *3 * layer, (28869,)]
+
+
+def test_ratios_are_the_published_ones() -> None:
+    """Tables 3, 10 and 11 of arXiv 1905.13727."""
+    for shapes, parameters, published in (
+        (resnet18(), 11_173_962, {1: 243.26, 2: 135.84, 4: 72.13}),
+        (lstm(), 28_949_319, {1: 310, 2: 203, 4: 120}),
+    ):
+        elements = sum(prod(shape) for shape in shapes)
+        assert elements == parameters
+        for rank, ratio in published.items():
+            digits = 2 if isinstance(ratio, float) else 0
+            assert round(elements / sum(message_elements(shapes, rank)), digits) == ratio, rank
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_the_ledger_counts_factors_and_vectors(world: World) -> None:
+    bucket = bucket_of(world)
+    summation = PowerSgd(bucket, RANK, SEED)
+    world.ledger.reset()
+    summed(bucket, summation, gradients_of(0, world.rank))
+    (row,) = world.ledger.rows()
+    factors = RANK * (24 + 24 + 12 + 60 + 12 + 60 + 16 + 36)
+    assert (row.operation, row.calls, row.bytes) == ("all_reduce", 2, 2 * 4 * (factors + 12 + 37))
+    assert summation.traffic == {"all_reduce": row.bytes}
+    assert sum(message_elements(SHAPES.values(), RANK)) == factors + 12 + 37
