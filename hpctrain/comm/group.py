@@ -76,7 +76,8 @@ class Group:
 
     `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
     travel over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where
-    `empty` makes tensors. `under_way` are the operations that this rank has started in all groups. A
+    `empty` makes tensors. `under_way` are the operations that this rank has started in all groups; `told` are
+    the ranks by which a hang is told, where the world is a part of another one. A
     `comparer`, where there is one, compares what the ranks call.
     """
 
@@ -90,6 +91,7 @@ class Group:
         device: torch.device,
         ledger: Ledger,
         under_way: set[StartedWork[Any]],
+        told: tuple[int, ...] | None = None,
     ) -> None:
         self.axes = axes
         self.name = " x ".join(axes)
@@ -101,7 +103,7 @@ class Group:
         self.accelerator = accelerator
         self.device = device
         self.ledger = ledger
-        self.calls = ledger.calls.group(self.name, ranks)
+        self.calls = ledger.calls.group(self.name, told or ranks)
         self.comparer: Comparer | None = None
         self._under_way = under_way
 

@@ -44,8 +44,11 @@ class World:
     this rank is to hold by its plan, 0 before there is one.
     """
 
-    def __init__(self, communicator: MPI.Intracomm) -> None:
-        """Collective. `start` is what verbs call; this takes MPI as it is and installs nothing."""
+    def __init__(self, communicator: MPI.Intracomm, whole: World | None = None) -> None:
+        """Collective. `start` is what verbs call; this takes MPI as it is and installs nothing.
+
+        A part of a `whole` world enters what it does in the ledger of that, under the ranks there.
+        """
         self.communicator = communicator
         self.rank = communicator.rank
         self.size = communicator.size
@@ -58,14 +61,17 @@ class World:
         lowest = sorted(set(leaders))
         self.nodes = len(lowest)
         self.node = lowest.index(leaders[self.rank])
-        self.ledger = Ledger()
-        self.device = torch.device("cpu")
-        self._scratch = ReductionScratch()
-        self._under_way: set[StartedWork[Any]] = set()
+        self.ledger: Ledger = Ledger() if whole is None else whole.ledger
+        self.device: torch.device = torch.device("cpu") if whole is None else whole.device
+        self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
+        self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: Checks | None = None
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
-        self._agreements = self.ledger.calls.group("world", tuple(range(self.size)))
+        mine = self.rank if whole is None else whole._ranks[whole.rank]
+        # Those of the whole world, by which a hang is told.
+        self._ranks: tuple[int, ...] = tuple(communicator.allgather(mine))
+        self._agreements = self.ledger.calls.group("world", self._ranks)
         self._agreed: HpctrainError | None = None
         self._marker: Marker | None = None
         self.swept: list[str] = []
@@ -128,6 +134,17 @@ class World:
         world.device = world.everyone.device = self.device
         return world
 
+    def part(self, ranks: Sequence[int]) -> World:
+        """A world of these ranks of this one, in rising order, whose ledger is this one's. Collective: the
+        other ranks make the parts that they are in.
+        """
+        assert self.rank in ranks, (self.rank, ranks)
+        communicator = self.communicator.Split(min(ranks), self.rank)
+        assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
+        world = World(communicator, self)
+        world.compare_calls(self._checks is not None)
+        return world
+
     @property
     def buffer_bytes(self) -> int:
         """The most host memory that reductions have used for what they receive."""
@@ -148,7 +165,8 @@ class World:
         self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
     ) -> Group:
         host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
-        group = Group(axes, ranks, communicator, host, accelerator, self.device, self.ledger, self._under_way)
+        place = self.device, self.ledger, self._under_way, tuple(self._ranks[rank] for rank in ranks)
+        group = Group(axes, ranks, communicator, host, accelerator, *place)
         if self._checks is not None:
             self._checks.check_group(group)
         return group

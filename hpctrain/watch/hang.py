@@ -46,7 +46,8 @@ class CallNote:
         if self.peer >= 0:
             way = "to" if self.operation == "send" else "from"
             return f"{self.operation} {self.number} {way} rank {self.peer} of {name}{payload}"
-        return f"{self.operation} {self.number} of {name} ({name_ranks(ranks)}{payload})"
+        number = f" {self.number}" if self.number else ""  # a wait for whoever sends has none
+        return f"{self.operation}{number} of {name} ({name_ranks(ranks)}{payload})"
 
 
 @dataclass(frozen=True)
