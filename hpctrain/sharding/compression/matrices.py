@@ -77,18 +77,18 @@ class Matrices:
 
     @property
     def first_factor(self) -> Shard:
-        """The place of Q [count, m, rank] in that of the whole tensor, by which it is drawn at first."""
+        """The place of Q' [count, rank, m] in that of the whole tensor, by which it is drawn at first."""
         shard, dim = self.segment.parameter.shard, self.dim
 
-        def of_columns(sizes: tuple[int, ...], last: int) -> tuple[int, ...]:
-            return (*sizes[:dim], *sizes[dim + 1 :], last)
+        def as_rows(sizes: tuple[int, ...], rows: int) -> tuple[int, ...]:
+            return (*sizes[:dim], rows, *sizes[dim + 1 :])
 
-        shape, local = of_columns(shard.shape, self.rank), of_columns(shard.local, self.rank)
-        return Shard(f"{shard.name} {FACTOR}", shape, of_columns(shard.start, 0), local)
+        shape, local = as_rows(shard.shape, self.rank), as_rows(shard.local, self.rank)
+        return Shard(f"{shard.name} {FACTOR}", shape, as_rows(shard.start, 0), local)
 
     @property
     def stored_factor(self) -> Shard:
-        """The place of Q in a checkpoint: those of the parameter's pieces, however they are cut, lie behind
+        """The place of Q' in a checkpoint: those of the parameter's pieces, however they are cut, lie behind
         each other, as each is of a piece alone.
         """
         shard, dim, held = self.segment.parameter.shard, self.dim, self.segment.replication
@@ -101,7 +101,7 @@ class Matrices:
             number, pieces = held.pieces.rank // shard.copies, held.pieces.size // shard.copies
         return Shard(
             shard.name,
-            (*shard.shape[:dim], pieces, self.m, self.rank),
+            (*shard.shape[:dim], pieces, self.rank, self.m),
             (*shard.start[:dim], number, 0, 0),
-            (*shard.local[:dim], 1, self.m, self.rank),
+            (*shard.local[:dim], 1, self.rank, self.m),
         )

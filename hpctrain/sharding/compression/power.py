@@ -29,7 +29,7 @@ RESIDUAL = "reducer/residual"
 DEPENDENT = 1e-14
 """A column is none that has no more of its square length besides those before it: fp32's rounding."""
 
-BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 24
+BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
 """Elements of the result that are made at a time: on the host so many as stay in a core's cache."""
 
 
@@ -72,7 +72,7 @@ def _orthonormalizing(grams: Tensor) -> Tensor:
 
 
 class Stack:
-    """Matrices of one shape [n, m]: the residual of each, and the Q that it begins with, [k, m, r].
+    """Matrices of one shape [n, m]: the residual of each, and the Q' [k, r, m] that it begins with.
 
     `sums` [k, n, m] is what each has to add to a step's sum, in the memory of the residuals. Where there is
     no `feedback` there are none, and it is there only while it is needed.
@@ -86,7 +86,7 @@ class Stack:
         shape = (self.count, self.n, self.m)
         self.residual = torch.zeros(shape, device=device) if feedback else None
         self.sums = torch.zeros(0, device=device)
-        self.factor = torch.zeros(self.count, self.m, self.rank, device=device)
+        self.factor = torch.zeros(self.count, self.rank, self.m, device=device)
         for each, values in self.of_members(self.factor):
             if not values.is_meta:
                 fill_normal(values, 0, each.first_factor, seed, 1.0)
@@ -110,7 +110,7 @@ class Stack:
         return self.sums
 
     def subtract(self, left: Tensor, right: Tensor, gradients: Tensor, share: float) -> None:
-        """Put the products of `left` [k, n, r] and `right` [k, m, r] in place of the bucket's gradients; what
+        """Put the products of `left` [k, n, r] and `right` [k, r, m] in place of the bucket's gradients; what
         `sums` has besides their `share` is owed.
         """
         block = BLOCK if on_host(self.device) else DEVICE_BLOCK
@@ -118,9 +118,8 @@ class Stack:
         several = max(1, block // (rows * self.m)) if rows == self.n else 1
         views = self._views(gradients)
         for k in range(0, self.count, several):
-            columns = right[k : k + several].mT
             for row in range(0, self.n, rows):
-                product = left[k : k + several, row : row + rows] @ columns
+                product = left[k : k + several, row : row + rows] @ right[k : k + several]
                 for view, own in zip(views[k : k + several], product.unbind(), strict=True):
                     view[row : row + rows].copy_(own)
                 if self.residual is not None:
@@ -155,9 +154,9 @@ class PowerSgd:
         self._exact = [each.elements for each in trained if not each.rank]
         self._next: list[Tensor] = []
         longest = max((stack.m for stack in self.stacks), default=0)
-        self._fresh = torch.zeros(longest, rank, device=device)
+        self._fresh = torch.zeros(rank, longest, device=device)
         if not self._fresh.is_meta:
-            fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (longest, rank)), seed, 1.0)
+            fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (rank, longest)), seed, 1.0)
 
     @property
     def messages(self) -> tuple[int, int]:
@@ -189,14 +188,14 @@ class PowerSgd:
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
         exact = [gradients[part] for part in self._exact]
-        left = [torch.bmm(stack.add(gradients), stack.factor) for stack in self.stacks]
+        left = [torch.bmm(stack.add(gradients), stack.factor.mT) for stack in self.stacks]
         message, parts = self._message([*left, *exact])
         yield self.group.start_all_reduce(message)
         for whole, part in zip(exact, parts[len(left) :], strict=True):
             whole.copy_(part)
         if self.stacks:
             left = orthonormal(parts[: len(left)])
-            right = [torch.bmm(stack.sums.mT, each) for stack, each in zip(self.stacks, left, strict=True)]
+            right = [torch.bmm(each.mT, stack.sums) for stack, each in zip(self.stacks, left, strict=True)]
             message, parts = self._message(right)
             yield self.group.start_all_reduce(message)
             # In memory of their own: the last bits of products may depend on where it begins.
@@ -220,14 +219,16 @@ class PowerSgd:
     def after_step(self, updated: bool, factor: float) -> None:
         """See Summation. What a skipped step owes is lost, and the next one begins with the same Q."""
         for stack in self.stacks:
-            if stack.residual is not None:
-                stack.residual.mul_(factor) if updated else stack.residual.zero_()
+            if stack.residual is not None and not updated:
+                stack.residual.zero_()
+            elif stack.residual is not None and factor != 1:
+                stack.residual.mul_(factor)
         if updated and self._next:
             for stack, sums in zip(self.stacks, self._next, strict=True):
                 # Unit columns keep tiny gradients from vanishing in products. What had none, or fewer
                 # directions than Q has columns, tries others from here on, or it would never have more.
-                lengths = torch.linalg.vector_norm(sums, dim=1, keepdim=True)
-                fresh = self._fresh[: stack.m, : stack.rank]
+                lengths = torch.linalg.vector_norm(sums, dim=2, keepdim=True)
+                fresh = self._fresh[: stack.rank, : stack.m]
                 stack.factor.copy_(torch.where(lengths > 0, sums / lengths, fresh))
         self._next = []
 

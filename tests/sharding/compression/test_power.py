@@ -94,7 +94,7 @@ class Reference:
     def __init__(self, name: str, shape: tuple[int, ...], workers: int, rank: int) -> None:
         n, m = shape[0], prod(shape[1:])
         numbers = normal(key_of(SEED, f"{name} reducer/q"), np.arange(m * rank, dtype=np.uint64))
-        self.q = numbers.reshape(m, rank)
+        self.q = numbers.reshape(rank, m).T
         self.errors = [np.zeros((n, m)) for _ in range(workers)]
 
     def step(self, gradients: Sequence[Array]) -> Array:
@@ -132,7 +132,7 @@ def test_five_steps_are_those_of_plain_numpy(world: World) -> None:
             expected = reference.step(parts).reshape(SHAPES[name])
             assert close(found[name], expected, 1e-4), (name, step)
             factor = state_of(summation, "reducer/q")[name]
-            assert close(factor, reference.q / np.linalg.norm(reference.q, axis=0), 1e-3), (name, step)
+            assert close(factor.T, reference.q / np.linalg.norm(reference.q, axis=0), 1e-3), (name, step)
             owed = state_of(summation, "reducer/residual")[name].reshape(reference.errors[0].shape)
             assert close(owed, reference.errors[world.rank], 1e-4), (name, step)
 
@@ -146,7 +146,7 @@ def test_as_many_columns_as_a_matrix_has_give_it_back(world: World) -> None:
     for stack in summation.stacks:
         stack.rank = min(stack.n, stack.m)
         stack.factor = torch.from_numpy(
-            np.random.default_rng(3).normal(size=(1, stack.m, stack.rank))
+            np.random.default_rng(3).normal(size=(1, stack.rank, stack.m))
         ).float()
     given = [gradients_of(0, rank, shapes) for rank in range(world.size)]
     fill(bucket, given[world.rank])
