@@ -1,9 +1,10 @@
-"""Sizes, times and counts as people write and read them: "25 MB", "2 min 05 s", "124M"."""
+"""Sizes, times, counts and speeds as people write and read them: "25 MB", "2 min 05 s", "124M"."""
 
 from __future__ import annotations
 
 import re
 from math import isfinite
+from typing import NamedTuple
 
 from hpctrain.errors import HpctrainError
 
@@ -20,6 +21,15 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _SECONDS |= {"sec": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400}
 _SECONDS |= {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 _PARTS = re.compile(_PAIR.pattern + r"\s*")
+
+
+# Here alone case tells: "Mb/s" is written for megabits and for megabytes, and is taken for neither.
+_RATES = {f"{letter}bit/s": 1000**power / 8 for power, letter in enumerate(("", "k", "M", "G", "T"))}
+_RATES |= {f"{letter}B/s": 1000**power for power, letter in enumerate(("", "k", "M", "G", "T"))}
+_RATE = re.compile(_NUMBER + r"\s*([A-Za-z]+/s)")
+
+_SLOWEST = 125.0  # bytes a second: below a kilobit, a step would not end
+_LATEST = 60.0
 
 
 class UnitError(HpctrainError, ValueError):
@@ -60,6 +70,46 @@ def parse_seconds(text: str) -> float:
     if not parts or not complete or 0 in sizes or not in_order or not isfinite(seconds):
         raise UnitError(f'"{text}" is not a time: write it as 3000, "50 min" or "1 h 30 min"')
     return seconds
+
+
+class Link(NamedTuple):
+    """What a rank sends and receives over: bytes a second each way, and seconds until the first is there."""
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def __str__(self) -> str:
+        speed = format_rate(self.bytes_per_second)
+        return f"{speed}, {format_seconds(self.latency)}" if self.latency else speed
+
+
+def parse_link(text: str) -> Link:
+    """The link of "100 Mbit/s, 20 ms": its speed in bit/s or B/s, with k, M, G or T, and, if any, its
+    latency.
+
+    Raises `UnitError` for anything else, less than 1 kbit/s and more than a minute included.
+    """
+    speed, comma, latency = text.partition(",")
+    match = _RATE.fullmatch(speed.strip())
+    rate = float(match[1]) * _RATES.get(match[2], 0) if match else 0.0
+    try:
+        seconds = parse_seconds(latency) if comma else 0.0
+        if seconds and latency.strip()[-1:].isdigit():  # who leaves the unit out hardly means seconds
+            seconds = -1.0
+    except UnitError:
+        seconds = -1.0
+    if not _SLOWEST <= rate < float("inf") or not 0 <= seconds <= _LATEST:
+        raise UnitError(
+            f'"{text}" is not a link: write it as "100 Mbit/s" or "12.5 MB/s, 20 ms", a speed of at least '
+            "1 kbit/s and a latency of at most 1 min"
+        )
+    return Link(rate, seconds)
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A speed in bits, as links are sold: "100 Mbit/s", "1.25 Gbit/s"."""
+    number, name = _scaled(8 * bytes_per_second, 1000, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+    return f"{number} {name}"
 
 
 def format_bytes(size: float, *, binary: bool = False) -> str:

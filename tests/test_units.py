@@ -6,11 +6,14 @@ from hypothesis import strategies as some
 
 from hpctrain.errors import HpctrainError
 from hpctrain.units import (
+    Link,
     UnitError,
     format_bytes,
     format_count,
+    format_rate,
     format_seconds,
     parse_bytes,
+    parse_link,
     parse_seconds,
 )
 
@@ -142,3 +145,54 @@ def test_what_is_no_time(text: str) -> None:
 def test_times_survive_printing_to_two_units(seconds: int) -> None:
     cut_off = 1 if seconds < 3600 else 60 if seconds < 86_400 else 3600
     assert 0 <= seconds - parse_seconds(format_seconds(seconds)) < cut_off
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("100 Mbit/s, 20 ms", Link(12.5e6, 0.02)),
+        ("100Mbit/s,20ms", Link(12.5e6, 0.02)),
+        ("12.5 MB/s", Link(12.5e6)),
+        ("1 Gbit/s, 50 us", Link(125e6, 5e-5)),
+        (" 1e3 kB/s , 0 ", Link(1e6)),
+        ("1 kbit/s, 1 min", Link(125.0, 60.0)),
+    ],
+)
+def test_links(text: str, link: Link) -> None:
+    parsed = parse_link(text)
+    assert parsed == pytest.approx(link)
+    assert parse_link(str(parsed)) == pytest.approx(parsed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "100",
+            "100 Mbit",
+            "100 Mb/s",
+            "100 mbit/s",
+            "-1 Mbit/s",
+            "0 Mbit/s",
+            "999 bit/s",
+            "1e999 Gbit/s",
+        ),
+        *(
+            "nan Mbit/s",
+            "100 Mbit/s,",
+            "100 Mbit/s, 20",
+            "20 ms, 100 Mbit/s",
+            "100 Mbit/s, 61 s",
+            "1 Tbit/s, -1 s",
+        ),
+        *("100 Mbit/s, 20 ms, 3", "100 Mbit/s; rm", "100 Mbit/s\n, 20 ms x"),
+    ],
+)
+def test_no_link(text: str) -> None:
+    with pytest.raises(UnitError, match='is not a link: write it as "100 Mbit/s" or'):
+        parse_link(text)
+
+
+def test_speeds_are_told_in_bits() -> None:
+    assert [format_rate(rate) for rate in (125, 12.5e6, 1.25e9)] == ["1 kbit/s", "100 Mbit/s", "10 Gbit/s"]

@@ -75,6 +75,11 @@ class Ledger:
         """The time this rank has spent inside calls, all entries together."""
         return sum(entry.seconds for entry in self._entries.values())
 
+    @property
+    def bytes(self) -> int:
+        """The payload of all of them."""
+        return sum(entry.bytes for entry in self._entries.values())
+
     def rows(self) -> list[LedgerEntry]:
         """Copies of all entries, sorted by axis, operation and phase."""
         return [LedgerEntry(**asdict(self._entries[key])) for key in sorted(self._entries)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -11,21 +12,27 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.mesh import AXES, EXPERT_AXES, coordinates, expert_sizes, rank_count
+from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.comm.mpi import scratch_bytes
+from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.comm.transport import Transport
 
 META = torch.device("meta")
+
+Heard = Callable[[Call, Traffic], None]
+"""What is told of every call that a planned group makes."""
 
 
 class PlannedTransport(Transport):
     """Completes every call at once; small values are the same on all ranks. Its memory is that of MPI."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, heard: Heard | None = None) -> None:
+        self.rank, self.size, self.heard = rank, size, heard
 
     def run(self, call: Call) -> None:
         """See Transport."""
+        if self.heard is not None:
+            self.heard(call, traffic_of(call, self.rank, self.size))
 
     def scratch_bytes(self, elements: int, itemsize: int) -> int:
         """See Transport."""
@@ -40,51 +47,91 @@ class PlannedTransport(Transport):
         return value
 
 
-def planned_group(axes: tuple[str, ...], rank: int, size: int, ledger: Ledger) -> Group:
-    """A group that knows its rank and size alone, on torch's device "meta"."""
-    planned = PlannedTransport(rank, size)
-    return Group(axes, tuple(range(size)), planned, planned, planned, META, ledger, set())
+class EchoTransport(PlannedTransport):
+    """Gives each rank what it sends itself, in the place of what others would send, where there is memory."""
+
+    def run(self, call: Call) -> None:
+        """See Transport. What is reduced in place stays."""
+        given, received = call.tensor, call.output
+        if given is None or received is None or received.data_ptr() == given.data_ptr():
+            return
+        own, into = given.detach().view(-1), received.detach().view(-1)
+        for first in range(0, into.numel(), max(1, own.numel())):
+            piece = into[first : first + own.numel()]
+            piece.copy_(own[: piece.numel()])
+
+
+def planned_group(
+    axes: tuple[str, ...],
+    rank: int,
+    size: int,
+    ledger: Ledger,
+    ranks: tuple[int, ...] | None = None,
+    transport: PlannedTransport | None = None,
+    device: torch.device = META,
+) -> Group:
+    """A group that knows its rank and size, or its `ranks` of the world too, on torch's device "meta"."""
+    planned = transport or PlannedTransport(rank, size)
+    return Group(axes, ranks or tuple(range(size)), planned, planned, planned, device, ledger, set())
 
 
 class PlannedMesh:
     """What groups are asked of a mesh, at the place of the first rank of a pipeline stage.
 
-    A node has `ranks_per_node` of its ranks, in their order.
+    A node has `ranks_per_node` of its ranks, in their order. `heard`, where there is one, is told of every
+    call. With `echo` groups have memory of the host, where calls give back what they are given.
     """
 
-    def __init__(self, sizes: Mapping[str, int], stage: int, ranks_per_node: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        stage: int,
+        ranks_per_node: int,
+        heard: Heard | None = None,
+        echo: bool = False,
+    ) -> None:
         self._sizes, self._stage, self._per_node = dict(sizes), stage, ranks_per_node
         self._along = {**expert_sizes(sizes), **sizes}
-        self._ledger = Ledger()
+        self._heard, self._echo = heard, echo
+        self.ledger = Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, *axes: str) -> Group:
         """The group along these axes."""
         if axes not in self._groups:
-            size = prod(self._along[axis] for axis in axes)
             rank = self._stage if axes == ("pipeline",) else 0
-            self._groups[axes] = planned_group(axes, rank, size, self._ledger)
+            self._groups[axes] = self._planned(axes, rank, self._ranks(axes))
         return self._groups[axes]
 
     def part(self, axis: str, size: int) -> Group:
         """The first `size` ranks along an axis."""
-        return planned_group((axis,), 0, size, self._ledger)
+        return self._planned((axis,), 0, self._ranks((axis,))[:size])
 
     def cut(self, group: Group, size: int) -> tuple[Group, Group]:
         """The first `size` ranks of a group, and the first ranks of all such parts."""
-        peers = planned_group(("replicas",), 0, group.size // size, self._ledger)
-        return planned_group(group.axes, 0, size, self._ledger), peers
+        peers = self._planned(("replicas",), 0, group.ranks[::size])
+        return self._planned(group.axes, 0, group.ranks[:size]), peers
 
     def nodes(self, group: Group) -> list[int]:
         """The node of every rank of a group."""
-        here = {"pipeline": self._stage}
-        folding = AXES if set(group.axes) <= set(AXES) else EXPERT_AXES
-        others = [axis for axis in folding if axis not in group.axes]
-        located = (
-            (rank, coordinates({"expert": 1, **self._sizes}, rank)) for rank in range(rank_count(self._sizes))
-        )
-        return [
-            rank // self._per_node
-            for rank, along in located
-            if all(along[axis] == here.get(axis, 0) for axis in others)
+        return [rank // self._per_node for rank in group.ranks]
+
+    def _planned(self, axes: tuple[str, ...], rank: int, ranks: tuple[int, ...]) -> Group:
+        size = len(ranks)
+        if self._echo:
+            host, echo = torch.device("cpu"), EchoTransport(rank, size)
+            return planned_group(axes, rank, size, self.ledger, ranks, echo, host)
+        return planned_group(axes, rank, size, self.ledger, ranks, PlannedTransport(rank, size, self._heard))
+
+    def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks along axes, of the first rank of the stage."""
+        folding = AXES if set(axes) <= set(AXES) else EXPERT_AXES
+        strides = {
+            axis: prod(self._along[inner] for inner in folding[place + 1 :])
+            for place, axis in enumerate(folding)
+        }
+        first = 0 if "pipeline" in axes else self._stage * strides["pipeline"]
+        steps = [
+            range(0, self._along[axis] * strides[axis], strides[axis]) for axis in folding if axis in axes
         ]
+        return tuple(first + sum(along) for along in product(*steps))

@@ -19,6 +19,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, use
+from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
@@ -28,10 +29,10 @@ from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, 
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
-from hpctrain.comm.transports import TRANSPORTS
+from hpctrain.comm.transports import TRANSPORTS, Pair
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
-from hpctrain.units import format_bytes
+from hpctrain.units import Link, format_bytes
 
 GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
 SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
@@ -66,6 +67,7 @@ class World:
         self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: Checks | None = None
+        self._link: EmulatedLink | None = None if whole is None else whole._link
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
         mine = self.rank if whole is None else whole._ranks[whole.rank]
@@ -128,6 +130,17 @@ class World:
             self._checks = Checks()
             self._checks.check_group(self.everyone)
 
+    def emulate(self, link: Link | None) -> None:
+        """Whether what `everyone`, and groups made from here on, move is to take as long as over such a link.
+
+        Collective; for the ranks of one machine, whose clocks are one.
+        """
+        if link is None and self._link is None:
+            return
+        assert link is None or self.nodes == 1
+        self._link = None if link is None else EmulatedLink(link)
+        self.everyone.host, self.everyone.accelerator = self._pair(self.communicator, "mpi")
+
     def alone(self) -> World:
         """A world of this rank alone, on the same device, with a ledger of its own."""
         world = World(MPI.COMM_SELF)
@@ -164,12 +177,20 @@ class World:
     def _group(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
     ) -> Group:
-        host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
+        host, accelerator = self._pair(communicator, transport)
         place = self.device, self.ledger, self._under_way, tuple(self._ranks[rank] for rank in ranks)
         group = Group(axes, ranks, communicator, host, accelerator, *place)
         if self._checks is not None:
             self._checks.check_group(group)
         return group
+
+    def _pair(self, communicator: MPI.Intracomm, transport: str) -> Pair:
+        """What carries tensors of host and accelerator. Collective over the communicator."""
+        host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
+        if self._link is None:
+            return host, accelerator
+        times = communicator.Dup()
+        return SlowTransport(host, times, self._link), SlowTransport(accelerator, times, self._link)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain.deck.key import Bytes, Section, key
+from hpctrain.deck.key import Bytes, LinkText, Section, key
 
 
 class Communication(Section):
@@ -19,4 +19,10 @@ class Communication(Section):
     check: bool = key(
         "Whether ranks compare every call before they make it, and name a difference; for finding mistakes.",
         False,
+    )
+    emulate: LinkText | None = key(
+        "Delays that make links between a machine's ranks slow, to try things out: '100 Mbit/s, 20 ms'.",
+        None,
+        unit="bit/s",
+        derived="none",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from hpctrain.units import parse_bytes, parse_seconds
+from hpctrain.units import parse_bytes, parse_link, parse_seconds
 
 _FORMER = {("machine", "memory_per_node"): "memory"}  # former names of keys, with their sections
 
@@ -18,6 +18,15 @@ Duration = Annotated[
     float, BeforeValidator(lambda value: parse_seconds(value) if isinstance(value, str) else value)
 ]
 """A time; written as a number of seconds or as "50 min", printed as a number."""
+
+
+def _link(value: str) -> str:
+    parse_link(value)
+    return value
+
+
+LinkText = Annotated[str, AfterValidator(_link)]
+"""A link's speed and latency, written, and kept, as "100 Mbit/s, 20 ms"."""
 
 
 def key(text: str, default: Any = ..., *, unit: str = "", derived: str = "", **bounds: Any) -> Any:

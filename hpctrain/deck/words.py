@@ -21,6 +21,8 @@ def wanted(field: FieldInfo) -> str:
         return either([toml_value(choice) for choice in get_args(kind)])
     if kind is bool:
         return "true or false"
+    if extra(field, "unit") == "bit/s":
+        return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
     if kind is str:
         return "text in quotes, not empty"
     if get_origin(kind) is tuple:

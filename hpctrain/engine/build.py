@@ -46,6 +46,7 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.units import parse_link
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,15 @@ class Corpus:
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
     """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
-    return Mesh(world, axis_sizes(deck, world.size), transport=deck.communication.transport)
+    keys = deck.communication
+    transport = keys.transport if keys.emulate is None else "mpi"
+    if keys.emulate is not None and world.nodes > 1:
+        sentence = (
+            f"needs the clock of one machine, but these ranks are on {world.nodes} nodes (leave it out)"
+        )
+        raise HpctrainError(deck.problem("communication.emulate", sentence))
+    world.emulate(None if keys.emulate is None else parse_link(keys.emulate))
+    return Mesh(world, axis_sizes(deck, world.size), transport=transport)
 
 
 def open_corpus(deck: Deck, world: World) -> Corpus:

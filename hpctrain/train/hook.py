@@ -12,13 +12,15 @@ from hpctrain.train.step import StepResult, TrainState
 @dataclass
 class StepDone:
     """A step that was made: its result, the state after it, and this rank's seconds, of which it spent
-    `computing` outside of communication. `validation` is the held-out loss where it was evaluated after it.
+    `computing` outside of communication, and payload in bytes. `validation` is the held-out loss where it was
+    evaluated after it.
     """
 
     result: StepResult
     state: TrainState
     seconds: float
     computing: float
+    payload: int = 0
     validation: float | None = None
 
 

@@ -35,6 +35,11 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> lis
         f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
         f"{peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
     ]
+    if deck.communication.emulate is not None:
+        lines.append(
+            f"communication.emulate: delays in software make every rank's link one of "
+            f"{deck.communication.emulate}; seconds and tokens/s are those of that link, not of this machine"
+        )
     if epochs >= MANY_EPOCHS:
         lines.append(
             f"{deck.data.tokens} is small for this run: each of its {counted(sequences, 'sequence')} of "

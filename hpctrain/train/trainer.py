@@ -34,14 +34,15 @@ class Trainer:
     def train_step(self, batch: int | None = None) -> StepResult:
         """Make the next step, of `batch` sequences over all data ranks (default: the deck's). Collective."""
         ledger = self.engine.world.ledger
-        started, communicating = time.perf_counter(), ledger.seconds
+        started, communicating, payload = time.perf_counter(), ledger.seconds, ledger.bytes
         with ExitStack() as watching:
             for hook in self.hooks:
                 watching.enter_context(hook.around_step(self.state.step + 1))
             batch = batch_at(self.deck.batch, self.state.step) if batch is None else batch
             result = self.step(self.state, batch, self._before_update)
         seconds = time.perf_counter() - started
-        done = StepDone(result, self.state, seconds, seconds - (ledger.seconds - communicating))
+        computing, payload = seconds - (ledger.seconds - communicating), ledger.bytes - payload
+        done = StepDone(result, self.state, seconds, computing, payload)
         for hook in self.hooks:
             hook.after_step(done)
         return result

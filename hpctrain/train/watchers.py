@@ -144,6 +144,8 @@ class StepReport(Hook):
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
             experts=None if load is None else load.row(),
+            payload_bytes=done.payload,
+            emulated_link=self.deck.communication.emulate,
         )
 
     def at_end(self, order: Order) -> None:

@@ -21,7 +21,9 @@ class StepMetrics:
     `step` counts steps done, this one included; `tokens` counts the tokens of all of them. `figures` are the
     objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
     wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
-    the figures of the mixtures, by name lists with a value a mixture. A measure that is None was not made and
+    the figures of the mixtures, by name lists with a value a mixture. `payload_bytes` are those that rank 0
+    sent to others in this step, or received from them, as the ledger counts; `emulated_link` is there where
+    seconds are those of a link that is not (`communication.emulate`). A measure that is None was not made and
     gets no key.
     """
 
@@ -39,6 +41,8 @@ class StepMetrics:
     peak_rss_bytes: int | None = None
     validation_loss: float | None = None
     experts: Mapping[str, Sequence[float]] | None = None
+    payload_bytes: int | None = None
+    emulated_link: str | None = None
 
     @property
     def loss(self) -> float:

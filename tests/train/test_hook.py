@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from hpctrain.comm.world import World
@@ -42,6 +43,23 @@ def test_hooks_are_called_in_their_order(world: World) -> None:
     assert calls == [*around, "a after 1", "b after 1"]
     assert first.done[0].result is result
     assert 0 <= first.done[0].computing <= first.done[0].seconds
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_they_are_told_what_the_ledger_counts_of_the_step(world: World) -> None:
+    own = World(world.communicator.Dup())
+    watched, calls = trainer(own, small_deck()), list[str]()
+    plain = trainer(World(world.communicator.Dup()), small_deck())
+    own.ledger.enter("data", "all_reduce", 1000, 0.0)
+    watched.hooks.append(note := Note("a", calls))
+    for _ in range(2):
+        before = own.ledger.bytes
+        assert watched.train_step().figures == plain.train_step().figures
+        assert (
+            note.done[-1].payload
+            == own.ledger.bytes - before
+            > 8 * sum(bucket.layout.used for bucket in watched.engine.buckets)
+        )
 
 
 def test_a_skipped_update_is_no_update(world: World) -> None:

@@ -1,0 +1,112 @@
+"""A slow link for trying things out on one machine: what a rank moves takes as long as such a link would
+need.
+
+It is a delay in software. Results, calls and their order are those of the ranks without it, to the bit;
+seconds, and what is made of them, are those of a link that is not there, and are marked so wherever a run
+writes them.
+
+Each rank has one link, which carries bytes out and in at the same time, at its speed each way. A call begins
+to move once all ranks that take part have come to it (a message: once it is sent), takes its turn behind what
+this rank moves already, and is complete no sooner than its `Traffic` has passed and each of its rounds has
+taken the latency. What is started moves on while the rank computes. Tensors travel so, those of the group of
+all ranks too; small Python values, by which ranks agree, do not, nor does what h5py or a check of calls
+sends.
+
+The ranks tell each other when they came, by clocks that have to be one and the same: those of one machine.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.library import MPI
+from hpctrain.comm.mpi import Requests
+from hpctrain.comm.traffic import Traffic, traffic_of
+from hpctrain.comm.transport import Pending, Steps, Transport, drive
+from hpctrain.units import Link
+
+
+class EmulatedLink:
+    """The link of one rank, and when each of its directions is free again, by `clock` in seconds."""
+
+    def __init__(
+        self,
+        link: Link,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.link, self.clock, self.sleep = link, clock, sleep
+        self._out = self._in = float("-inf")
+
+    def pass_over(self, traffic: Traffic, begin: float) -> float:
+        """When this has passed, of what could move from `begin` on."""
+        ends = [begin]
+        if traffic.sent:
+            self._out = max(begin, self._out) + traffic.sent / self.link.bytes_per_second
+            ends.append(self._out)
+        if traffic.received:
+            self._in = max(begin, self._in) + traffic.received / self.link.bytes_per_second
+            ends.append(self._in)
+        return max(ends) + traffic.rounds * self.link.latency
+
+
+class Due:
+    """What is complete at a moment of a link's clock."""
+
+    def __init__(self, link: EmulatedLink, moment: float) -> None:
+        self._link, self._moment = link, moment
+
+    def wait(self) -> None:
+        """Let others have the core until then."""
+        while (left := self._moment - self._link.clock()) > 0:
+            self._link.sleep(left)
+
+    def test(self) -> bool:
+        """Whether it is time."""
+        return self._link.clock() >= self._moment
+
+
+class SlowTransport(Transport):
+    """Another transport's calls, over a link; the ranks' times travel over a `communicator` of their own."""
+
+    def __init__(self, inner: Transport, communicator: MPI.Intracomm, link: EmulatedLink) -> None:
+        self.inner, self.communicator, self.link = inner, communicator, link
+        self.rank, self.size = inner.rank, inner.size
+        self._told: list[tuple[MPI.Request, array[float]]] = []
+
+    def run(self, call: Call) -> Pending | None:
+        """See Transport."""
+        return drive(self._steps(call), call.blocking)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See Transport."""
+        return self.inner.empty(shape, dtype, device)
+
+    def scratch_bytes(self, elements: int, itemsize: int) -> int:
+        """See Transport."""
+        return self.inner.scratch_bytes(elements, itemsize)
+
+    def _steps(self, call: Call) -> Steps:
+        traffic, came = traffic_of(call, self.rank, self.size), array("d", [self.link.clock()])
+        times, telling = self._tell(call, came)
+        yield self.inner.run(call)
+        yield telling
+        yield Due(self.link, self.link.pass_over(traffic, max(times)))
+
+    def _tell(self, call: Call, came: array[float]) -> tuple[array[float], Pending | None]:
+        """When the ranks came to a call on which this one waits; there once the Pending is complete."""
+        if call.operation == "send":
+            self._told = [each for each in self._told if not each[0].Test()]
+            self._told.append((self.communicator.Isend([came, MPI.DOUBLE], call.peer, call.tag), came))
+            return came, None
+        if call.operation == "recv":
+            times = array("d", [0.0])
+            return times, Requests([self.communicator.Irecv([times, MPI.DOUBLE], call.peer, call.tag)])
+        times = array("d", [0.0] * self.size)
+        return times, Requests([self.communicator.Iallgather([came, MPI.DOUBLE], [times, MPI.DOUBLE])])

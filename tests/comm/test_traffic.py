@@ -1,0 +1,74 @@
+"""What calls move over a link, against the messages that `swapped` makes of them and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.traffic import Traffic, traffic_of
+from hpctrain.comm.transport import swapped
+from hpctrain.units import Link
+
+SIZE = 4
+UNEVEN = [3, 0, 5, 2]
+
+
+def pieces(operation: str, rank: int, counts: list[int] | None) -> Call:
+    """A call that moves pieces of fp32, of `counts` elements of each rank, or of 6."""
+    own, every = (
+        torch.zeros(6 if counts is None else counts[rank]),
+        torch.zeros(6 * SIZE if counts is None else 10),
+    )
+    match operation:
+        case "all_gather":
+            return Call(operation, own, every, bytes=every.nbytes, counts=counts)
+        case "gather":
+            return Call(
+                operation, own, every if rank == 1 else None, bytes=every.nbytes, counts=counts, root=1
+            )
+        case "scatter":
+            given = every if rank == 1 else None
+            return Call(operation, given, own, bytes=every.nbytes, counts=counts, root=1)
+    received = None if counts is None else [counts[rank] for _ in range(SIZE)]
+    output = torch.zeros(sum(received)) if received else every
+    return Call("all_to_all", every, output, counts=counts, received=received)
+
+
+@pytest.mark.parametrize("counts", [None, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("operation", ["all_gather", "gather", "scatter", "all_to_all"])
+def test_pieces_pass_as_messages_of_each_pair_of_ranks(operation: str, counts: list[int] | None) -> None:
+    traffic = {rank: traffic_of(pieces(operation, rank, counts), rank, SIZE) for rank in range(SIZE)}
+    for rank, found in traffic.items():
+        _, sends, _, receives = swapped(pieces(operation, rank, counts), SIZE)
+        out, into = (
+            4 * sum(count for peer, (_, count) in enumerate(spans) if peer != rank)
+            for spans in (sends, receives)
+        )
+        assert found == Traffic(out, into, 1)
+    assert sum(each.sent for each in traffic.values()) == sum(each.received for each in traffic.values()) > 0
+
+
+def test_reductions_go_to_the_owners_of_pieces_and_back() -> None:
+    tensor = torch.zeros(8)
+    assert traffic_of(Call("all_reduce", tensor, tensor), 2, SIZE) == Traffic(48, 48, 2)
+    scattered = Call("reduce_scatter", tensor, torch.zeros(2))
+    assert traffic_of(scattered, 2, SIZE) == Traffic(24, 24, 1)
+    uneven = Call("reduce_scatter", tensor, torch.zeros(5), counts=[1, 1, 5, 1])
+    assert traffic_of(uneven, 2, SIZE) == Traffic(12, 60, 1)
+    reduced = [traffic_of(Call("reduce", tensor, root=1), rank, SIZE) for rank in range(SIZE)]
+    assert reduced == [Traffic(32, 24, 2), Traffic(24, 48, 2), Traffic(32, 24, 2), Traffic(32, 24, 2)]
+
+
+def test_messages_broadcasts_and_barriers() -> None:
+    tensor = torch.zeros(8)
+    assert traffic_of(Call("send", tensor, peer=1), 0, 2) == Traffic(32, 0, 0)
+    assert traffic_of(Call("recv", None, tensor, peer=0), 1, 2) == Traffic(0, 32, 1)
+    assert traffic_of(Call("broadcast", tensor, root=0), 0, 5) == Traffic(32, 0, 3)
+    assert traffic_of(Call("broadcast", None, tensor, root=0), 3, 5) == Traffic(0, 32, 3)
+    assert traffic_of(Call("barrier"), 0, SIZE) == Traffic(0, 0, 2)
+    assert traffic_of(Call("all_reduce", tensor, tensor), 0, 1) == Traffic()
+
+
+def test_bytes_pass_both_ways_at_once_and_rounds_wait() -> None:
+    assert Traffic(200, 300, 2).seconds(Link(100.0, 0.25)) == 3.5
