@@ -22,17 +22,37 @@ import click
     metavar="N",
     help="Ranks of a node.  [default: machine.ranks_per_node, else machine.gpus_per_node, else all]",
 )
+@click.option(
+    "--link",
+    metavar='"100 Mbit/s, 20 ms"',
+    help="Also the seconds of a step over such a link of each rank.  [default: communication.emulate]",
+)
+@click.option("--step-seconds", metavar="T", help='So long a step takes without it, such as "350 ms".')
+@click.option(
+    "--like", type=click.Path(path_type=Path), metavar="RUN_DIR", help="A step takes as in that run, instead."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
-    deck: Path, ranks: int, overrides: tuple[str, ...], ranks_per_node: int | None, as_json: bool
+    deck: Path,
+    ranks: int,
+    overrides: tuple[str, ...],
+    ranks_per_node: int | None,
+    link: str | None,
+    step_seconds: str | None,
+    like: Path | None,
+    as_json: bool,
 ) -> None:
     """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
 
     And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
-    machine.gpu_memory), or where that is not given the memory of this machine.
+    machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
+    step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
+    both, and at which speed of links they break even.
     """
     from hpctrain.plan.deck import plan_deck
+    from hpctrain.plan.forms import wished_link
     from hpctrain.plan.words import plan_text
 
-    plan = plan_deck(deck, ranks, overrides, ranks_per_node, advised=not as_json)
+    wish = wished_link(link, step_seconds, like)
+    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish)
     click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

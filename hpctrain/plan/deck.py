@@ -13,17 +13,20 @@ from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.plan.cost import form_seconds
+from hpctrain.plan.forms import FormPlan, LinkWish, exact_form, plan_form
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
+from hpctrain.units import parse_link
 
 
 @dataclass(frozen=True)
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
-    and what would save most, the most first.
+    what would save most, the most first, and what ranks send each other.
     """
 
     deck: Deck
@@ -31,14 +34,16 @@ class DeckPlan:
     memory: MemoryPlan
     room: Room | None
     savings: tuple[MemorySaving, ...]
+    moved: FormPlan
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         room = self.room
+        planned = self.memory.row() | {"communication": self.moved.row()}
         if room is None:
-            return self.memory.row()
+            return planned
         node = {"ranks": room.ranks, "needed_bytes": room.needed, "memory_bytes": room.limit.bytes}
-        return self.memory.row() | {"node": node | {"fits": room.fits}}
+        return planned | {"node": node | {"fits": room.fits}}
 
 
 def plan_deck(
@@ -47,9 +52,11 @@ def plan_deck(
     overrides: Sequence[str] = (),
     ranks_per_node: int | None = None,
     advised: bool = True,
+    wish: LinkWish | None = None,
 ) -> DeckPlan:
     """Plan the deck in a file, and with `advised` what changes of it would save.
 
+    What is sent is planned over the link of the `wish`, or the one that the deck emulates, too.
     The token file is opened only where the deck leaves its vocabulary to it. A node has `ranks_per_node`
     ranks, else those of the deck's [machine], else all.
 
@@ -71,7 +78,15 @@ def plan_deck(
         )
     machine = deck.machine
     together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
-    return DeckPlan(deck, ranks, memory, _room(deck, memory, together, shared), tuple(savings))
+    apart = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
+    if wish is None and deck.communication.emulate is not None:
+        wish = LinkWish(parse_link(deck.communication.emulate))
+
+    def cost(form: Deck) -> float | None:
+        return form_seconds(form, exact_form(form), ranks, vocabulary, apart)
+
+    moved = plan_form(deck, ranks, vocabulary, apart, wish, cost)
+    return DeckPlan(deck, ranks, memory, _room(deck, memory, together, shared), tuple(savings), moved)
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
+import torch
+
 from hpctrain.comm.planned import META
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
@@ -19,13 +21,20 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.pipeline.action import Schedule
 
 
-def rehearse(stage: TrainedStage, recompute: Recomputed, schedule: Schedule, number: int) -> None:
+def rehearse(
+    stage: TrainedStage,
+    recompute: Recomputed,
+    schedule: Schedule,
+    number: int,
+    device: torch.device = META,
+) -> None:
     """One step of a stage by its number, as far as buckets are concerned.
 
-    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.
+    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so. The
+    stage lies on `device`.
     """
     stage.synchronizer.start(schedule.micro_batches)
-    with META, stage.residency.step("plan"):
+    with device, stage.residency.step("plan"):
         for action in schedule.stages[number]:
             model = stage.models[action.chunk]
             if action.kind == "F":

@@ -1,0 +1,63 @@
+"""What ranks send each other, and what that is worth over a link, in words and a table."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hpctrain.plan.forms import FormPlan, OverLink
+from hpctrain.report.terminal import columns
+from hpctrain.table import fitted
+from hpctrain.units import format_bytes, format_rate, format_seconds
+
+
+def form_lines(plan: FormPlan) -> list[str]:
+    """Bytes of a step by axis, of the deck and by exact sums; seconds over a link; nothing of one rank."""
+    forms = {"a step": plan.own} | ({"by exact sums": plan.exact} if plan.exact is not None else {})
+    moved = {name: each.most.payload() for name, each in forms.items()}
+    axes = sorted({axis for payload in moved.values() for axis in payload})
+    if not axes:
+        return []
+    head = ("a rank's payload along", *forms)
+    rows = [
+        (name, *(format_bytes(of_axis) for of_axis in numbers))
+        for name, numbers in [
+            *((axis, [payload.get(axis, 0.0) for payload in moved.values()]) for axis in axes),
+            *([("all axes", [sum(payload.values()) for payload in moved.values()])] if len(axes) > 1 else []),
+        ]
+    ]
+    lines = ["", *fitted([head, *rows], (0,), columns())]
+    if not plan.own.whole:
+        lines.append(
+            "What layers send along tensor and context axes is not in it, since experts' loads decide."
+        )
+    return lines + ([sentence(plan.over)] if plan.over is not None else [])
+
+
+def sentence(over: OverLink) -> str:
+    """Over a link, how long a step takes, or what of it is known."""
+    known = over.own.computing > 0
+    own = _step(over.own.seconds if known else over.own.moving, known)
+    text = f"Over a link of {over.link} {own}"
+    if known:
+        text += f" beside {format_seconds(over.own.computing)} without one"
+    if over.exact is None:
+        return f"{text}."
+    exact = format_seconds(over.exact.seconds if known else over.exact.moving)
+    text += f"; by exact sums it would be {exact}."
+    if over.cost is None:
+        return f"{text} What the form computes is not timed on GPUs, and not counted."
+    return f"{text} It computes {format_seconds(over.cost)} more, timed here: {_pays(over.even)}."
+
+
+def _step(seconds: float, known: bool) -> str:
+    if known:
+        return f"a step takes {format_seconds(seconds)}"
+    return f"{format_seconds(seconds)} of a step would be sending (--step-seconds or --like tells the rest)"
+
+
+def _pays(even: float | None) -> str:
+    if even is None:
+        return "it pays at no speed of links"
+    if even == inf:
+        return "it pays at any speed of links"
+    return f"it pays where links are slower than {format_rate(even)}"

@@ -1,0 +1,299 @@
+"""What every rank of a deck will send to others in a step, told from the deck alone.
+
+A step of the run's own stage is rehearsed on groups that only listen: what Summations and Outers, layers and
+the pipeline call there is counted, so that nothing here knows them by name. Payload is as the ledger of the
+run counts it; `Traffic` is what passes a rank's link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.device import device_named
+from hpctrain.comm.planned import META, PlannedMesh
+from hpctrain.comm.traffic import Traffic, traffic_of
+from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.place import unmeasured_split
+from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import TrainedStage, plan_stage
+from hpctrain.memory.saved import part_bytes
+from hpctrain.model.build import bare_model
+from hpctrain.model.count import count
+from hpctrain.model.part import blocks_of
+from hpctrain.model.shape import ModelShape
+from hpctrain.objective.choose import make_objective
+from hpctrain.optim.optimizer import refresh
+from hpctrain.parallel.context import context_positions
+from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.execute import Executor, PreparedBatch
+from hpctrain.pipeline.split import spans_of
+from hpctrain.pipeline.wanted import make_schedule
+from hpctrain.plan.model import rehearse
+
+LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
+"""Axes along which layers and stages of the pipeline talk, in every micro-batch."""
+
+
+class Moved(NamedTuple):
+    """A call of a rehearsed step, or several: what it moves along an axis, and what passes to other nodes.
+
+    It is started when a share `begun` of the parameters had their gradients, and then moves meanwhile; with
+    None the rank waits for it. What replicas start after a step has so many steps `ahead` to move.
+    """
+
+    axis: str
+    payload: int
+    traffic: Traffic
+    begun: float | None = None
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """What a rank of a pipeline stage moves in each of some steps that follow each other, and then repeat."""
+
+    stage: int
+    steps: tuple[tuple[Moved, ...], ...]
+
+    def payload(self) -> dict[str, float]:
+        """Bytes of a step by axis, the mean over the steps."""
+        found: dict[str, float] = {}
+        for moved in (moved for step in self.steps for moved in step):
+            found[moved.axis] = found.get(moved.axis, 0.0) + moved.payload / len(self.steps)
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """What the ranks of every stage move; where it is not `whole`, without what layers with experts send
+    along axes other than that of the experts, which depends on what comes.
+    """
+
+    stages: tuple[StageTraffic, ...]
+    micro_batches: int
+    whole: bool
+
+    @property
+    def most(self) -> StageTraffic:
+        """The stage whose ranks move most."""
+        return max(self.stages, key=lambda stage: sum(stage.payload().values()))
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON: bytes of a step by axis."""
+        return {"stages": [stage.payload() for stage in self.stages], "whole": self.whole}
+
+
+class _Listener:
+    """Notes every call of a planned mesh; inside a node nothing passes a link."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.moved: list[Moved] = []
+        self.per_node = ranks_per_node
+        self.begun: Callable[[], float] = lambda: 0.0
+
+    def __call__(self, call: Call, traffic: Traffic) -> None:
+        group = call.group
+        if len({rank // self.per_node for rank in group.ranks}) == 1:
+            traffic = Traffic()
+        begun = None if call.blocking else self.begun()
+        self.moved.append(Moved(group.name, call.payload, traffic, begun))
+
+    def take(self) -> list[Moved]:
+        """What was noted since the last time."""
+        moved, self.moved = self.moved, []
+        return moved
+
+
+class PlannedWeights:
+    """The weights of a planned stage, see sharding/outer.py."""
+
+    def __init__(self, stage: TrainedStage) -> None:
+        self.buckets, self.masters, self.updates = stage.buckets, stage.optimizer.masters, 0
+
+    def publish(self) -> None:
+        """See Weights."""
+        refresh(self.buckets)
+
+
+def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
+    """What `ranks` ranks of a deck will move; with several ranks a node, these do not pass a link to each
+    other.
+
+    Raises HpctrainError as a run would. The steps are those after all warm-up.
+    """
+    deck = steady(deck)
+    sizes, shape = axis_sizes(deck, ranks), ModelShape.of(deck, vocabulary)
+    passes = micro_batches(deck, sizes["data"])
+    schedules = make_schedule(deck, sizes["data"])
+    schedule = schedules(passes)
+    counts = unmeasured_split(deck, schedule)
+    device = device_named(deck.run.device)
+    kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
+    planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
+    stages = []
+    for number in range(schedule.stage_count):
+        spans = spans_of(schedule, counts, number)
+        ends = number in {0, schedule.stage_count - 1}
+        kind: object = (
+            ends and number,
+            tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans),
+        )
+        if deck.model.frozen:
+            kind = number
+        if kind not in planned:
+            listener = _Listener(ranks_per_node)
+            mesh = PlannedMesh(sizes, number, ranks_per_node, listener)
+            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
+            layers = _layers(deck, shape, mesh, stage, schedules, passes, listener)
+            steps = _steps(deck, stage, schedules, passes, number, listener)
+            of_all = _of_all(shape, mesh, stage)
+            keep = LAYERS if layers is not None else frozenset[str]()
+            more = [*(layers if layers is not None else _exchanges(deck, stage, schedule, number)), *of_all]
+            planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
+        stages.append(StageTraffic(number, planned[kind]))
+    return TrafficPlan(tuple(stages), passes, not shape.experts)
+
+
+def steady(deck: Deck) -> Deck:
+    """The deck without its first steps, which are exact."""
+    return deck.with_keys(communication={"warmup": 0}) if hasattr(deck.communication, "warmup") else deck
+
+
+def _steps(
+    deck: Deck,
+    stage: TrainedStage,
+    schedules: Callable[[int], Schedule],
+    passes: int,
+    number: int,
+    listener: _Listener,
+) -> list[list[Moved]]:
+    """What buckets and replicas move in the steps after which they do the same again."""
+    # How often gradients are summed does not depend on the micro-batches, but where they are cut.
+    few = deck.layout.zero < 2 and deck.layout.pipeline == 1
+    schedule = schedules(1 if few else passes)
+    keys = deck.communication
+    weights, period, delay = PlannedWeights(stage), getattr(keys, "local_steps", 1), getattr(keys, "delay", 0)
+    everything = sum(bucket.length for bucket in stage.buckets)
+    listener.begun = lambda: sum(b.length for b in stage.buckets if b.final) / everything
+    with META:
+        stage.outer.begin(weights)
+    steps = []
+    for _ in range(2 * period):
+        listener.take()
+        rehearse(stage, deck.memory.recompute, schedule, number)
+        with META:
+            weights.publish()
+            weights.updates += 1
+            of_gradients = listener.take()
+            stage.outer.after_update(weights)
+            of_replicas = [
+                moved if moved.begun is None else moved._replace(ahead=delay) for moved in listener.take()
+            ]
+            stage.synchronizer.after_step(True, 1.0)
+        steps.append([*of_gradients, *of_replicas])
+    return steps[period:]
+
+
+def _layers(
+    deck: Deck,
+    shape: ModelShape,
+    mesh: PlannedMesh,
+    stage: TrainedStage,
+    schedules: Callable[[int], Schedule],
+    passes: int,
+    listener: _Listener,
+) -> list[Moved] | None:
+    """What layers and the pipeline move in a step, by axis; None where layers have to see values."""
+    if shape.experts:
+        return None
+    if all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline")):
+        return []
+    stages = mesh.group("pipeline").size
+    # It grows evenly with the micro-batches; a schedule out of a file is for its own number of them.
+    named = deck.layout.pipeline == 1 or schedules(stages).micro_batches == stages
+    few = (stages, 2 * stages) if named and passes > 2 * stages else (passes,)
+    totals = []
+    for micro in few:
+        listener.take()
+        _run(deck, shape, mesh, stage, schedules(micro), micro)
+        totals.append(_by_axis(m for m in listener.take() if m.axis in LAYERS))
+    if len(few) == 1:
+        return totals[0]
+    first, second = ({moved.axis: moved for moved in total} for total in totals)
+    return [_further(first[axis], second[axis], few, passes) for axis in first]
+
+
+def _run(
+    deck: Deck, shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage, schedule: Schedule, passes: int
+) -> None:
+    """Forward and backward of a step by the run's own executor."""
+    objective, groups, size = make_objective(deck), stage.groups, (deck.batch.micro_size, shape.sequence)
+    executor = Executor(
+        stage.models, mesh.group("pipeline"), groups.weight_gradients, mesh.ledger, objective.figures
+    )
+    with META:
+        positions = context_positions(groups.context, groups.context_form, shape.sequence)
+        tokens = torch.zeros(size, dtype=torch.int64)
+        one = torch.ones(())
+        batches = [
+            PreparedBatch.of(MicroBatch(tokens, tokens), objective, one, positions, None)
+            for _ in range(passes)
+        ]
+        stage.synchronizer.start(passes)
+        with stage.residency.step(("rehearsed", passes)):
+            executor.run(schedule, batches)
+        stage.synchronizer.finish()
+
+
+def _by_axis(moved: Iterable[Moved]) -> list[Moved]:
+    """The sum of each axis."""
+    ordered = sorted(moved, key=lambda each: each.axis)
+    return [_sum(axis, list(of_axis)) for axis, of_axis in groupby(ordered, key=lambda each: each.axis)]
+
+
+def _sum(axis: str, moved: Sequence[Moved]) -> Moved:
+    sent, received, rounds = (sum(numbers) for numbers in zip(*(each.traffic for each in moved), strict=True))
+    return Moved(axis, sum(each.payload for each in moved), Traffic(sent, received, rounds))
+
+
+def _further(first: Moved, second: Moved, micro: Sequence[int], passes: int) -> Moved:
+    """What `passes` micro-batches move, where so many `micro` move these."""
+
+    def at(one: int, other: int) -> int:
+        return one + (other - one) * (passes - micro[0]) // (micro[1] - micro[0])
+
+    return Moved(
+        first.axis,
+        at(first.payload, second.payload),
+        Traffic(*(at(one, other) for one, other in zip(first.traffic, second.traffic, strict=True))),
+    )
+
+
+def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Moved]:
+    """What goes to other ranks' experts and back, where all have as many rows."""
+    parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
+    forwards = [action.chunk for action in schedule.stages[number] if action.kind == "F"]
+    exchanged = sum(parts[chunk].exchanged for chunk in forwards)
+    calls = 4 * len(forwards) * sum(layer.kind == "mixture" for part in stage.models for layer in part.layers)
+    return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
+
+
+def _of_all(shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
+    """The counts and figures that all ranks sum, see Step."""
+    figures = len(count(shape).terms) + 1 + stage.replica[1]
+    sums = [(mesh.group("data"), 1), (mesh.group("pipeline", "data", "context", "tensor"), figures)]
+    moved = []
+    for group, numbers in sums:
+        tensor = torch.empty(numbers, dtype=torch.float64, device=META)
+        call = Call("all_reduce", tensor, tensor)
+        name = group.name if len(group.axes) == 1 else "world"
+        traffic = traffic_of(call, group.rank, group.size)
+        moved += [Moved(name, call.payload, traffic)] if group.size > 1 else []
+    return moved

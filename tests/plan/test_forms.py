@@ -1,0 +1,89 @@
+"""What a deck's communication is worth, as the verb tells it; tests of plan/cost.py too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from hpctrain.cli.plan import command
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.plan.cost import form_seconds
+from hpctrain.plan.forms import exact_form
+from hpctrain.plan.links import linked_step
+from hpctrain.plan.traffic import plan_traffic
+from hpctrain.units import Link
+from tests.engines import DECK, small_deck
+
+VOCABULARY = 61
+
+
+@pytest.fixture
+def deck(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(DECK)
+    return path
+
+
+def plan(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_words_tell_payload_by_axis(deck: Path) -> None:
+    told = plan(deck, "--ranks", 2).stdout.splitlines()
+    start = told.index(next(line for line in told if line.startswith("a rank's payload along")))
+    assert told[start].split() == ["a", "rank's", "payload", "along", "a", "step"]
+    assert [line.split("  ")[0] for line in told[start + 1 : start + 5]] == [
+        *("data", "data x context", "world", "all axes")
+    ]
+    assert "payload" not in plan(deck, "--ranks", 1).stdout
+
+
+def test_a_link_adds_seconds_to_a_measured_step(deck: Path) -> None:
+    told = plan(deck, "--ranks", 2, "--json", "--link", "1 Mbit/s, 5 ms", "--step-seconds", "300 ms")
+    over = json.loads(told.stdout)["communication"]["link"]
+    link = Link(125e3, 0.005)
+    expected = linked_step(plan_traffic(small_deck(), 2, VOCABULARY), link, 0.3)
+    assert over["seconds"] == expected.seconds > 0.3
+    assert (over["bytes_per_second"], over["latency"], over["computing_seconds"]) == (125e3, 0.005, 0.3)
+    assert "exact_seconds" not in over
+    words = plan(deck, "--ranks", 2, "--link", "1 Mbit/s, 5 ms", "--step-seconds", "300 ms").stdout
+    assert "Over a link of 1 Mbit/s, 5 ms a step takes " in words
+    assert " beside 300 ms without one." in words
+    emulated = plan(deck, "--ranks", 2, "--set", "communication.emulate=1 Mbit/s, 5 ms").stdout
+    assert "of a step would be sending (--step-seconds or --like tells the rest)." in emulated
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--step-seconds", "1 s"), "are of a step over a link: give --link too"),
+        (("--link", "1 Mbit/s", "--step-seconds", "1 s", "--like", "x"), "give one of them"),
+        (("--link", "fast"), '--link: "fast" is not a link'),
+        (("--link", "1 Mbit/s", "--step-seconds", "soon"), '--step-seconds: "soon" is not a time'),
+    ],
+)
+def test_mistakes_are_told(deck: Path, options: tuple[str, ...], sentence: str) -> None:
+    result = plan(deck, "--ranks", 2, *options)
+    assert sentence in str(result.exception)
+
+
+def test_an_echo_gives_back_what_it_is_given() -> None:
+    group = PlannedMesh({"pipeline": 1, "data": 3, "context": 1, "tensor": 1}, 0, 1, echo=True).group("data")
+    own = torch.arange(6.0)
+    assert torch.equal(group.all_gather(own), own.repeat(3))
+    assert torch.equal(group.all_reduce(own.clone()), own)
+    assert torch.equal(group.reduce_scatter(own), own[:2])
+    assert torch.equal(group.all_to_all(own), own)
+
+
+def test_exact_sums_cost_nothing_more() -> None:
+    deck = small_deck()
+    assert exact_form(deck) == deck
+    seconds = form_seconds(deck, deck, 2, VOCABULARY, 1)
+    assert seconds is not None
+    assert seconds >= 0
+    assert form_seconds(deck.with_keys(run={"device": "cuda"}), deck, 2, VOCABULARY, 1) is None

@@ -1,0 +1,97 @@
+"""Bytes of a step by axis, planned: equal to the byte to the ledger of a run's steps.
+
+Tests of comm/planned.py too.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.plan.traffic import plan_traffic
+from tests.engines import LLAMA, small_deck, trainer
+
+VOCABULARY = 61
+
+
+def sent(world: World, deck: Deck, steps: int = 1) -> dict[str, float]:
+    """Bytes of a step by axis, the mean of so many after as many others."""
+    run = trainer(world, deck)
+    run.train(steps)
+    world.ledger.reset()
+    run.train(steps)
+    found: dict[str, float] = {}
+    for entry in world.ledger.rows():
+        if entry.bytes:
+            found[entry.axis] = found.get(entry.axis, 0.0) + entry.bytes / steps
+    return dict(sorted(found.items()))
+
+
+LAYOUTS: dict[int, list[tuple[str, ...]]] = {
+    2: [
+        (),
+        ("layout.zero=1", "precision.compute=bf16", *LLAMA),
+        ("layout.zero=2", "precision.gradients=compute", "precision.compute=bf16"),
+        ("layout.zero=3", "memory.recompute=full"),
+        ("layout.zero=3", "memory.accumulate=sliced"),
+        ("layout.tensor=2", *LLAMA, "model.tied=true"),
+        ("layout.tensor=2", "layout.sequence_parallel=true", "memory.recompute=selective"),
+        ("layout.context=2", *LLAMA),
+        ("layout.context=2", "layout.context_form=all_to_all"),
+        ("layout.pipeline=2", "model.tied=true"),
+        ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
+    ],
+    4: [
+        ("layout.tensor=2", "layout.zero=1", "layout.zero_group=1"),
+        (
+            "layout.pipeline=2",
+            "layout.chunks=2",
+            "layout.schedule=interleaved",
+            "model.layers=4",
+            "layout.zero=1",
+        ),
+        ("layout.pipeline=2", "layout.tensor=2", "batch.global_size=32"),
+    ],
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_a_run_sends_what_was_planned(world: World) -> None:
+    for keys in LAYOUTS.get(world.size, []):
+        deck = small_deck(*keys)
+        planned = plan_traffic(deck, world.size, VOCABULARY)
+        stage = world.rank // (world.size // len(planned.stages))
+        assert planned.stages[stage].payload() == sent(world, deck), keys
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_experts_are_planned_where_loads_are_even(world: World) -> None:
+    """Sums of gradients to the byte, what experts get up to the routers' choices."""
+    deck = small_deck(*LLAMA, "model.experts=4", "layout.expert=2", "model.experts_per_token=4")
+    planned = plan_traffic(deck, world.size, VOCABULARY)
+    assert not planned.whole
+    payload, real = planned.stages[0].payload(), sent(world, deck)
+    assert payload["data x context"] == real["data x context"]
+    assert payload["expert"] == pytest.approx(real["expert"], rel=0.01)
+
+
+def test_inside_a_node_nothing_passes_a_link() -> None:
+    deck = small_deck("layout.tensor=2")
+
+    def rounds(per_node: int, axis: str) -> int:
+        (step,) = plan_traffic(deck, 4, VOCABULARY, per_node).stages[0].steps
+        return sum(moved.traffic.rounds for moved in step if moved.axis == axis)
+
+    assert rounds(1, "tensor") > 0
+    assert rounds(2, "tensor") == 0
+    assert rounds(2, "data x context") > 0
+    assert rounds(4, "data x context") == 0
+
+
+def test_sums_are_started_as_gradients_come() -> None:
+    (step,) = plan_traffic(small_deck(), 2, VOCABULARY).stages[0].steps
+    begun = [moved.begun for moved in step if moved.axis == "data x context"]
+    assert len(begun) > 2
+    assert begun == sorted(begun)
+    assert 0 < begun[0] < 1 == begun[-1]
