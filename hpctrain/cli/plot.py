@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -11,7 +12,14 @@ import click
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the pictures.")
 @click.option("--log-loss", is_flag=True, help="Logarithmic scale for the loss.")
-def command(run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool) -> None:
+@click.option(
+    "--against",
+    type=click.Choice(["bytes", "time"]),
+    help="Draw the loss alone, against bytes sent or seconds, runs labelled by what differs in their decks.",
+)
+def command(
+    run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool, against: Literal["bytes", "time"] | None
+) -> None:
     """Draw loss, learning rate, throughput and gradient norm of one or more runs.
 
     Writes PNG files to DIR (default: plots/ in the run directory, or in the current directory for several
@@ -20,7 +28,11 @@ def command(run_dirs: tuple[Path, ...], out: Path | None, log_loss: bool) -> Non
     run.trace = true, it also draws the schedule as it ran, and as simulated from the measured times, with
     both bubbles.
     """
+    from hpctrain.report.against import plot_against
     from hpctrain.report.plots import plot_runs
 
+    if against is not None:
+        click.echo(plot_against(against, run_dirs, out, log_loss=log_loss))
+        return
     for path in plot_runs(run_dirs, out, log_loss=log_loss):
         click.echo(path)

@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 Average = Literal["mean", "median"]
 
 _INCHES = (8.0, 5.0)
-_DOTS_PER_INCH = 150
+DOTS_PER_INCH = 150
 _POINTS_UNSMOOTHED = 200
 _POINTS_DRAWN = 20_000
 _WINDOWS = 60
@@ -42,8 +42,9 @@ class PlottedRun:
 
     @property
     def label(self) -> str:
-        """The name as pictures show it."""
-        return drawable(self.name)
+        """The name as pictures show it, with a mark of seconds that are not this machine's."""
+        slowed = any("emulated_link" in row for row in self.rows)
+        return drawable(self.name) + " (emulated link)" * slowed
 
     def series(self, key: str) -> tuple[Array, Array]:
         """Steps and values of the rows that hold a number under `key`, both [points]."""
@@ -76,7 +77,7 @@ def plot_runs(
         written = []
         for name, figure in figures.items():
             written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
+            figure.savefig(written[-1], dpi=DOTS_PER_INCH)
     return written
 
 
@@ -139,30 +140,30 @@ def _name_of(picture: str, run: PlottedRun, runs: Sequence[PlottedRun]) -> str:
 
 
 def _loss(runs: Sequence[PlottedRun], *, log_loss: bool) -> Figure:
-    figure, (axes,) = _figure("Loss", ["loss (nats per token)"], runs)
+    figure, (axes,) = make_figure("Loss", ["loss (nats per token)"], runs)
     for index, run in enumerate(runs):
         validation = run.series("validation_loss")
         label = f"{run.label}, training" if len(runs) > 1 else "training"
-        _curve(axes, run.series("loss"), index, label, "mean")
+        draw_curve(axes, run.series("loss"), index, label, "mean")
         if len(validation[0]):
             label = f"{run.label}, validation" if len(runs) > 1 else "validation"
             colour = f"C{index}" if len(runs) > 1 else "C1"
             style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
             axes.plot(*validation, color=colour, label=label, **style)
     if log_loss:
-        _logarithmic(axes)
-    _mark_skipped(axes, runs)
-    _legend(axes)
+        logarithmic(axes)
+    mark_skipped(axes, runs)
+    add_legend(axes)
     return figure
 
 
 def _learning_rate(runs: Sequence[PlottedRun]) -> Figure:
-    figure, (axes,) = _figure("Learning rate", ["learning rate"], runs)
+    figure, (axes,) = make_figure("Learning rate", ["learning rate"], runs)
     for index, run in enumerate(runs):
         axes.plot(*run.series("lr"), color=f"C{index}", linewidth=1.8, label=run.label)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
@@ -171,36 +172,36 @@ def _throughput(runs: Sequence[PlottedRun]) -> Figure:
 
     measured = any(len(run.series("mfu")[0]) for run in runs)
     labels = ["tokens per second", "MFU (% of peak FLOP/s)"] if measured else ["tokens per second"]
-    figure, panels = _figure("Throughput", labels, runs)
+    figure, panels = make_figure("Throughput", labels, runs)
     for index, run in enumerate(runs):
-        _curve(panels[0], run.series("tokens_per_s"), index, run.label)
+        draw_curve(panels[0], run.series("tokens_per_s"), index, run.label)
         if measured:
-            _curve(panels[1], run.series("mfu"), index, run.label)
+            draw_curve(panels[1], run.series("mfu"), index, run.label)
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     if measured:
         panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     for axes in panels:
         axes.set_ylim(bottom=0)
-    _legend(panels[0])
+    add_legend(panels[0])
     return figure
 
 
 def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
-    figure, (axes,) = _figure("Gradient norm", ["global norm before clipping"], runs)
+    figure, (axes,) = make_figure("Gradient norm", ["global norm before clipping"], runs)
     spread = 1.0
     for index, run in enumerate(runs):
         steps, norms = run.series("grad_norm")
-        _curve(axes, (steps, norms), index, run.label if len(runs) > 1 else "gradient norm")
+        draw_curve(axes, (steps, norms), index, run.label if len(runs) > 1 else "gradient norm")
         if len(norms) and (norms > 0).all():
             spread = max(spread, norms.max() / np.median(norms))
     if spread > 20:  # one spike would press all else flat
-        _logarithmic(axes)
-    _mark_skipped(axes, runs)
-    _legend(axes)
+        logarithmic(axes)
+    mark_skipped(axes, runs)
+    add_legend(axes)
     return figure
 
 
-def _figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tuple[Figure, list[Axes]]:
+def make_figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tuple[Figure, list[Axes]]:
     """A figure with one panel a label, one above the other over the same steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -220,7 +221,7 @@ def _figure(title: str, labels: Sequence[str], runs: Sequence[PlottedRun]) -> tu
     return figure, panels
 
 
-def _curve(
+def draw_curve(
     axes: Axes, series: tuple[Array, Array], index: int, label: str, average: Average = "median"
 ) -> None:
     """A line; with many points a faint one, and a smooth one over it."""
@@ -252,7 +253,8 @@ def smoothed(
     return centres, np.array(smooth)
 
 
-def _mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
+def mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
+    """Crosses at the steps that were skipped."""
     for index, run in enumerate(runs):
         steps = run.skipped()
         if len(steps):
@@ -264,7 +266,8 @@ def _mark_skipped(axes: Axes, runs: Sequence[PlottedRun]) -> None:
             axes.plot(steps, height, transform=axes.get_xaxis_transform(), label=label, **style)
 
 
-def _logarithmic(axes: Axes) -> None:
+def logarithmic(axes: Axes) -> None:
+    """Logarithmic scale for the values, with numbers that people write."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -275,7 +278,8 @@ def _logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))  # noqa: ARG005
 
 
-def _legend(axes: Axes) -> None:
+def add_legend(axes: Axes) -> None:
+    """A legend, where there is more than one label."""
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=10, framealpha=0.85, edgecolor="none")
 

@@ -1,0 +1,137 @@
+"""Pictures of what a loss has cost: loss against bytes sent, or against time, one curve a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.sources import toml_value
+from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.errors import InputOutputError, failing_as
+from hpctrain.files import read_text
+from hpctrain.report.fonts import drawing
+from hpctrain.report.plots import (
+    DOTS_PER_INCH,
+    Array,
+    PlottedRun,
+    add_legend,
+    draw_curve,
+    load_runs,
+    logarithmic,
+    make_figure,
+)
+from hpctrain.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Cost = Literal["bytes", "time"]
+
+_KEYS: Mapping[Cost, tuple[str, str]] = {
+    "bytes": ("payload_bytes", "sent by a rank (payload, as the ledger counts it)"),
+    "time": ("seconds", "time of the steps"),
+}
+_DECK = "deck.toml"
+_NAMING = frozenset({"run.title", "run.dir"})
+_SPREAD = 10  # from such a ratio of the runs' totals on, the smallest would vanish on a linear axis
+
+
+def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, log_loss: bool) -> Path:
+    """Draw the loss of runs against what they cost as a PNG file, in `out_dir` or where `plot_runs` puts it.
+
+    InputOutputError as there, and where a run has not recorded what is asked for, or sent nothing.
+    """
+    runs = load_runs(run_dirs)
+    told = labels(run_dirs)
+    runs = [replace(run, name=label or run.name) for run, label in zip(runs, told, strict=True)]
+    key, _ = _KEYS[cost]
+    lacking = [
+        f"{folder}: sent nothing, so that there is nothing to draw against bytes"
+        if cost == "bytes" and any(key in row for row in run.rows)
+        else f"{folder}: its metrics have no {key}; a run by this version writes them"
+        for folder, run in zip(run_dirs, runs, strict=True)
+        if not any(row.get(key) for row in run.rows)
+    ]
+    if lacking:
+        raise InputOutputError(lacking)
+    folder = out_dir if out_dir is not None else (run_dirs[0] if len(runs) == 1 else Path()) / "plots"
+    path = folder / f"loss_against_{cost}.png"
+    with failing_as(f"{folder}: pictures cannot be written"), drawing():
+        figure = draw_against(cost, runs, log_loss=log_loss)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    return path
+
+
+def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = False) -> Figure:
+    """The figure: training loss as lines, loss on held-out sequences as marks of the same colour."""
+    from matplotlib.ticker import FuncFormatter
+
+    key, words = _KEYS[cost]
+    figure, (axes,) = make_figure(f"Loss against {cost}", ["loss (nats per token)"], runs)
+    totals = []
+    for index, run in enumerate(runs):
+        spent = spent_until(run, key)
+        totals.append(max(spent.values()))
+        draw_curve(axes, _against(run, "loss", spent), index, run.label, "mean")
+        held_out = _against(run, "validation_loss", spent)
+        style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
+        if len(held_out[0]):
+            axes.plot(*held_out, color=f"C{index}", label=f"{run.label}, validation", **style)
+    axes.set_xlabel(words, fontsize=12)
+    if max(totals) > _SPREAD * min(totals):
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    written = format_bytes if cost == "bytes" else format_seconds
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    if log_loss:
+        logarithmic(axes)
+    add_legend(axes)
+    return figure
+
+
+def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
+    """What a run has spent by the end of each of its steps, by step."""
+    spent: dict[int, float] = {}
+    total = 0.0
+    for row in run.rows:
+        total += row.get(key) or 0
+        spent[row["step"]] = total
+    return spent
+
+
+def labels(run_dirs: Sequence[Path]) -> list[str]:
+    """What tells the decks of runs apart, of each what is not the default; "" where nothing does."""
+    decks = [_keys(run_dir / _DECK) for run_dir in run_dirs]
+    names = {name for deck in decks for name in deck} - _NAMING
+    differing = sorted(name for name in names if len({toml_value(deck.get(name)) for deck in decks}) > 1)
+    keys = {section: fields(section) for section in sections()}
+    usual = {f"{section}.{name}": own[name].default for section, own in keys.items() for name in own}
+
+    def told(deck: Mapping[str, object]) -> str:
+        own = ((name, deck[name]) for name in differing if name in deck and deck[name] != usual.get(name))
+        return ", ".join(f"{name.partition('.')[2]} = {value}" for name, value in own)
+
+    found = [told(deck) for deck in decks]
+    return found if len(set(found)) == len(found) else [""] * len(found)
+
+
+def _keys(path: Path) -> dict[str, object]:
+    """The keys of a run's deck with their full names; none where it cannot be read."""
+    try:
+        values, _ = parse_toml(read_text(path, DECK_BYTES))
+    except (OSError, UnicodeDecodeError, TomlError):
+        return {}
+    tables = ((section, table) for section, table in values.items() if isinstance(table, dict))
+    return {f"{section}.{name}": value for section, table in tables for name, value in table.items()}
+
+
+def _against(run: PlottedRun, key: str, spent: Mapping[int, float]) -> tuple[Array, Array]:
+    steps, values = run.series(key)
+    return np.array([spent[int(step)] for step in steps], dtype=np.float64), values
