@@ -1,4 +1,4 @@
-"""What a deck's communication is worth, as the verb tells it; tests of plan/cost.py too."""
+"""What a deck's communication is worth, as the verb tells it; tests of plan/deck.py and plan/cost.py too."""
 
 from __future__ import annotations
 
