@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpctrain.characters import control_problem
+from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_world import batch_sizes
@@ -30,6 +31,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_model(deck),
         *mixture_problems(deck),
         *layout_problems(deck),
+        *compression_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),
         *_optimizer(deck),

@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.device import choose_device, gpu_count, host_empty, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
-from hpctrain.deck.schema import Deck, OptimizerSection
+from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
@@ -23,12 +23,21 @@ from hpctrain.optim.offload import Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
 from hpctrain.optim.sgd import SGD
 from hpctrain.sharding.bucket import Bucket, Store
+from hpctrain.sharding.compression.warmed import momentum_given_after
 from hpctrain.units import format_bytes
 
-RULES: Mapping[str, Callable[[OptimizerSection], UpdateRule]] = {
-    "adamw": lambda keys: AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay),
-    "sgd": lambda keys: SGD(keys.momentum, keys.nesterov, keys.weight_decay),
-}
+
+def _adamw(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay, momentum_given_after(deck))
+
+
+def _sgd(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return SGD(keys.momentum, keys.nesterov, keys.weight_decay, momentum_given_after(deck))
+
+
+RULES: Mapping[str, Callable[[Deck], UpdateRule]] = {"adamw": _adamw, "sgd": _sgd}
 """What makes each optimizer of a deck, by its name."""
 
 
@@ -124,7 +133,7 @@ def make_optimizer(
 
     `device` is the run's, where a plan's buckets are not. HpctrainError for state of matrices elsewhere.
     """
-    rule, memory = RULES[deck.optimizer.name](deck.optimizer), deck.memory
+    rule, memory = RULES[deck.optimizer.name](deck), deck.memory
     if store is None:
         return ResidentOptimizer(rule, buckets) if rule.by_element else MatrixOptimizer(rule, buckets)
     if not rule.by_element:

@@ -34,6 +34,12 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
+from hpctrain.sharding.compression.codecs import Rounded
+from hpctrain.sharding.compression.compressed_sum import CompressedSum
+from hpctrain.sharding.compression.majority import sign_sum
+from hpctrain.sharding.compression.one_bit import OneBitMomentum
+from hpctrain.sharding.compression.top_k import TopK
+from hpctrain.sharding.compression.warmed import exact_at_first
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
@@ -41,8 +47,15 @@ from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
 
-SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {"exact": lambda _, bucket: ExactSum(bucket)}
-"""What makes each Summation of a deck and a bucket, by its name."""
+SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {
+    "none": lambda _, bucket: ExactSum(bucket),
+    "bf16": exact_at_first(CompressedSum.of(Rounded("bf16"))),
+    "int8": exact_at_first(CompressedSum.of(Rounded("int8"))),
+    "sign": exact_at_first(sign_sum),
+    "onebit": OneBitMomentum.of,
+    "topk": TopK.of,
+}
+"""What makes the Summation of a deck and a bucket, by `communication.compress`."""
 
 
 class OuterChoice(NamedTuple):
@@ -188,7 +201,7 @@ def build_trained_stage(
     what does not live on the run's `device`.
     """
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
-    summations = [SUMMATIONS["exact"](deck, bucket) for bucket in stage.buckets]
+    summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
     reducers = list(map(make_reducer, stage.buckets, summations))
     outer = OUTERS["every_step"].make(deck, stage.buckets)
     return TrainedStage(

@@ -18,6 +18,7 @@ VELOCITY = "momentum"
 class SGD:
     """v = momentum v + g; p -= rate (v, or g + momentum v with `nesterov`), as torch's SGD without dampening.
 
+    After `given_after` updates, if any, gradients come with their momentum, as DGC's (arXiv 1712.01887).
     Weight decay is decoupled, p -= rate * weight_decay * p, as AdamW's, and of decayed elements only. Without
     momentum there is no state beside the weights.
     """
@@ -25,13 +26,14 @@ class SGD:
     momentum: float
     nesterov: bool
     weight_decay: float
+    given_after: int | None = None
 
     by_element: ClassVar[bool] = True
 
     @property
     def names(self) -> tuple[str, ...]:
         """See UpdateRule."""
-        return (VELOCITY,) if self.momentum else ()
+        return (VELOCITY,) if self.momentum and self.given_after != 0 else ()
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
@@ -41,8 +43,9 @@ class SGD:
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
             if part.decayed and self.weight_decay:
                 weights.mul_(1 - learning_rate * self.weight_decay)
-            if self.momentum:
+            follows = self.momentum and (self.given_after is None or part.updates.item() <= self.given_after)
+            if follows:
                 velocity = part.state[VELOCITY].mul_(self.momentum).add_(gradients)
                 weights.sub_(velocity, alpha=learning_rate * (self.momentum if self.nesterov else 1.0))
-            if self.nesterov or not self.momentum:
+            if self.nesterov or not follows:
                 weights.sub_(gradients, alpha=learning_rate)

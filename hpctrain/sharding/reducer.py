@@ -23,6 +23,9 @@ class Summation(Protocol):
     def scratch_bytes(self) -> int:
         """Memory that one needs while it is under way, beside gradients and sums."""
 
+    def begin(self, updates: int) -> None:
+        """A step begins, after so many updates: those before a run was resumed too, not steps without one."""
+
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """Start to sum a bucket's `gradients`, which may be overwritten, over the ranks of its group.
 
@@ -45,6 +48,9 @@ class ExactSum:
         """Reductions in host memory receive there."""
         return self.group.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
 
+    def begin(self, updates: int) -> None:
+        """Every step is like every other."""
+
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         """See Summation."""
         if sums is gradients:
@@ -66,8 +72,9 @@ class Reducer:
     def __init__(self, bucket: Bucket, summation: Summation) -> None:
         self.bucket, self.summation = bucket, summation
 
-    def begin(self) -> None:
-        """A step begins, without sums."""
+    def begin(self, updates: int) -> None:
+        """A step begins, without sums, after so many updates."""
+        self.summation.begin(updates)
 
     def start(self) -> Work[Tensor]:
         """Start to sum the bucket's final gradients."""
@@ -89,8 +96,9 @@ class ReduceIntoSlice(Reducer):
         self._under_way: deque[tuple[Tensor, Tensor]] = deque()
         self._first = True
 
-    def begin(self) -> None:
+    def begin(self, updates: int) -> None:
         """Forget the sums of the last step."""
+        super().begin(updates)
         self._first = True
 
     def start(self) -> Work[Tensor]:

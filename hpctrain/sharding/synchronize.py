@@ -56,10 +56,10 @@ class GradientSynchronizer:
         """Memory of reductions: two are under way at once."""
         return sum(sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:])
 
-    def start(self, micro_batches: int) -> None:
-        """Begin a step of `micro_batches` backward passes with zero gradients."""
+    def start(self, micro_batches: int, updates: int = 0) -> None:
+        """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""
         for bucket, reducer in self._reducer.items():
-            reducer.begin()
+            reducer.begin(updates)
             bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
 
     def finish(self) -> None:

@@ -98,7 +98,7 @@ class Step:
             )
             for index, micro in enumerate(micro_batches)
         ]
-        engine.synchronizer.start(len(prepared))
+        engine.synchronizer.start(len(prepared), state.step - state.skipped)
         with engine.residency.step(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()

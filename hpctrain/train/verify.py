@@ -89,7 +89,7 @@ def miniature(deck: Deck) -> Deck:
         precision={"compute": "fp32"},
         optimizer={"clip": _CLIP, "epsilon": _EPSILON},
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
-        communication={"bucket_bytes": 4096},
+        communication={"bucket_bytes": 4096, "compress": "none"},
         memory={"activations": "keep", "activation_format": "exact"},
         stability={"check_parameters": True},
     )

@@ -46,6 +46,9 @@ class Rounding:
         self.scratch_bytes = self.inner.scratch_bytes
         self.residual = torch.zeros(bucket.length, device=bucket.sharding.group.device)
 
+    def begin(self, updates: int) -> None:
+        """Every step is like every other."""
+
     def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
         self.residual.add_(gradients)
         gradients.copy_(self.residual.bfloat16())
@@ -112,7 +115,7 @@ def rows_shard(weight: Parameter) -> Shard:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """All reducers and products keep state."""
-    monkeypatch.setitem(SUMMATIONS, "exact", Rounding)  # type: ignore[misc]
+    monkeypatch.setitem(SUMMATIONS, "none", Rounding)  # type: ignore[misc]
     for product_format in PRODUCTS:
         monkeypatch.setitem(PRODUCTS, product_format, Remembering)  # type: ignore[misc]
 

@@ -1,0 +1,86 @@
+"""Checks of the compression of gradients: its keys against each other, the layout and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.communication import Communication
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+
+_COMPRESS = ("communication.compress",)
+
+
+def compression_problems(deck: Deck) -> list[Problem]:
+    """Everything that is wrong with the compression that a deck asks for, or asks for in vain."""
+    if deck.communication.compress == "none":
+        return list(_in_vain(deck, "ratio", "warmup", "error_feedback"))
+    return [*_layout(deck), *_of_forms(deck), *_momentum(deck)]
+
+
+def _in_vain(deck: Deck, *names: str) -> Iterator[Problem]:
+    """Those of these keys that are given, and have no effect on this form."""
+    keys = deck.communication
+    for name in names:
+        if getattr(keys, name) != Communication.model_fields[name].default:
+            sentence = f"has no effect with {_given(deck)} (leave it out)"
+            yield Problem(f"communication.{name}", sentence, _COMPRESS, idle=True)
+
+
+def _given(deck: Deck) -> str:
+    return f"communication.compress = {toml_value(deck.communication.compress)}"
+
+
+def _layout(deck: Deck) -> Iterator[Problem]:
+    layout = deck.layout
+    if layout.zero > 1:
+        sentence = (
+            f"sums gradients that no rank keeps whole, so that {_given(deck)} has nowhere to keep what it "
+            "does not send of them (0 or 1 would do)"
+        )
+        yield Problem("layout.zero", sentence, _COMPRESS)
+    elif layout.zero_group is not None:
+        sentence = f"has slices summed once more, exactly, behind the sums of {_given(deck)} (leave it out)"
+        yield Problem("layout.zero_group", sentence, (*_COMPRESS, "layout.zero"))
+
+
+def _of_forms(deck: Deck) -> Iterator[Problem]:
+    """What belongs to one form, and what a form does not do without."""
+    keys = deck.communication
+    if keys.compress != "topk":
+        yield from _in_vain(deck, "ratio")
+    elif keys.ratio == 1:
+        yield from _in_vain(deck, "warmup")
+    if keys.compress in {"topk", "onebit"} and not keys.error_feedback:
+        kept = "what it does not send" if keys.compress == "topk" else "what its signs lose"
+        sentence = f"must be true with {_given(deck)}, which would lose {kept} for good"
+        yield Problem("communication.error_feedback", sentence, _COMPRESS)
+
+
+def _momentum(deck: Deck) -> Iterator[Problem]:
+    """What a momentum that ranks keep, and not the optimizer, asks of that."""
+    keys, optimizer = deck.communication, deck.optimizer
+    if keys.compress == "topk" and optimizer.nesterov:
+        sentence = (
+            f"looks ahead of a momentum that all ranks have, but with {_given(deck)} each has one of its own "
+            "until it sends it (false would do)"
+        )
+        yield Problem("optimizer.nesterov", sentence, _COMPRESS)
+    if keys.compress != "onebit":
+        return
+    if optimizer.name != "adamw":
+        sentence = f'must be "adamw" with {_given(deck)}, which is its momentum in one bit an element'
+        yield Problem("optimizer.name", sentence, _COMPRESS)
+    if not keys.warmup:
+        sentence = (
+            f"must be 1 or more with {_given(deck)}: exact steps at the start tell how large each element's "
+            "steps are from then on (a tenth of run.steps or more would do)"
+        )
+        yield Problem("communication.warmup", sentence, _COMPRESS)
+    if optimizer.clip:
+        sentence = (
+            f"must be 0 with {_given(deck)}: ranks add gradients to the momentum before any knows the norm "
+            "of their sum"
+        )
+        yield Problem("optimizer.clip", sentence, _COMPRESS)

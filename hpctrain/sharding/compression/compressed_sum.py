@@ -1,0 +1,150 @@
+"""Sums of codes: ranks send owners the codes of what these sum, and owners send codes of the sums back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.work import Successive, Work
+from hpctrain.deck.schema import Deck
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.blocks import Blocks, put, take
+from hpctrain.sharding.compression.codecs import Codec
+from hpctrain.sharding.state import StateTensor
+
+
+class CompressedSum:
+    """A sum of codes, in two operations of a group of several ranks.
+
+    What each rank codes is its gradients and, with `feedback`, what was lost of them before: its residual,
+    which is kept. Blocks have owners: as many for each rank or, where ZeRO cuts and this is not `whole`, the
+    rank whose slice has elements of it, which are two where a slice ends. One all-to-all takes the codes to
+    them; they add in fp32, in the order of the ranks. Slices are done by that. Else owners code the sums,
+    with a residual of their own, and all ranks gather these: then sums are whole, with ZeRO too.
+    """
+
+    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
+        self.bucket, self.codec, self.group = bucket, codec, bucket.sharding.group
+        self.returns = whole or bucket.sharding.zero == 0
+        self.blocks = blocks = Blocks.of(bucket)
+        size, share = self.group.size, bucket.length // self.group.size
+        slices = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
+        owned = blocks.equal_spans(size) if self.returns else list(map(blocks.span_of, slices))
+        self.own = blocks.part(owned[self.group.rank])
+        of_owners = [list(blocks.code_spans(codec.width, codec.scale, span)) for span in owned]
+        self._spans = [span for spans in of_owners for span in spans]
+        self._own_spans = list(self.own.code_spans(codec.width, codec.scale, (0, self.own.count)))
+        self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
+        device = self.group.device
+        self.residual = torch.zeros(blocks.elements, device=device) if feedback else None
+        self.own_residual = (
+            torch.zeros(self.own.elements, device=device) if feedback and self.returns else None
+        )
+        self.summed: Tensor | None = None
+
+    @staticmethod
+    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedSum]:
+        """What makes one of a deck and a bucket."""
+        return lambda deck, bucket: CompressedSum(bucket, codec, deck.communication.error_feedback)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See Summation: values where no residual holds them, codes that go and come, and coding them."""
+        values = 0 if self.residual is not None else 4 * self.blocks.elements
+        codes = self._code_bytes(self.blocks.count) + sum(self._sizes)
+        return values + 2 * codes + self.codec.working_bytes(self.blocks.elements)
+
+    def begin(self, updates: int) -> None:
+        """See Summation."""
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """See Summation."""
+        return Successive(self.operations(gradients, sums), sums)
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """See Summation."""
+        self.summed = None
+        for residual in (self.residual, self.own_residual):
+            if residual is not None and not updated:
+                residual.zero_()
+            elif residual is not None and factor != 1:
+                residual.mul_(factor)
+
+    def state(self) -> Iterator[StateTensor]:
+        """See Stateful."""
+        if self.residual is not None:
+            yield from self.blocks.state_of_ranks("reducer/residual", self.residual, self.bucket)
+        if self.own_residual is not None:
+            yield from self.own.state_of_owner("reducer/sum_residual", self.own_residual)
+
+    def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
+        """The operations, and what is computed before, between and after them."""
+        if not self.blocks.count:
+            return
+        sizes, rank = self._sizes, self.group.rank
+        values = self._values(gradients)
+        code = self._coded(self.blocks, values, self.residual is not None)
+        del values
+        sent = take(code, self._spans)
+        del code
+        received = sent.new_empty(self.group.size * sizes[rank])
+        yield self.group.start_all_to_all(sent, received, sizes, [sizes[rank]] * self.group.size)
+        ranks = self.group.size if self.own.count else 1  # several rows of no bytes would not be aligned
+        codes = sent.new_zeros((ranks, self._code_bytes(self.own.count)))
+        put(codes, self._own_spans, received.view(self.group.size, -1))
+        del sent, received
+        if not self.returns:
+            mine, theirs = self.own.pairs(self._total(codes), sums, self.bucket.slice)
+            if mine:
+                torch._foreach_copy_(theirs, mine)
+            return
+        sent = take(self._code_of_total(codes), self._own_spans)
+        del codes
+        received = sent.new_empty(sum(sizes))
+        yield self.group.start_all_gather(sent, received, sizes)
+        self.summed = put(sent.new_zeros(self._code_bytes(self.blocks.count)), self._spans, received)
+        self.decode_into(gradients)
+
+    def decode_into(self, flat: Tensor) -> None:
+        """Fill `flat` [bucket's length] with the whole sums of this step."""
+        assert self.summed is not None
+        values = self.blocks.clear_tails(self.codec.decode(self.summed))
+        mine, theirs = self.blocks.pairs(values, flat, slice(0, self.bucket.length))
+        torch._foreach_copy_(theirs, mine)
+
+    def _values(self, gradients: Tensor) -> Tensor:
+        """What this rank codes: in the residual's memory, where there is one."""
+        everything = slice(0, self.bucket.length)
+        if self.residual is None:
+            values = torch.zeros(self.blocks.elements, device=gradients.device)
+            torch._foreach_copy_(*self.blocks.pairs(values, gradients, everything))
+            return values
+        torch._foreach_add_(*self.blocks.pairs(self.residual, gradients, everything))
+        return self.residual
+
+    def _coded(self, blocks: Blocks, values: Tensor, feedback: bool) -> Tensor:
+        """The code of `values`, which with `feedback` are what it loses afterwards."""
+        code = self.codec.encode(values, blocks.counts)
+        if feedback:
+            values.sub_(blocks.clear_tails(self.codec.decode(code)))
+        return code
+
+    def _total(self, codes: Tensor) -> Tensor:
+        """The sums of this rank's blocks, of their codes by all ranks [ranks, bytes]."""
+        total = self.codec.decode(codes[0])
+        for code in codes[1:]:
+            total.add_(self.codec.decode(code))
+        return self.own.clear_tails(total)
+
+    def _code_of_total(self, codes: Tensor) -> Tensor:
+        """The code of those sums."""
+        total = self._total(codes)
+        if self.own_residual is None:
+            return self._coded(self.own, total, False)
+        return self._coded(self.own, self.own_residual.add_(total), True)
+
+    def _code_bytes(self, count: int) -> int:
+        return count * (self.codec.width + self.codec.scale)

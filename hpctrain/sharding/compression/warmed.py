@@ -1,0 +1,64 @@
+"""Exact sums at first: what is compressed from some update on, and where there is anybody to sum with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from hpctrain.comm.work import Work
+from hpctrain.deck.schema import Deck
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.reducer import ExactSum, Summation
+from hpctrain.sharding.state import Stateful, StateTensor
+
+
+class Warmed:
+    """Exact sums for `warmup` updates, then those of another Summation, whose state waits until then."""
+
+    def __init__(self, bucket: Bucket, summation: Summation, warmup: int) -> None:
+        self.exact, self.summation, self.warmup = ExactSum(bucket), summation, warmup
+        self._now: Summation = self.exact
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See Summation."""
+        return max(self.exact.scratch_bytes, self.summation.scratch_bytes)
+
+    def begin(self, updates: int) -> None:
+        """See Summation."""
+        self._now = self.exact if updates < self.warmup else self.summation
+        self._now.begin(updates)
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """See Summation."""
+        return self._now.start(gradients, sums)
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """See Summation."""
+        self.summation.after_step(updated, factor)
+
+    def state(self) -> Iterator[StateTensor]:
+        """See Stateful."""
+        if isinstance(self.summation, Stateful):
+            yield from self.summation.state()
+
+
+def exact_at_first(make: Callable[[Deck, Bucket], Summation]) -> Callable[[Deck, Bucket], Summation]:
+    """The same, with exact sums for the deck's `warmup`, and throughout where a rank sums with no other."""
+
+    def made(deck: Deck, bucket: Bucket) -> Summation:
+        if bucket.sharding.group.size == 1:
+            return ExactSum(bucket)
+        warmup = deck.communication.warmup
+        return Warmed(bucket, make(deck, bucket), warmup) if warmup else make(deck, bucket)
+
+    return made
+
+
+def momentum_given_after(deck: Deck) -> int | None:
+    """After how many updates sums come with the momentum in them, and the optimizer has none of its own."""
+    keys, optimizer = deck.communication, deck.optimizer
+    given = keys.compress == "onebit"
+    given |= keys.compress == "topk" and keys.ratio < 1 and optimizer.name == "sgd" and optimizer.momentum > 0
+    return keys.warmup if given else None

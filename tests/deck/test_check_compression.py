@@ -1,0 +1,87 @@
+"""What a deck says of compressed sums that cannot be, or that has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.read import parse_deck
+from tests.deck.test_check import DECK, problems
+
+ONE_BIT = ["communication.compress=onebit", "communication.warmup=2", "optimizer.clip=0"]
+TOP_K = ["communication.compress=topk"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["communication.compress=sign", "communication.error_feedback=false", "layout.zero=1"],
+        ["communication.compress=int8", "communication.warmup=5"],
+        ONE_BIT,
+        [*TOP_K, "communication.ratio=0.5", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+        [*TOP_K, "communication.ratio=1.0"],
+    ],
+)
+def test_compression_that_can_be(overrides: list[str]) -> None:
+    parse_deck(DECK, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["communication.warmup=3"],
+            'communication.warmup=3: has no effect with communication.compress = "none" (leave it out)',
+        ),
+        (
+            ["communication.error_feedback=false"],
+            "communication.error_feedback=false: has no effect with "
+            'communication.compress = "none" (leave it out)',
+        ),
+        (
+            ["communication.compress=sign", "communication.ratio=0.5"],
+            'communication.ratio=0.5: has no effect with communication.compress = "sign" (leave it out)',
+        ),
+        (
+            [*TOP_K, "communication.ratio=1.0", "communication.warmup=3"],
+            'communication.warmup=3: has no effect with communication.compress = "topk" (leave it out)',
+        ),
+        (
+            ["communication.compress=int8", "layout.zero=2"],
+            "layout.zero=2: sums gradients that no rank keeps whole, so that communication.compress = "
+            '"int8" has nowhere to keep what it does not send of them (0 or 1 would do)',
+        ),
+        (
+            ["communication.compress=int8", "layout.zero=1", "layout.zero_group=2"],
+            "layout.zero_group=2: has slices summed once more, exactly, behind the sums of "
+            'communication.compress = "int8" (leave it out)',
+        ),
+        (
+            [*TOP_K, "communication.error_feedback=false"],
+            'communication.error_feedback=false: must be true with communication.compress = "topk", which '
+            "would lose what it does not send for good",
+        ),
+        (
+            [*TOP_K, "optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
+            "optimizer.nesterov=true: looks ahead of a momentum that all ranks have, but with "
+            'communication.compress = "topk" each has one of its own until it sends it (false would do)',
+        ),
+        (
+            [*ONE_BIT[:2], "optimizer.clip=1.0"],
+            'optimizer.clip=1.0: must be 0 with communication.compress = "onebit": ranks add gradients to '
+            "the momentum before any knows the norm of their sum",
+        ),
+        (
+            [ONE_BIT[0], ONE_BIT[2], "communication.warmup=0"],
+            'communication.warmup=0: must be 1 or more with communication.compress = "onebit": exact steps '
+            "at the start tell how large each element's steps are from then on (a tenth of run.steps or more "
+            "would do)",
+        ),
+        (
+            [*ONE_BIT, "optimizer.name=sgd"],
+            'optimizer.name=sgd: must be "adamw" with communication.compress = "onebit", which is its '
+            "momentum in one bit an element",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told(overrides: list[str], told: str) -> None:
+    assert problems(*overrides) == [told]

@@ -1,0 +1,67 @@
+"""Gradients that any rank can tell of every rank, and what becomes of them, by parameter."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.reducer import Summation
+from tests.engines import small_deck, trainer
+
+Array = npt.NDArray[np.float32]
+ODD = ("model.hidden=6", "model.heads=2")
+"""Parameters of sizes that no power of two divides, and of less than a block."""
+
+
+def buckets_of(world: World, *keys: str) -> list[Bucket]:
+    """The buckets of a small deck."""
+    return trainer(world, small_deck(*keys)).engine.buckets
+
+
+def given(name: str, length: int, rank: int, step: int) -> Array:
+    """A rank's gradient of a parameter: of sizes far apart, with zeros, or of nothing else."""
+    draw = np.random.default_rng([crc32(name.encode()), rank, step])
+    values = draw.standard_normal(length).astype(np.float32) * np.float32(10.0 ** draw.integers(-3, 2))
+    if "bias" in name and step % 2:
+        values[::3] = 0
+    return np.zeros(length, np.float32) if name == "final_norm.bias" else values
+
+
+def fill(bucket: Bucket, rank: int, step: int) -> torch.Tensor:
+    """A rank's gradients of a bucket."""
+    flat = torch.zeros(bucket.length)
+    for segment in bucket.segments:
+        if segment.parameter.requires_grad:
+            part = flat[segment.start : segment.start + segment.length]
+            part.copy_(torch.from_numpy(given(segment.parameter.shard.name, segment.length, rank, step)))
+    return flat
+
+
+def summed(
+    bucket: Bucket, summation: Summation, gradients: torch.Tensor, updates: int = 0
+) -> dict[str, Array]:
+    """What the ranks' gradients are summed to, by parameter: all of it, or what is this rank's own."""
+    summation.begin(updates)
+    sums = summation.start(gradients, own_of(bucket, gradients)).wait()
+    assert not any(gradients[gap].any() for gap in bucket.layout.gaps)
+    return {segment.parameter.shard.name: part.clone().numpy() for segment, part, _ in bucket.owned(sums)}
+
+
+def own_of(bucket: Bucket, gradients: torch.Tensor) -> torch.Tensor:
+    """Where their sums go, as a Reducer tells."""
+    return gradients if bucket.sharding.zero == 0 else gradients[bucket.slice]
+
+
+def own(bucket: Bucket, whole: dict[str, Array]) -> dict[str, Array]:
+    """Of whole parameters this rank's own elements."""
+    flat = torch.zeros(bucket.length)
+    for segment in bucket.segments:
+        flat[segment.start : segment.start + segment.length] = torch.from_numpy(
+            whole[segment.parameter.shard.name]
+        )
+    return {s.parameter.shard.name: part.numpy() for s, part, _ in bucket.owned(flat[bucket.own])}

@@ -1,0 +1,127 @@
+"""Two-way sums of codes against numpy, which knows no buckets, owners or bytes.
+
+Tests of sharding/compression/blocks.py and sharding/compression/majority.py, too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.memory.compress import BLOCK
+from hpctrain.sharding.compression.codecs import Rounded, Sign
+from hpctrain.sharding.compression.compressed_sum import CompressedSum
+from hpctrain.sharding.compression.majority import MajorityVote
+from tests.sharding.compression.given import ODD, Array, buckets_of, fill, given, own, summed
+
+
+def rows_of(values: Array) -> Array:
+    """The blocks of a parameter, the last one filled up with zeros."""
+    return np.pad(values, (0, -len(values) % BLOCK)).reshape(-1, BLOCK)
+
+
+def counts_of(values: Array) -> Array:
+    return np.array([min(BLOCK, len(values) - first) for first in range(0, len(values), BLOCK)], np.float32)
+
+
+def sign(values: Array) -> Array:
+    rows = rows_of(values)
+    means = np.abs(rows).sum(1) / counts_of(values)
+    return np.where(rows >= 0, means[:, None], -means[:, None]).reshape(-1)[: len(values)]
+
+
+def int8(values: Array) -> Array:
+    rows = rows_of(values)
+    scales = np.abs(rows).max(1, keepdims=True) / np.float32(127)
+    codes = np.rint(rows / np.where(scales == 0, np.float32(1), scales))
+    return (codes * scales).reshape(-1)[: len(values)]
+
+
+def bf16(values: Array) -> Array:
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+CODES = {"sign": (Sign(), sign), "int8": (Rounded("int8"), int8), "bf16": (Rounded("bf16"), bf16)}
+
+
+class Reference:
+    """The sums of one parameter, of all ranks' gradients."""
+
+    def __init__(self, name: str, length: int, ranks: int, code, feedback: bool, returns: bool) -> None:
+        self.name, self.length, self.code, self.feedback, self.returns = name, length, code, feedback, returns
+        self.residuals = np.zeros((ranks, length), np.float32)
+        self.own_residual = np.zeros(length, np.float32)
+
+    def step(self, step: int) -> Array:
+        total = np.zeros(self.length, np.float32)
+        for rank, residual in enumerate(self.residuals):
+            values = given(self.name, self.length, rank, step) + residual
+            sent = self.code(values)
+            if self.feedback:
+                residual[:] = values - sent
+            total += sent
+        if not self.returns:
+            return total
+        total += self.own_residual
+        sent = self.code(total)
+        if self.feedback:
+            self.own_residual = total - sent
+        return sent
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("keys", [ODD, ("layout.zero=1",), (*ODD, "layout.zero=1")], ids=str)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_sums_are_those_of_numpy(world: World, name: str, keys: tuple[str, ...], feedback: bool) -> None:
+    codec, code = CODES[name]
+    for bucket in buckets_of(world, *keys):
+        summation = CompressedSum(bucket, codec, feedback)
+        references = {
+            s.parameter.shard.name: Reference(
+                s.parameter.shard.name, s.length, world.size, code, feedback, "layout.zero=1" not in keys
+            )
+            for s in bucket.segments
+        }
+        for step in range(3):
+            found = summed(bucket, summation, fill(bucket, world.rank, step))
+            expected = own(bucket, {name: each.step(step) for name, each in references.items()})
+            for parameter, values in expected.items():
+                scale = float(np.abs(values).max(initial=0.0))
+                # Where numpy and torch round a scale apart, an element may round to the next code.
+                close = np.abs(found[parameter] - values) <= 1e-5 * scale
+                assert close.sum() >= 0.99 * len(close), (step, parameter)
+                assert scale > 0 or not found[parameter].any(), (step, parameter)
+        for tensor in summation.state():
+            reference = references[tensor.shard.name]
+            part = slice(tensor.offset, tensor.offset + tensor.values.numel())
+            mine = tensor.kind == "reducer/residual"
+            kept = (reference.residuals[world.rank] if mine else reference.own_residual)[part]
+            apart = np.abs(tensor.values.numpy() - kept)
+            close = apart <= 1e-4 * np.abs(kept).max(initial=0) + 1e-9
+            assert close.sum() >= 0.99 * len(close), tensor.kind
+
+
+def vote(name: str, length: int, ranks: int, step: int) -> Array:
+    votes, weighed = np.zeros(length), np.zeros(length, np.float32)
+    together = np.zeros(length, np.float32)
+    for rank in range(ranks):
+        sent = sign(given(name, length, rank, step))
+        votes += np.sign(sent)
+        weighed += sent
+        together += np.abs(sent)
+    return np.where(np.where(votes == 0, weighed, votes) >= 0, together, -together)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("keys", [ODD, (*ODD, "layout.zero=1")], ids=str)
+def test_the_majority_has_it(world: World, keys: tuple[str, ...]) -> None:
+    for bucket in buckets_of(world, *keys):
+        found = summed(bucket, MajorityVote(bucket), fill(bucket, world.rank, 1))
+        names = {s.parameter.shard.name: s.length for s in bucket.segments}
+        expected = own(bucket, {name: vote(name, length, world.size, 1) for name, length in names.items()})
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)

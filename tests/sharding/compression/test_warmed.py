@@ -1,0 +1,227 @@
+"""Compression in training: exact at first, state that comes back, layouts, loss scale, plan and ledger."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.memory.compress import BLOCK
+from hpctrain.plan.memory import plan_memory
+from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.memory import MemoryLedger
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+WARMUP = 2
+FORMS: dict[str, tuple[str, ...]] = {
+    "bf16": ("communication.compress=bf16",),
+    "int8": ("communication.compress=int8",),
+    "sign": ("communication.compress=sign",),
+    "vote": ("communication.compress=sign", "communication.error_feedback=false"),
+    "onebit": ("communication.compress=onebit", "optimizer.clip=0"),
+    "topk": ("communication.compress=topk", "communication.ratio=0.1"),
+    "dgc": (
+        "communication.compress=topk",
+        "communication.ratio=0.1",
+        "optimizer.name=sgd",
+        "optimizer.momentum=0.9",
+    ),
+}
+
+
+def deck_of(form: str, *keys: str, warmup: int = WARMUP) -> list[str]:
+    return [*FORMS[form], *([f"communication.warmup={warmup}"] if warmup else []), *keys]
+
+
+def exact_of(form: str, *keys: str) -> list[str]:
+    return [key for key in (*FORMS[form], *keys) if not key.startswith("communication.")]
+
+
+def made(world: World, keys: Sequence[str]) -> Trainer:
+    return trainer(world, small_deck(*keys))
+
+
+def same(one: Trainer, other: Trainer) -> bool:
+    others = other.parameters()
+    return all(torch.equal(values, others[name]) for name, values in one.parameters().items())
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_exact_at_first(world: World, form: str, zero: int) -> None:
+    cut = f"layout.zero={zero}"
+    exact, compressed = made(world, exact_of(form, cut)), made(world, deck_of(form, cut))
+    losses = [step.loss for step in exact.train(WARMUP)]
+    assert [step.loss for step in compressed.train(WARMUP)] == losses
+    assert same(exact, compressed)
+    exact.train(1), compressed.train(1)
+    assert not same(exact, compressed)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_all_elements_are_the_exact_sum(world: World) -> None:
+    for more in ((), ("optimizer.name=sgd", "optimizer.momentum=0.9")):
+        exact = made(world, more)
+        every = made(world, [*more, "communication.compress=topk", "communication.ratio=1.0"])
+        assert [step.loss for step in every.train(3)] == [step.loss for step in exact.train(3)]
+        assert same(exact, every)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("form", FORMS)
+def test_it_learns(world: World, form: str) -> None:
+    keys = ("learning_rate.peak=3e-2",) if form == "dgc" else ()
+    exact, compressed = made(world, exact_of(form, *keys)), made(world, deck_of(form, *keys))
+    last = exact.train(20)[-1].loss
+    steps = compressed.train(20)
+    assert steps[-1].loss < steps[WARMUP].loss
+    assert steps[-1].loss < 1.1 * last
+    check_replicas(compressed.engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("form", ["int8", "onebit", "dgc"])
+def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, zero: int) -> None:
+    keys = deck_of(form, f"layout.zero={zero}", f"run.dir={mpi_tmp_path}")
+    training = made(world, keys)
+    training.train(WARMUP + 2)
+    checkpoints = Checkpoints(training.deck, training.engine, {})
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    losses = [step.loss for step in training.train(2)]
+    again = made(world, keys)
+    for tensor in again.engine.state():
+        tensor.values.fill_(float("nan"))  # type: ignore[union-attr]
+    for bucket in again.engine.buckets:
+        for gap in bucket.layout.gaps:
+            bucket.own_values[gap.start : gap.stop] = 0
+    again.state = Checkpoints(again.deck, again.engine, {}).restore(checkpoints.newest)
+    assert [step.loss for step in again.train(2)] == losses
+    assert same(again, training)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("form", ["vote", "onebit", "topk", "dgc"])
+def test_zero_cuts_what_all_would_have(world: World, form: str) -> None:
+    """Of those whose sums come whole, or are coded without any loss, bit for bit."""
+    whole, cut = made(world, deck_of(form)), made(world, deck_of(form, "layout.zero=1"))
+    assert [step.loss for step in cut.train(5)] == [step.loss for step in whole.train(5)]
+    assert same(whole, cut)
+
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "pipeline": ("layout.pipeline=2",),
+    "pipeline, cut": ("layout.pipeline=2", "layout.zero=1"),
+    "tensor": ("layout.tensor=2", "layout.zero=1"),
+    "context": ("layout.context=2",),
+    "experts": (*LLAMA, "model.experts=4", "layout.expert=2", "layout.zero=1"),
+    "frozen, halves": (
+        'model.frozen=["blocks.0.*"]',
+        "precision.compute=bf16",
+        "precision.gradients=compute",
+    ),
+}
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_stay_the_same_on_any_layout(world: World, form: str) -> None:
+    """Padding stays zero, too: of the vocabulary, and behind parameters."""
+    for layout, keys in LAYOUTS.items():
+        training = made(world, deck_of(form, *keys, warmup=3))
+        before = {name: values.clone() for name, values in training.parameters().items()}
+        losses = [step.loss for step in training.train(6)]
+        engine = training.engine
+        check_replicas(engine.buckets, world.everyone)
+        assert losses[-1] < losses[0], (layout, losses)
+        after = training.parameters()
+        for bucket in engine.buckets:
+            assert not any(bucket.values[gap].any() for gap in bucket.layout.gaps)  # type: ignore[index]
+            for segment in bucket.segments:
+                shard = segment.parameter.shard
+                trained = segment.parameter.requires_grad
+                if not shard.name.endswith("key.bias"):  # which the loss does not depend on
+                    assert trained != torch.equal(after[shard.name], before[shard.name]), shard.name
+                assert not after[shard.name][shard.extent[0] :].any(), (layout, shard.name)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> None:
+    """Steps that overflow leave nothing that is not finite; afterwards it is as in single precision."""
+    keys = (
+        "precision.compute=fp16",
+        "precision.initial_loss_scale=67108864",
+        "precision.loss_scale_window=4",
+    )
+    training = made(world, deck_of(form, *keys))
+    skipped = [step.skipped for step in training.train(14)]
+    assert skipped[0] and not all(skipped[-4:]), skipped
+    plain = made(world, deck_of(form))
+    plain.train(14 - sum(skipped))
+    kept, expected = (
+        sum(float(t.values.double().norm()) for t in each.engine.state() if t.kind.startswith("reducer/"))  # type: ignore[union-attr]
+        for each in (training, plain)
+    )
+    if expected:
+        assert 0.2 < kept / training.engine.loss_scale.value / expected < 5
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> None:
+    keys = deck_of(form, f"layout.zero={zero}")
+    training, plain = made(world, keys), made(world, exact_of(form, f"layout.zero={zero}"))
+    training.train(WARMUP + 1)
+    planned = plan_memory(training.deck, world.size, 61).stages[0].memory
+    ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
+    held = ledger.held().optimizer
+    less = (
+        BLOCK * 4 * len(training.engine.buckets)
+    )  # where blocks cannot be shared evenly, the first has more
+    assert held == planned.optimizer or (world.rank and planned.optimizer - less <= held < planned.optimizer)
+    without = plan_memory(plain.deck, world.size, 61).stages[0].memory
+    states = [t for t in training.engine.state() if t.kind.startswith("reducer/")]
+    assert (planned.optimizer > without.optimizer) == bool(states) == (form != "vote")
+    assert planned.buffer > without.buffer
+
+
+def moved(world: World, keys: Sequence[str]) -> tuple[Trainer, dict[str, int]]:
+    """Bytes of a compressed step by operation of the data ranks."""
+    training = made(world, keys)
+    world.ledger.reset()
+    training.train(1)
+    bytes_of: dict[str, int] = defaultdict(int)
+    for row in world.ledger.rows():
+        if row.axis == "data x context":
+            bytes_of[row.operation] += row.bytes
+    return training, dict(bytes_of)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("form", "bits", "scale"), [("bf16", 16, 0), ("int8", 8, 4), ("sign", 1, 4)])
+def test_bytes_are_those_of_the_closed_form(world: World, form: str, bits: int, scale: int) -> None:
+    training, bytes_of = moved(world, deck_of(form, warmup=0))
+    lengths = [s.length for bucket in training.engine.buckets for s in bucket.segments]
+    # No parameter of this model ends within a byte.
+    every = sum(length * bits // 8 + scale * -(-length // BLOCK) for length in lengths)
+    of_ranks = sum(int(n) for n in world.everyone.all_gather(torch.tensor([bytes_of["all_to_all"]])))
+    assert of_ranks == every * (world.size - 1)
+    assert bytes_of["all_gather"] == every
+    assert set(bytes_of) == {"all_to_all", "all_gather"}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bytes_of_the_largest_are_theirs_and_their_places(world: World) -> None:
+    training, bytes_of = moved(world, deck_of("topk", warmup=0))
+    lengths = [s.length for bucket in training.engine.buckets for s in bucket.segments]
+    assert bytes_of == {"all_gather": 8 * world.size * sum(ceil(0.1 * length) for length in lengths)}
