@@ -151,3 +151,31 @@ def checkpoint(
 
     wished = CheckpointWish(dcp=against == "dcp", **wish)
     run_verb(lambda world: bench_checkpoint(world, deck, overrides, wished, path))
+
+
+@command.command()
+@deck_file
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+)
+@click.option("--only", multiple=True, metavar="FORM", help="Of all forms these alone, e.g. exact.")
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar='"KEY=VALUE ..."',
+    help="Also the deck with these changes, e.g. communication.outer_format=int8.",
+)
+@figures_file
+def communication(
+    deck: Path,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    variants: tuple[str, ...],
+    path: Path | None,
+) -> None:
+    """Train DECK by each form of communication: bytes sent, validation loss beside that of exact sums."""
+    from hpctrain.bench.communication import bench_communication
+    from hpctrain.comm.verb import run_verb
+
+    run_verb(lambda world: bench_communication(world, deck, overrides, only, variants, path))

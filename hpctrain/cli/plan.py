@@ -31,6 +31,7 @@ import click
 @click.option(
     "--like", type=click.Path(path_type=Path), metavar="RUN_DIR", help="A step takes as in that run, instead."
 )
+@click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     deck: Path,
@@ -40,6 +41,7 @@ def command(
     link: str | None,
     step_seconds: str | None,
     like: Path | None,
+    forms: bool,
     as_json: bool,
 ) -> None:
     """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
@@ -54,5 +56,5 @@ def command(
     from hpctrain.plan.words import plan_text
 
     wish = wished_link(link, step_seconds, like)
-    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish)
+    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms)
     click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

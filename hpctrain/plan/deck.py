@@ -13,8 +13,10 @@ from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
-from hpctrain.plan.forms import FormPlan, LinkWish, exact_form, plan_form
+from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.named import named_problems
@@ -35,11 +37,14 @@ class DeckPlan:
     room: Room | None
     savings: tuple[MemorySaving, ...]
     moved: FormPlan
+    others: tuple[OtherForm, ...] = ()
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         room = self.room
         planned = self.memory.row() | {"communication": self.moved.row()}
+        if self.others:
+            planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
             return planned
         node = {"ranks": room.ranks, "needed_bytes": room.needed, "memory_bytes": room.limit.bytes}
@@ -53,12 +58,13 @@ def plan_deck(
     ranks_per_node: int | None = None,
     advised: bool = True,
     wish: LinkWish | None = None,
+    forms: bool = False,
 ) -> DeckPlan:
     """Plan the deck in a file, and with `advised` what changes of it would save.
 
-    What is sent is planned over the link of the `wish`, or the one that the deck emulates, too.
-    The token file is opened only where the deck leaves its vocabulary to it. A node has `ranks_per_node`
-    ranks, else those of the deck's [machine], else all.
+    With `forms` every other form of communication is planned too. What is sent is planned over the link of
+    the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
+    its vocabulary to it. A node has `ranks_per_node` ranks, else those of the deck's [machine], else all.
 
     Raises HpctrainError as a run on so many ranks would.
     """
@@ -85,8 +91,15 @@ def plan_deck(
     def cost(form: Deck) -> float | None:
         return form_seconds(form, exact_form(form), ranks, vocabulary, apart)
 
-    moved = plan_form(deck, ranks, vocabulary, apart, wish, cost)
-    return DeckPlan(deck, ranks, memory, _room(deck, memory, together, shared), tuple(savings), moved)
+    moved, others = plan_form(deck, ranks, vocabulary, apart, wish, cost), list[OtherForm]()
+    for name, changes in other_forms(deck, ranks) if forms else ():
+        try:
+            other = read_deck(path, [*overrides, *changes], ranks, settled_keys)
+        except HpctrainError:
+            continue  # what this deck cannot have is no advice
+        others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
+    room = _room(deck, memory, together, shared)
+    return DeckPlan(deck, ranks, memory, room, tuple(savings), moved, tuple(others))
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

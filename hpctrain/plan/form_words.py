@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
-from hpctrain.plan.forms import FormPlan, OverLink
+from hpctrain.plan.forms import FormPlan, OtherForm, OverLink
 from hpctrain.report.terminal import columns
 from hpctrain.table import fitted
 from hpctrain.units import format_bytes, format_rate, format_seconds
@@ -31,6 +32,33 @@ def form_lines(plan: FormPlan) -> list[str]:
             "What layers send along tensor and context axes is not in it, since experts' loads decide."
         )
     return lines + ([sentence(plan.over)] if plan.over is not None else [])
+
+
+def other_lines(others: Sequence[OtherForm]) -> list[str]:
+    """A table of other forms, with seconds of a step over a link where there is one."""
+    if not others:
+        return []
+    over = others[0].plan.over
+    head = ["form", "payload a step", *([f"over {over.link}", "pays below"] if over is not None else [])]
+    rows = [head]
+    for each in others:
+        cells = [each.name, format_bytes(sum(each.plan.own.most.payload().values()))]
+        if each.plan.over is not None:
+            own = each.plan.over.own
+            cells.append(format_seconds(own.seconds if own.computing else own.moving))
+            even = each.plan.over.even
+            exact = each.plan.exact is None
+            cells.append(
+                ""
+                if exact
+                else "never"
+                if even is None
+                else "any speed"
+                if even == inf
+                else format_rate(even)
+            )
+        rows.append(cells)
+    return ["", *fitted(rows, (0,), columns())]
 
 
 def sentence(over: OverLink) -> str:

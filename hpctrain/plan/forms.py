@@ -89,6 +89,19 @@ class FormPlan:
         return row | ({"link": self.over.row()} if self.over is not None else {})
 
 
+@dataclass(frozen=True)
+class OtherForm:
+    """A form that the deck could have instead, by its name, and the changes that make it."""
+
+    name: str
+    changes: tuple[str, ...]
+    plan: FormPlan
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        return {"form": self.name, "changes": list(self.changes)} | self.plan.row()
+
+
 def exact_form(deck: Deck) -> Deck:
     """The deck with exact sums in every step."""
     keys = {name: value for name, value in EXACT.items() if hasattr(deck.communication, name)}
@@ -103,11 +116,13 @@ def plan_form(
     ranks_per_node: int,
     wish: LinkWish | None,
     cost_of: Callable[[Deck], float | None],
+    beside: FormPlan | None = None,
 ) -> FormPlan:
     """Plan the deck's form and the exact one; `cost_of` measures what a form computes, in seconds a step.
 
-    Without a measured step only what moves is known, and nothing overlaps. HpctrainError as a run would
-    raise, and as in `measured_step`.
+    The seconds of the wish are those of the form `beside`, where one is given, and else of this one. Without
+    a measured step only what moves is known, and nothing overlaps. HpctrainError as a run would raise, and as
+    in `measured_step`.
     """
 
     def planned(deck: Deck) -> TrafficPlan:
@@ -119,6 +134,8 @@ def plan_form(
         return FormPlan(own, exact, None)
     cost = cost_of(deck) if exact is not None else None
     seconds = wish.seconds or 0.0
+    if seconds and beside is not None and beside.over is not None:
+        seconds = max(0.0, seconds - (beside.over.cost or 0.0)) + (cost or 0.0)
     if wish.like is not None:
         like, measured = measured_step(wish.like)
         # What a run measured has the cost of its own form in it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
-from hpctrain.plan.form_words import form_lines
+from hpctrain.plan.form_words import form_lines, other_lines
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted, table
@@ -45,7 +45,7 @@ def plan_text(plan: DeckPlan) -> str:
             for saving in plan.savings[:SAVINGS_SHOWN]
         ]
         lines += ["What would save most, each by itself:", *table(rows)]
-    lines += form_lines(plan.moved)
+    lines += [*form_lines(plan.moved), *other_lines(plan.others)]
     if deck.layout.split == "balanced":
         lines += ["", 'layout.split = "balanced" is measured when the run starts; here layers go evenly.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"

@@ -57,6 +57,24 @@ def test_a_link_adds_seconds_to_a_measured_step(deck: Path) -> None:
     assert "of a step would be sending (--step-seconds or --like tells the rest)." in emulated
 
 
+def test_other_forms_are_planned_beside(deck: Path) -> None:
+    """Exact sums take the time of this deck's step without what its form computes; others that and theirs."""
+    given = (deck, "--ranks", 2, "--link", "1 Mbit/s", "--step-seconds", "2 s", "--forms")
+    told = json.loads(plan(*given, "--set", "communication.compress=int8", "--json").stdout)
+    forms = {each["form"]: each for each in told["forms"]}
+    own, exact = told["communication"], forms["exact"]
+    assert own["step"] == forms["int8"]["step"] != own["exact"] == exact["step"]
+    assert "communication.compress=topk" in forms["topk"]["changes"]
+    link = own["link"]
+    assert link["exact_seconds"] > link["seconds"] > link["computing_seconds"] == 2.0
+    assert exact["link"]["computing_seconds"] == pytest.approx(2.0 - link["cost_seconds"])
+    assert (link["pays"], link["break_even_bytes_per_second"] > 125e3) == ("below", True)
+    lines = plan(*given).stdout.splitlines()
+    head = next(line for line in lines if line.startswith("form "))
+    assert head.split("  ")[-1].strip() == "pays below"
+    assert [line.split()[0] for line in lines[lines.index(head) + 1 :]][:2] == ["exact", "bf16"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

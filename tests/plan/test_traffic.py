@@ -5,9 +5,12 @@ Tests of comm/planned.py too.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.deck.communication import Communication
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.traffic import plan_traffic
 from tests.engines import LLAMA, small_deck, trainer
@@ -63,6 +66,27 @@ def test_a_run_sends_what_was_planned(world: World) -> None:
         planned = plan_traffic(deck, world.size, VOCABULARY)
         stage = world.rank // (world.size // len(planned.stages))
         assert planned.stages[stage].payload() == sent(world, deck), keys
+
+
+MORE = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
+"""What a form does not do without."""
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_every_form_of_sums_sends_what_was_planned(world: World) -> None:
+    """By the schema: a form that is added is met here too."""
+    exact = plan_traffic(small_deck(), world.size, VOCABULARY).most.payload()["data x context"]
+    forms = get_args(Communication.model_fields["compress"].annotation)
+    assert len(forms) > 5
+    for form in forms:
+        for zero in (0, 1):
+            keys = (f"communication.compress={form}", f"layout.zero={zero}", *MORE.get(form, ()))
+            deck = small_deck(*keys)
+            planned = plan_traffic(deck, world.size, VOCABULARY)
+            told = sent(world, deck)
+            # Where pieces are uneven, ranks do not send alike: planned is the first one.
+            assert world.rank or planned.stages[0].payload() == told, form
+            assert (planned.most.payload()["data x context"] < exact) == (form != "none"), form
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -1,0 +1,131 @@
+"""`hpctrain bench communication`: what a model learns by each form of communication, of the same tokens.
+
+Every form trains the deck from its beginning by the run's own trainer, on the deck's corpus, one after the
+other, and is evaluated on the same held-out sequences. Bytes are payload of rank 0, the mean over all steps,
+the exact ones of a warm-up too.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from hpctrain.bench.timing import write_json
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.choices import other_forms
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.report.terminal import stdout_console
+from hpctrain.table import table
+from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.trainer import Trainer
+from hpctrain.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class FormFigures:
+    """What a form reached: payload of a step in bytes, loss on held-out sequences, tokens/s of all ranks."""
+
+    name: str
+    changes: tuple[str, ...]
+    payload: float
+    validation: float
+    tokens_per_s: float
+
+
+class _Payload(Hook):
+    """Adds up what steps send."""
+
+    def __init__(self) -> None:
+        self.bytes = self.tokens = 0
+
+    def after_step(self, done: StepDone) -> None:
+        """See Hook."""
+        self.bytes += done.payload
+        self.tokens += done.result.tokens
+
+
+def bench_communication(
+    world: World,
+    path: Path,
+    overrides: Sequence[str],
+    only: Sequence[str],
+    variants: Sequence[str],
+    output: Path | None,
+) -> int:
+    """Train a deck by each form, and print one table; the exit code.
+
+    `only` names some of the forms; `variants` are further ones, `KEY=VALUE` separated by spaces.
+    """
+    with world.agreement():
+        deck = read_deck(path, overrides, world.size, settled_keys)
+        forms = dict(other_forms(deck, world.size)) | {each: tuple(each.split()) for each in variants}
+        unknown = [name for name in only if name not in forms]
+        if unknown:
+            raise HpctrainError(f"--only {unknown[0]}: is none of the forms: {', '.join(forms)}")
+    torch.set_num_threads(deck.run.threads)
+    world.use_device(deck.run.device)
+    corpus = open_corpus(deck, world)
+    if corpus.validation is None:
+        raise HpctrainError(
+            deck.problem("data.validation", "holds no sequences out to evaluate on (0.01 would)")
+        )
+    figures: list[FormFigures] = []
+    for name, changes in forms.items():
+        if only and name not in {*only, *variants}:
+            continue
+        try:
+            with world.agreement():
+                changed = read_deck(path, [*overrides, *changes], world.size, settled_keys)
+        except HpctrainError as error:
+            if world.rank == 0:
+                print(f"{name}: not of this deck: {error.problems[0]}", flush=True)
+            continue
+        figures.append(_train(world, settle_vocabulary(changed, corpus.file), corpus, name, changes))
+        if world.rank == 0:
+            print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
+    if world.rank == 0:
+        console = stdout_console()
+        console.print("\n".join(table(rows(figures))), markup=False)
+        if output is not None:
+            write_json(output, [asdict(each) for each in figures])
+    return 0
+
+
+def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormFigures:
+    """All steps of a deck, and one evaluation."""
+    engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
+    trainer, payload = Trainer(deck, engine, corpus.train), _Payload()
+    trainer.hooks.append(payload)
+    began = time.perf_counter()
+    for _ in range(deck.run.steps):
+        trainer.train_step()
+    seconds = time.perf_counter() - began
+    assert corpus.validation is not None
+    loss = trainer.step.evaluate(corpus.validation, deck.run.evaluate_sequences)["loss"]
+    engine.close()
+    del trainer, engine
+    gc.collect()
+    return FormFigures(name, changes, payload.bytes / deck.run.steps, loss, payload.tokens / seconds)
+
+
+def rows(figures: Sequence[FormFigures]) -> list[list[str]]:
+    """The table: the difference is to the first form, in percent of its loss."""
+    told = [["form", "payload a step", "of the first", "validation loss", "difference", "tokens/s"]]
+    first = figures[0] if figures else None
+    for each in figures:
+        assert first is not None
+        share = f"{100 * each.payload / first.payload:.3g}%" if first.payload else ""
+        difference = f"{100 * (each.validation / first.validation - 1):+.2f}%" if each is not first else ""
+        loss, rate = f"{each.validation:.4f}", format_count(each.tokens_per_s)
+        told.append([each.name, format_bytes(each.payload), share, loss, difference, rate])
+    return told

@@ -1,0 +1,69 @@
+"""The benchmark of forms of communication, on what they train, its table; tests of plan/choices.py too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.bench.communication import FormFigures, bench_communication, rows
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.choices import other_forms
+from hpctrain.plan.traffic import plan_traffic
+from tests.engines import DECK, small_deck
+
+STEPS = 3
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_forms_train_on_the_same_tokens(world: World, mpi_tmp_path: Path) -> None:
+    folder = mpi_tmp_path
+    if world.rank == 0:
+        (folder / "text.txt").write_text("".join(f"{n * n % 97} lines\n" for n in range(3000)))
+        (folder / "deck.toml").write_text(DECK.replace("vocabulary = 61\n", ""))
+    world.everyone.barrier()
+    prepare(world, folder / "tokens.h5", [str(folder / "text.txt")])
+    keys = [
+        f"data.tokens={folder}/tokens.h5",
+        "data.validation=0.1",
+        f"run.steps={STEPS}",
+        "model.vocabulary=257",
+    ]
+    figures = folder / "figures.json"
+    only, again = ["exact", "sign"], "communication.compress=none"
+    assert bench_communication(world, folder / "deck.toml", keys, only, [again], figures) == 0
+    world.everyone.barrier()
+    told = {row["name"]: row for row in json.loads(figures.read_text())}
+    assert list(told) == ["exact", "sign", again]
+    assert told["exact"]["validation"] == told[again]["validation"] != told["sign"]["validation"]
+    planned = plan_traffic(parse_deck(DECK, keys), 2, 257).most.payload()
+    assert told["exact"]["payload"] == sum(planned.values())
+    with pytest.raises(HpctrainError, match="--only signs: is none of the forms: exact, "):
+        bench_communication(world, folder / "deck.toml", keys, ["signs"], [], None)
+    with pytest.raises(HpctrainError, match=r"data.validation=0: holds no sequences out"):
+        bench_communication(world, folder / "deck.toml", [*keys, "data.validation=0"], [], [], None)
+
+
+def test_every_form_is_a_deck() -> None:
+    deck = small_deck("communication.compress=sign", "communication.error_feedback=false")
+    forms = dict(other_forms(deck, 2))
+    assert list(forms)[:2] == ["exact", "bf16"]
+    made = {name: small_deck(*changes) for name, changes in forms.items()}
+    assert made["exact"] == small_deck()
+    assert made["sign"].communication.error_feedback
+    assert all(made[name].communication.compress == name for name in ("bf16", "int8", "onebit", "topk"))
+
+
+def test_differences_are_to_the_first_form() -> None:
+    figures = [
+        FormFigures("exact", (), 2e6, 2.0, 1000.0),
+        FormFigures("sign", ("communication.compress=sign",), 5e4, 2.03, 900.0),
+    ]
+    assert rows(figures)[1:] == [
+        ["exact", "2 MB", "100%", "2.0000", "", "1K"],
+        ["sign", "50 kB", "2.5%", "2.0300", "+1.50%", "900"],
+    ]
