@@ -88,6 +88,11 @@ class Provenance:
         self._earlier: list[HistorySegment] = []
         self._losses: deque[Loss] = deque(maxlen=LOSSES)
 
+    def of(self, ranks: int, layout: Layout) -> Provenance:
+        """The same, of a run on other ranks than those who write."""
+        self._here = replace(self._here, ranks=ranks, layout=layout)
+        return self
+
     def go_on(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Append to the chain that the state of a checkpoint tells."""
         self._earlier = history(state)

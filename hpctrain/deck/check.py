@@ -8,6 +8,7 @@ from hpctrain.characters import control_problem
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_mixture import mixture_problems
+from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
@@ -32,6 +33,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *mixture_problems(deck),
         *layout_problems(deck),
         *compression_problems(deck),
+        *server_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),
         *_optimizer(deck),

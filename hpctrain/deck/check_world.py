@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.check_mixture import expert_world_problems
+from hpctrain.deck.check_server import no_worker, server_ranks
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
@@ -24,12 +25,15 @@ def check_world(deck: Deck, ranks: int) -> None:
 def data_ranks(deck: Deck, ranks: int) -> int:
     """Size of the data axis: the ranks that the other axes leave. Raises as `check_world` does."""
     check_world(deck, ranks)
-    return ranks // _model_ranks(deck)
+    return (ranks - server_ranks(deck)) // _model_ranks(deck)
 
 
 def world_problems(deck: Deck, ranks: int) -> list[Problem]:
     """Everything in the deck that does not fit this number of ranks."""
     layout, batch = deck.layout, deck.batch
+    if ranks <= server_ranks(deck):
+        return [no_worker(deck, ranks)]
+    ranks -= server_ranks(deck)
     model_ranks = _model_ranks(deck)
     names = ["pipeline", "tensor", "context"] if layout.pipeline > 1 else ["tensor", "context"]
     keys = tuple(f"layout.{name}" for name in names)

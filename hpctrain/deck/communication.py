@@ -36,3 +36,20 @@ class Communication(Section):
         "Whether what compress loses is added to the next gradient; without it, sign is a majority vote.",
         True,
     )
+    server: Literal["none", "sync", "async", "stale"] = key(
+        "Whether servers own parameters; workers go in step, each as it can, or within a distance.",
+        "none",
+    )
+    server_ranks: int = key("Ranks that serve, the first ones; the others work.", 1, unit="ranks", ge=1)
+    staleness: int = key(
+        'Steps that the fastest worker may be ahead of the slowest (server = "stale").', 1, unit="steps", ge=0
+    )
+    staleness_correction: Literal["none", "scale", "compensate"] = key(
+        "What is done about stale gradients: the rate over the staleness; or a term for the drift.",
+        "none",
+    )
+    compensation: float = key(
+        "Weight of that term: the gradient squared, times how far the parameters have moved.",
+        0.04,
+        ge=0,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,16 +104,24 @@ class Corpus:
 
 
 def make_mesh(deck: Deck, world: World) -> Mesh:
-    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world."""
+    """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, or has servers."""
+    if deck.communication.server != "none":
+        sentence = 'is for `hpctrain run` and `resume` ("none" would do here)'
+        raise HpctrainError(deck.problem("communication.server", sentence))
+    transport = choose_link(deck, world)
+    return Mesh(world, axis_sizes(deck, world.size), transport=transport)
+
+
+def choose_link(deck: Deck, world: World) -> str:
+    """The deck's transport, of a world that from now on emulates the deck's link, if any. Collective."""
     keys = deck.communication
-    transport = keys.transport if keys.emulate is None else "mpi"
     if keys.emulate is not None and world.nodes > 1:
         sentence = (
             f"needs the clock of one machine, but these ranks are on {world.nodes} nodes (leave it out)"
         )
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate(None if keys.emulate is None else parse_link(keys.emulate))
-    return Mesh(world, axis_sizes(deck, world.size), transport=transport)
+    return keys.transport if keys.emulate is None else "mpi"
 
 
 def open_corpus(deck: Deck, world: World) -> Corpus:
@@ -157,9 +165,14 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -
 
 
 def assemble(
-    deck: Deck, world: World, mesh: Mesh, arrangement: Arrangement, roughness: float = 0.0
+    deck: Deck,
+    world: World,
+    mesh: Mesh,
+    arrangement: Arrangement,
+    roughness: float = 0.0,
+    build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> Engine:
-    """As `build_engine`, of what was arranged for this deck."""
+    """As `build_engine`, of what was arranged for this deck; `build` makes the stage."""
     groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
     number = mesh.coordinate("pipeline")
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
@@ -171,9 +184,7 @@ def assemble(
         stage = plan_stage(deck, shape, planned, schedule, arrangement.placement.split, number, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
-        stage = build_trained_stage(
-            deck, groups, models, replications, offload, world.device, world.agreement
-        )
+        stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
     _initialize(world, shape, stage.optimizer, deck.run.seed, roughness)
     stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:

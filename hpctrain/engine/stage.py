@@ -221,18 +221,19 @@ def plan_stage(
     split: Sequence[int],
     number: int,
     device: torch.device,
+    build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> TrainedStage:
     """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
 
     The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
-    on its `device` lie on torch's device "meta", which keeps shapes alone.
+    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these.
     """
     groups = make_groups(deck, mesh, Recompute(deck.memory.recompute), device)
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)
         replications = make_replications(deck, mesh)
-        return build_trained_stage(deck, groups, models, replications, planned_offload(deck), device)
+        return build(deck, groups, models, replications, planned_offload(deck), device)
 
 
 def offloaded_bytes(deck: Deck, stage: TrainedStage) -> dict[str, int]:

@@ -37,7 +37,12 @@ _ROUNDS = 4
 
 
 def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per_node: int) -> float | None:
-    """Seconds of a step that the deck's form takes beyond those of `plain`; None of GPUs, not timed here."""
+    """Seconds of a step that the deck's form takes beyond those of `plain`; None of GPUs, not timed here.
+
+    Workers of servers compute no more than others.
+    """
+    if deck.communication.server != "none":
+        return 0.0
     if not on_host(device_named(deck.run.device)):
         return None
     shape = ModelShape.of(deck, vocabulary)

@@ -22,6 +22,7 @@ from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
+from hpctrain.plan.served import plan_served
 from hpctrain.units import parse_link
 
 
@@ -74,7 +75,8 @@ def plan_deck(
     shared = shared_bytes()
 
     def planned(deck: Deck) -> MemoryPlan:
-        return plan_memory(deck, ranks, vocabulary, libraries, ranks_per_node)
+        plan = plan_memory if deck.communication.server == "none" else plan_served
+        return plan(deck, ranks, vocabulary, libraries, ranks_per_node)
 
     memory = planned(deck)
     savings: list[MemorySaving] = []

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.links import LinkedStep, break_even, linked_step, measured_step
+from hpctrain.plan.served import plan_served_traffic
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 from hpctrain.units import Link, UnitError, parse_link, parse_seconds
 
@@ -124,9 +126,12 @@ def plan_form(
     a measured step only what moves is known, and nothing overlaps. HpctrainError as a run would raise, and as
     in `measured_step`.
     """
+    computing = ranks - server_ranks(deck)  # as many ranks compute without servers
 
-    def planned(deck: Deck) -> TrafficPlan:
-        return plan_traffic(deck, ranks, vocabulary, ranks_per_node)
+    def planned(form: Deck) -> TrafficPlan:
+        if form.communication.server != "none":
+            return plan_served_traffic(form, ranks, vocabulary, ranks_per_node)
+        return plan_traffic(form, computing, vocabulary, ranks_per_node)
 
     plain = exact_form(deck)
     own, exact = planned(deck), planned(plain) if plain != deck else None

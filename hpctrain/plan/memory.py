@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import unmeasured_split
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.engine.stage import TrainedStage, plan_stage
+from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import PartBytes, part_bytes
@@ -57,7 +57,8 @@ class StageMemory:
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding, as is
-    `parameters_active`, those that a token meets.
+    `parameters_active`, those that a token meets. Where ranks have `roles`, names and numbers of
+    ranks, these are the stages, and `sizes` those of the workers.
     """
 
     parameters_total: int
@@ -67,6 +68,14 @@ class MemoryPlan:
     schedule: str
     micro_batches: int
     stages: tuple[StageMemory, ...]
+    roles: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many each stage has."""
+        if self.roles:
+            return [count for _, count in self.roles]
+        return [rank_count(self.sizes) // len(self.stages)] * len(self.stages)
 
     @property
     def largest(self) -> StageMemory:
@@ -77,8 +86,9 @@ class MemoryPlan:
         """What the `ranks` ranks of one node hold together, on the node that holds most; what they have in
         common, `shared` bytes, counts once.
         """
-        of_stage = rank_count(self.sizes) // len(self.stages)
-        of_ranks = [stage.memory.total for stage in self.stages for _ in range(of_stage)]
+        of_ranks = [
+            stage.memory.total for stage, n in zip(self.stages, self.ranks, strict=True) for _ in range(n)
+        ]
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
         return max(sum(node) - shared * (len(node) - 1) for node in nodes)
 
@@ -87,8 +97,9 @@ class MemoryPlan:
         return {
             "parameters_total": self.parameters_total,
             "parameters_active": self.parameters_active,
-            "ranks": rank_count(self.sizes),
+            "ranks": sum(self.ranks),
             "layout": dict(self.sizes),
+            **({"roles": dict(self.roles)} if self.roles else {}),
             "zero_group": self.zero_group,
             "schedule": self.schedule,
             "micro_batches": self.micro_batches,
@@ -104,12 +115,13 @@ def plan_memory(
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
+    build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> MemoryPlan:
     """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
 
     `libraries` are the bytes that a process holds without a model; `split` the blocks of every part and
-    `schedule` that of a whole step, where a run has measured before it chose them. Raises HpctrainError as a
-    run would, and where `layout.zero_group = "node"` needs `ranks_per_node`.
+    `schedule` that of a whole step, where a run has measured first; `build` as in `plan_stage`.
+    Raises HpctrainError as a run would, and where `layout.zero_group = "node"` needs `ranks_per_node`.
     """
     sizes = axis_sizes(deck, ranks)
     shape = ModelShape.of(deck, vocabulary)
@@ -132,7 +144,7 @@ def plan_memory(
             kind = number
         if kind not in planned:
             mesh = PlannedMesh(sizes, number, ranks_per_node or ranks)
-            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
+            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule

@@ -27,10 +27,13 @@ def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
     deck, memory = plan.deck, plan.memory
     holder = f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
+    if memory.roles:
+        holder = f"A rank of the {memory.roles[memory.largest.stage][0]}"
     active = active_words(memory.parameters_total, memory.parameters_active)
+    ranks = ", ".join(f"{number} {name}" for name, number in memory.roles) or sizes_text(memory.sizes)
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, {active}"
-        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({sizes_text(memory.sizes)}), "
+        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({ranks}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),
@@ -64,6 +67,8 @@ def memory_table(memory: MemoryPlan) -> list[str]:
         name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
         if len(memory.stages) == 1:
             name = "the run"
+        elif memory.roles:
+            name = ", ".join(memory.roles[stage][0] for stage in stages)
         sizes = [format_bytes(account.kinds()[kind]) for kind in KINDS]
         rows.append((name, str(blocks), *sizes, format_bytes(account.total)))
     return fitted(rows, (0,), columns())

@@ -97,9 +97,13 @@ class Checkpoints(Hook):
             with self._timed():
                 self._pending.protect()
 
+    def told_of_step(self, done: StepDone) -> None:
+        """Note the step for the history."""
+        self.provenance.note(done.state.step, done.result.loss, done.result.grad_norm)
+
     def after_step(self, done: StepDone) -> None:
         """Note the step for the history, and complete the checkpoint under way if it can be."""
-        self.provenance.note(done.state.step, done.result.loss, done.result.grad_norm)
+        self.told_of_step(done)
         self.poll()
 
     def due(self, step: int) -> bool:

@@ -47,6 +47,7 @@ class Control:
         self.world, self.folder, self.signals, self.out_of_time = world, folder, signals, out_of_time
         self._looked = -float("inf")
         self._unremovable: set[str] = set()
+        self._seen: set[object] = set()
 
     def agree(self, measure: bool = False) -> Order:
         """What was asked since the last call, of any rank. Collective; its files are removed.
@@ -67,9 +68,14 @@ class Control:
         stop = any(cause in ranks for cause in _STOPPING)
         if world.rank == 0:
             self._remove([name for name in _FILES if name in ranks])
+            self._seen.clear()
         self.signals.came.difference_update(ranks)
         why = (self._words(cause, ranks[cause], late) for cause in ranks if not stop or cause in _STOPPING)
         return Order(True, stop, " and ".join(why), measure and not stop)
+
+    def pending(self) -> bool:
+        """Whether anything was asked of this rank, which `agree` will tell the others."""
+        return bool(self._here()[0])
 
     def saved(self) -> None:
         """A checkpoint was written: what asked for one meanwhile, as a signal does that reaches the ranks one
@@ -89,7 +95,8 @@ class Control:
         now = time.monotonic()
         if now - self._looked >= SECONDS_PER_LOOK:
             self._looked = now
-            came.update(self._files())
+            self._seen = set(self._files())
+        came |= self._seen
         late = self.out_of_time()
         return came | ({_CLOCK} if late else set()), late
 

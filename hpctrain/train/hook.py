@@ -40,6 +40,11 @@ class Hook:
     def after_step(self, done: StepDone) -> None:
         """A step was made."""
 
+    def told_of_step(self, done: StepDone) -> None:
+        """A step was made at which rank 0 is alone, and calls this alone: in a run with servers ranks meet
+        where something is due, and only then `after_step` comes instead.
+        """
+
     def after_save(self) -> None:
         """A checkpoint was written, or begun."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hpctrain.comm.device import on_host, peak_bytes
+from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import failing_as
 from hpctrain.memory.accounts import Account
@@ -50,11 +51,21 @@ class ActivationPeak(Hook):
 
 
 class MemoryLedger(Hook):
-    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks."""
+    """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks of `world`,
+    of which this one is in a `stage`; where these are not given, the engine's.
+    """
 
     def __init__(
-        self, engine: Engine, activations: ActivationPeak, predicted: MemoryPlan, folder: Path
+        self,
+        engine: Engine,
+        activations: ActivationPeak,
+        predicted: MemoryPlan,
+        folder: Path,
+        world: World | None = None,
+        stage: int | None = None,
     ) -> None:
+        self.world = engine.world if world is None else world
+        self.stage = engine.mesh.coordinate("pipeline") if stage is None else stage
         self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
         self.accounts: list[Account] = []
         """What was measured: of each stage of the pipeline, the rank that held most. Empty before the end."""
@@ -72,11 +83,11 @@ class MemoryLedger(Hook):
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""
-        world, stage = self.engine.world, self.engine.mesh.coordinate("pipeline")
-        everyone = world.everyone.all_gather_object((stage, self.held()))
+        world = self.world
+        everyone = world.everyone.all_gather_object((self.stage, self.held()))
         self.accounts = [
             max((account for at, account in everyone if at == number), key=lambda account: account.total)
-            for number in range(self.engine.mesh.size("pipeline"))
+            for number in range(len(self.predicted.stages))
         ]
         with world.agreement():
             if world.rank == 0:

@@ -58,6 +58,7 @@ def replay(
         original = stored_deck(state, path, made)
         deck = stored_deck(state, path, [*made, *overrides])
         _refuse_other_samples(original, deck)
+        _refuse_other_order(deck)
     count = _steps(path, recorded, steps)
     split = state.get("split") if deck.layout == original.layout else None
     with _engine_of(world, deck, path, split) as run:
@@ -129,6 +130,13 @@ def _row(expected: Loss, replayed: float) -> str:
         f"{expected.step:>8}  {recorded:>14}  {replayed:>14.10f}  "
         f"{'equal' if apart == 0.0 else f'{apart:.1e}':>19}"
     )
+
+
+def _refuse_other_order(deck: Deck) -> None:
+    keys = deck.communication
+    if keys.server == "async" or (keys.server == "stale" and keys.staleness):
+        sentence = "has updates in an order that no other run has; no recorded loss can come out again"
+        raise HpctrainError(deck.problem("communication.server", sentence))
 
 
 def _refuse_other_samples(original: Deck, deck: Deck) -> None:

@@ -26,6 +26,7 @@ from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
@@ -33,6 +34,8 @@ from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.routing import Routing, read_given
+from hpctrain.train.server.checkpoints import ServedCheckpoints
+from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import require_same_blocks, require_training_state, start_from_source
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
@@ -46,7 +49,6 @@ from hpctrain.watch.machine import Peak
 from hpctrain.watch.newest import find_checkpoint
 from hpctrain.watch.reporter import Reporter
 from hpctrain.watch.statuses import is_done
-from hpctrain.watch.stragglers import Stragglers
 from hpctrain.watch.watchdog import Watchdog
 from hpctrain.words import command
 
@@ -71,7 +73,7 @@ class Run:
     @property
     def world(self) -> World:
         """Its ranks."""
-        return self.trainer.engine.world
+        return self.trainer.world
 
     def train(self, signals: Signals | None = None, opening: Sequence[str] = ()) -> int:
         """Train up to `run.steps`, or until signals, a file or the clock ask to stop; the exit code.
@@ -83,7 +85,9 @@ class Run:
         with world.agreement():
             lock = take_folder(folder) if world.rank == 0 else None
         check_run_folder(world, folder)
-        memory = MemoryLedger(engine, self.trainer.activations, self.predicted, folder)
+        memory = MemoryLedger(
+            engine, self.trainer.activations, self.predicted, folder, world, self.trainer.stage
+        )
         with world.agreement():
             if world.rank == 0:
                 (folder / "checkpoints").mkdir(exist_ok=True)
@@ -94,7 +98,7 @@ class Run:
         try:
             peak = Peak(world, deck, folder)
             peak.find()
-            reporter.say(introduction(deck, engine, self.corpus, peak.flops))
+            reporter.say(introduction(deck, engine, self.corpus, peak.flops, self.trainer.ranks))
             stays, *others = self.heeded
             reporter.say(line for line in (stays, *opening, *others) if line)
             if world.rank == 0 and (ended := decay_ended(deck, state.step)):
@@ -135,10 +139,9 @@ class Loop:
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
-        stragglers = Stragglers(trainer.engine.mesh, run.deck.stability.straggler_factor)
         trainer.hooks += [
             *([Trace(trainer)] if run.deck.run.trace else []),
-            SlowRanks(stragglers, reporter),
+            SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
             self.pace,
             self.evaluation,
             memory,
@@ -162,11 +165,15 @@ class Loop:
                 control.saved()
             if order.stop:
                 return order
-            self.trainer.train_step()
+            self.trainer.go_on(self.due, control.pending)
             if self.checkpoints.due(state.step):
                 self.save()
         control.forget()
         return Order()
+
+    def due(self, step: int) -> bool:
+        """Whether all ranks do something together after that step."""
+        return self.checkpoints.due(step) or self.evaluation.due(step)
 
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to."""
@@ -209,6 +216,8 @@ def open_run(
     corpus = open_corpus(deck, world)
     deck = settle_vocabulary(deck, corpus.file)
     compared = compare_tokens(world, deck, corpus.file, checkpoint)
+    if deck.communication.server != "none":
+        return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
     mesh = make_mesh(deck, world)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
@@ -234,6 +243,34 @@ def open_run(
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
     heeded = (stays, checked, started_from, follows, *compared)
     return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing)
+
+
+def _open_served(
+    world: World,
+    deck: Deck,
+    corpus: Corpus,
+    checkpoint: Path | None,
+    clear: Callable[[], str],
+    limit: TimeLimit | None,
+    compared: Sequence[str],
+) -> Run:
+    """As `open_run`, of a deck with servers, whose corpus is open."""
+    stays = ""
+
+    def ready() -> None:
+        nonlocal stays
+        with world.agreement():
+            stays = clear() if world.rank == 0 else ""
+
+    engine, predicted = build_role_within_memory(deck, world, ready)
+    known = known_tokens(world, corpus.file)
+    trainer = ServedTrainer(deck, world, engine, corpus.train)
+    checkpoints = ServedCheckpoints(deck, engine, known, world, trainer.roles)
+    if checkpoint is not None:
+        trainer.begin(checkpoints.restore(checkpoint))
+    source = deck.model.source if checkpoint is None else None
+    started_from = checkpoints.start_from(deck) if source is not None else ""
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, (stays, started_from, *compared))
 
 
 def run_deck(

@@ -35,7 +35,8 @@ class TrainState:
 @dataclass(frozen=True)
 class StepResult:
     """One step, the same on all ranks: figures of objective and layers by name, norm before clipping, of
-    replicas that are apart the mean; and what layers noted, see Noted.
+    replicas that are apart the mean; what layers noted, see Noted; and in a run with servers how many pushes
+    had a staleness of 0, 1, and so on.
     """
 
     figures: dict[str, float]
@@ -45,6 +46,7 @@ class StepResult:
     tokens: int
     skipped: bool
     noted: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    staleness: tuple[int, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -81,27 +83,7 @@ class Step:
         `before_update` is called on all ranks before parameters and moments change.
         """
         engine = self.engine
-        mesh = engine.mesh
-        share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
-        micro_batches, tokens = self.read(self.batches.step(state.samples, batch, *share))
-        scale, terms_scale = (
-            torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
-            for count in (max(1, tokens), self.seen(batch))
-        )
-        prepared = [
-            self.prepare(
-                micro,
-                scale,
-                self.dropout_source(state, index),
-                terms_scale,
-                self.choices_of(state, index, micro),
-            )
-            for index, micro in enumerate(micro_batches)
-        ]
-        engine.synchronizer.start(len(prepared), state.step - state.skipped)
-        with engine.residency.step(("train", len(prepared))):
-            sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
-        engine.synchronizer.finish()
+        sums, tokens = self.accumulate(state, batch)
         noted = engine.groups.noted.agree(engine.world.everyone)
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
@@ -129,6 +111,41 @@ class Step:
         state.tokens += tokens
         state.skipped += not finite
         return StepResult(figures, fmean(norms), rate, batch, tokens, not finite, noted)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a step's samples this rank reads."""
+        return self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
+
+    def read_share(self, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
+        """This rank's share of a step, as of `read`."""
+        return self.read(self.batches.step(state.samples, batch, *self.share, self.micro_size))
+
+    def accumulate(self, state: TrainState, batch: int) -> tuple[Tensor, int]:
+        """Have the gradients of samples `state.samples .. + batch` summed; this rank's sums of figures and
+        terms, fp64, and the tokens that all ranks predict.
+        """
+        engine = self.engine
+        micro_batches, tokens = self.read_share(state, batch)
+        scale, terms_scale = (
+            torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
+            for count in (max(1, tokens), self.seen(batch))
+        )
+        prepared = [
+            self.prepare(
+                micro,
+                scale,
+                self.dropout_source(state, index),
+                terms_scale,
+                self.choices_of(state, index, micro),
+            )
+            for index, micro in enumerate(micro_batches)
+        ]
+        engine.synchronizer.start(len(prepared), state.step - state.skipped)
+        with engine.residency.step(("train", len(prepared))):
+            sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
+        engine.synchronizer.finish()
+        return sums, tokens
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks."""
@@ -189,8 +206,8 @@ class Step:
 
     def first_sample(self, state: TrainState, micro_batch: int) -> int:
         """The number of the first sample of this rank's micro-batch."""
-        mesh = self.engine.mesh
-        index = micro_batch * mesh.size("data") + mesh.coordinate("data")
+        number, shares = self.share
+        index = micro_batch * shares + number
         return state.samples + index * self.micro_size
 
     def agree(self, sums: Tensor, tokens: int, samples: int) -> tuple[dict[str, float], list[float]]:

@@ -18,17 +18,18 @@ from hpctrain.words import command, counted
 MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to nothing (arXiv 2305.16264)
 
 
-def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float) -> list[str]:
-    """What will be trained, on what and how; `peak` is the FLOP/s of a rank."""
+def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks: str = "") -> list[str]:
+    """What will be trained, on what and how; `peak` is the FLOP/s of a rank, `ranks` who trains, in words."""
     shape, world, mesh = engine.shape, engine.world, engine.mesh
     sequences = corpus.train.source.count
     epochs = samples_of(deck.batch, deck.run.steps) / sequences
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
     numbers = count(shape)
+    engine_ranks = f"{counted(world.size, 'rank')} ({sizes_text(mesh.sizes)})"
     active = active_words(numbers.parameters, numbers.active_parameters)
     lines = [
         f"{deck.run.title}: {shape.family}, {format_count(numbers.parameters)} parameters, {active}"
-        f"{deck.precision.compute}, {counted(world.size, 'rank')} ({sizes_text(mesh.sizes)}) "
+        f"{deck.precision.compute}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
         f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "

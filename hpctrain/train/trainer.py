@@ -7,8 +7,11 @@ is verified and what is measured is what runs, with all that watches it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
+from hpctrain.comm.mesh import sizes_text
+from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
@@ -16,6 +19,8 @@ from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak
 from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.watch.stragglers import Comparison, Stragglers
+from hpctrain.words import counted
 
 
 class Trainer:
@@ -30,6 +35,45 @@ class Trainer:
         self.step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.activations = ActivationPeak(engine)
         self.hooks: list[Hook] = [self.activations]
+
+    @property
+    def world(self) -> World:
+        """All ranks of the run."""
+        return self.engine.world
+
+    @property
+    def computing(self) -> int:
+        """How many of these compute."""
+        return self.world.size
+
+    @property
+    def ranks(self) -> str:
+        """These in words."""
+        return f"{counted(self.world.size, 'rank')} ({sizes_text(self.engine.mesh.sizes)})"
+
+    @property
+    def outcome(self) -> list[str]:
+        """What is to be said at the end besides what any run says, on rank 0."""
+        return []
+
+    @property
+    def stage(self) -> int:
+        """Which of the stages of a plan this rank is in."""
+        return self.engine.mesh.coordinate("pipeline")
+
+    def stragglers(self, factor: float) -> Comparison:
+        """What finds ranks that are above `factor` times the median. Collective."""
+        return Stragglers(self.engine.mesh, factor)
+
+    def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:  # noqa: ARG002
+        """Make the next step; where ranks do not go in step, all up to the next one after which something is
+        `due`, or until something is `asked` of a rank. Collective.
+        """
+        self.train_step()
+
+    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
+        """As of Step. Collective."""
+        return self.step.evaluate(batches, sequences)
 
     def train_step(self, batch: int | None = None) -> StepResult:
         """Make the next step, of `batch` sequences over all data ranks (default: the deck's). Collective."""

@@ -25,7 +25,7 @@ from hpctrain.watch.folder import way_on
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.metrics import StepMetrics
 from hpctrain.watch.reporter import Reporter
-from hpctrain.watch.stragglers import Stragglers
+from hpctrain.watch.stragglers import Comparison
 
 TRACED_SPANS = 1_000_000
 """In the trace of a run at most, besides the actions of its schedule: what Perfetto opens with ease."""
@@ -34,7 +34,7 @@ TRACED_SPANS = 1_000_000
 class SlowRanks(Hook):
     """Puts stragglers into the status."""
 
-    def __init__(self, stragglers: Stragglers, reporter: Reporter) -> None:
+    def __init__(self, stragglers: Comparison, reporter: Reporter) -> None:
         self.stragglers, self.reporter = stragglers, reporter
 
     def after_step(self, done: StepDone) -> None:
@@ -43,12 +43,14 @@ class SlowRanks(Hook):
         if slow is not None:
             self.reporter.status.note(stragglers=[straggler.row() for straggler in slow])
 
+    told_of_step = after_step
+
 
 class Evaluation(Hook):
     """Evaluates held-out sequences every so many steps and after the last one; None for `batches`: never."""
 
     def __init__(self, trainer: Trainer, batches: Batches | None, pace: Pace, reporter: Reporter) -> None:
-        self.run, self.step, self.batches = trainer.deck.run, trainer.step, batches
+        self.run, self.trainer, self.batches = trainer.deck.run, trainer, batches
         self.pace, self.reporter = pace, reporter
 
     def due(self, step: int) -> bool:
@@ -62,7 +64,7 @@ class Evaluation(Hook):
             return
         self.reporter.working("evaluating")
         started = time.perf_counter()
-        done.validation = self.step.evaluate(self.batches, self.run.evaluate_sequences)["loss"]
+        done.validation = self.trainer.evaluate(self.batches, self.run.evaluate_sequences)["loss"]
         self.pace.evaluation = time.perf_counter() - started
 
 
@@ -106,13 +108,19 @@ class StepReport(Hook):
         memory: MemoryLedger,
     ) -> None:
         self.deck, self.engine, self.state = trainer.deck, trainer.engine, trainer.state
+        self.world, self.trainer = trainer.world, trainer
         self.reporter = reporter
         self.peak, self.pace, self.checkpoints, self.memory = peak, pace, checkpoints, memory
         self.folder = Path(self.deck.run.dir)
 
     def after_step(self, done: StepDone) -> None:
         """Warn of a skipped update; one row of figures, from rank 0."""
-        result, state, world = done.result, done.state, self.engine.world
+        with self.world.agreement():
+            self.told_of_step(done)
+
+    def told_of_step(self, done: StepDone) -> None:
+        """As after any step, by this rank alone."""
+        result, state = done.result, done.state
         if result.skipped:
             logging.getLogger("hpctrain").warning(
                 "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
@@ -121,9 +129,8 @@ class StepReport(Hook):
                 result.grad_norm,
                 state.skipped,
             )
-        with world.agreement():
-            if world.rank == 0:
-                self.reporter.step(self._row(done), max(self.pace.steps), self.checkpoints.newest)
+        if self.world.rank == 0:
+            self.reporter.step(self._row(done), max(self.pace.steps), self.checkpoints.newest)
 
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
@@ -140,23 +147,25 @@ class StepReport(Hook):
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
-            mfu=self.peak.share(rate * count(engine.shape).flops_per_token / engine.world.size),
+            mfu=self.peak.share(rate * count(engine.shape).flops_per_token / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
             experts=None if load is None else load.row(),
             payload_bytes=done.payload,
             emulated_link=self.deck.communication.emulate,
+            staleness=result.staleness or None,
         )
 
     def at_end(self, order: Order) -> None:
         """Write down what was sent, and say how the run ended, or by what order it stops."""
-        reporter, run, world = self.reporter, self.deck.run, self.engine.world
+        reporter, run, world = self.reporter, self.deck.run, self.world
         newest = self.checkpoints.newest
         reporter.stepped()
         with world.agreement():
             if world.rank == 0:
                 world.ledger.write(self.folder / "ledger.json")
                 reporter.say(outcome(self.folder, run.trace, newest, self.state.skipped))
+                reporter.say(self.trainer.outcome)
                 reporter.say(self.memory.table())
         if order.stop:
             step = f"after step {self.state.step} of {run.steps}"

@@ -23,8 +23,8 @@ class StepMetrics:
     wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
     the figures of the mixtures, by name lists with a value a mixture. `payload_bytes` are those that rank 0
     sent to others in this step, or received from them, as the ledger counts; `emulated_link` is there where
-    seconds are those of a link that is not (`communication.emulate`). A measure that is None was not made and
-    gets no key.
+    seconds are those of a link that is not (`communication.emulate`); `staleness`, with servers, is how many
+    pushes had one of 0, 1, and so on. A measure that is None was not made and gets no key.
     """
 
     step: int
@@ -43,6 +43,7 @@ class StepMetrics:
     experts: Mapping[str, Sequence[float]] | None = None
     payload_bytes: int | None = None
     emulated_link: str | None = None
+    staleness: Sequence[int] | None = None
 
     @property
     def loss(self) -> float:

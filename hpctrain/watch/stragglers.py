@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,13 @@ class Straggler:
             f"{self.times:.2g} times the median of those with the same work"
         )
         return {"rank": self.rank, "node": self.node, "times": round(self.times, 3), "words": words}
+
+
+class Comparison(Protocol):
+    """What compares the ranks' times."""
+
+    def step(self, seconds: float) -> list[Straggler] | None:
+        """Add this rank's computing time of a step; on rank 0 the stragglers at the end of a window."""
 
 
 class Stragglers:
@@ -71,11 +78,16 @@ class Stragglers:
         if times is None:
             return None
         slow = find_stragglers(times.tolist(), self.stages, self.nodes, self.factor)
-        for straggler in slow:
-            if straggler.rank not in self._named:
-                logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
-        self._named = {straggler.rank for straggler in slow}
+        self._named = warn_of(slow, self._named)
         return slow
+
+
+def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
+    """Warn of those that were not `named` before; the ranks of all."""
+    for straggler in slow:
+        if straggler.rank not in named:
+            logging.getLogger("hpctrain").warning("%s", straggler.row()["words"])
+    return {straggler.rank for straggler in slow}
 
 
 def find_stragglers(

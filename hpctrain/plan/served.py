@@ -1,0 +1,134 @@
+"""What a run with servers will hold and send: the memory of both roles, and the bytes of pushes and pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.roles import Roles, build_worker_stage, serving
+from hpctrain.engine.sizes import micro_batches
+from hpctrain.engine.stage import plan_stage
+from hpctrain.memory.accounts import Account
+from hpctrain.model.count import count
+from hpctrain.model.precision import Precision
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.plan.libraries import library_bytes
+from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
+from hpctrain.plan.room import demand_room
+from hpctrain.plan.traffic import Moved, StageTraffic, TrafficPlan
+from hpctrain.sharding.bucket import gradient_bytes, value_bytes
+from hpctrain.sharding.state import state_bytes
+
+NUMBER = 8
+"""Bytes of a number of a letter."""
+
+_PUSH, _PULL, _SHARE = 9, 3, 4
+"""Numbers of letters, besides figures and counts of rows."""
+
+
+def served_bytes(
+    dense: int,
+    workers: int,
+    servers: int,
+    gradient_bytes: int = 4,
+    value_bytes: int = 4,
+    figures: int = 1,
+    rows: Sequence[tuple[int, int]] = (),
+) -> int:
+    """Payload of all ranks together in a step: every worker pushes and pulls `dense` trained elements, and of
+    tables whose rows travel alone `rows`: (rows that its share touches, elements of one), each on one server.
+
+    W (phi (g + v) + rows (row (g + v) + 8)) and the letters; a step in which nothing else is done.
+    """
+    of_tables = sum(count * (row * (gradient_bytes + value_bytes) + 8) for count, row in rows)
+    letters = servers * (_PUSH + figures + _PULL + 2 * len(rows)) + _SHARE
+    return workers * (dense * (gradient_bytes + value_bytes) + of_tables + NUMBER * letters)
+
+
+def plan_served_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
+    """As `plan_traffic`, of a deck with servers, of which every rank of a role moves as much.
+
+    A table of which touched rows travel alone is counted as if all were touched. Where workers do not go in
+    step, what one moves while others compute makes it an upper bound.
+    """
+    roles, shape, precision = Roles.of(deck, ranks), ModelShape.of(deck, vocabulary), Precision.of(deck)
+    elements, linked = count(shape).parameters, ranks_per_node < ranks
+    push, pull = (elements * each.itemsize for each in (precision.gradient, precision.storage))
+
+    def moved(pushed: Traffic, pulled: Traffic, payload: int) -> tuple[Moved, ...]:
+        ways = (pushed, pulled) if linked else (Traffic(), Traffic())
+        return tuple(Moved("server", bytes_, way) for bytes_, way in zip((payload, 0), ways, strict=True))
+
+    share = roles.workers / roles.servers
+    received, sent = int(push * share), int(pull * share)
+    server = moved(Traffic(0, received, 1), Traffic(sent, 0, 1), sent)
+    worker = moved(Traffic(push, 0, 1), Traffic(0, pull, 2), push)
+    passes = micro_batches(deck, roles.workers)
+    return TrafficPlan((StageTraffic(0, (server,)), StageTraffic(1, (worker,))), passes, whole=True)
+
+
+def plan_served(
+    deck: Deck,
+    ranks: int,
+    vocabulary: int,
+    libraries: int = 0,
+    ranks_per_node: int | None = None,
+    split: Sequence[int] | None = None,
+    schedule: Schedule | None = None,
+) -> MemoryPlan:
+    """As `plan_memory`, of a deck with servers: its stages are these and the workers."""
+    roles = Roles.of(deck, ranks)
+    plan = plan_memory(
+        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
+    )
+    (worker,) = plan.stages
+    device, shape = device_named(deck.run.device), ModelShape.of(deck, vocabulary)
+    mesh = PlannedMesh({"pipeline": 1, "data": roles.servers, "context": 1, "tensor": 1}, 0, ranks)
+    stage = plan_stage(serving(deck), shape, mesh, accumulation(1), [deck.model.layers], 0, device)
+    buckets = stage.buckets
+    own = sum(bucket.own.stop - bucket.own.start for bucket in buckets)
+    value, gradient = buckets[0].dtype.itemsize, buckets[0].gradient_dtype.itemsize
+    keys = deck.communication
+    steps = {"sync": 1, "stale": keys.staleness + 1}.get(keys.server)
+    # Pushes that wait for others of their step, and parameters on their way to workers.
+    kept = gradient * (1 if steps is None else steps * roles.workers)
+    sent = value * (roles.workers if steps != 1 else 1)
+    backups = 4 * (roles.workers + 1) if keys.staleness_correction == "compensate" else 0
+    server = Account(
+        value_bytes(buckets),
+        gradient_bytes(buckets),
+        state_bytes(stage.state(), buckets),
+        buffer=own * (kept + sent + backups),
+        other=libraries,
+    )
+    held = plan.parameters_total
+    passing = gradient * held + value * -(-held // roles.servers)
+    workers = replace(worker, stage=1, memory=replace(worker.memory, buffer=worker.memory.buffer + passing))
+    counts = ("servers", roles.servers), ("workers", roles.workers)
+    return replace(plan, stages=(StageMemory(0, 0, own, server), workers), roles=counts)
+
+
+def build_role_within_memory(
+    deck: Deck, world: World, ready: Callable[[], None]
+) -> tuple[Engine, MemoryPlan]:
+    """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
+    roles = Roles.of(deck, world.size)
+    own, part, mesh = roles.place(deck, world)
+    arrangement = arrange(own, part, mesh)
+    planned = deck.with_keys(run={"device": world.device.type})
+    libraries = library_bytes() if on_host(world.device) else 0
+    per_node = max(1, world.size // world.nodes)
+    plan = plan_served(planned, world.size, arrangement.shape.vocabulary, libraries, per_node)
+    here = plan.stages[0 if roles.serves(world.rank) else 1].memory.total
+    more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"
+    demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
+    world.planned_bytes = here
+    ready()
+    return assemble(own, part, mesh, arrangement, build=roles.stage(world.rank)), plan

@@ -1,0 +1,69 @@
+"""The checkpoints of a run with servers: these write and read them, and the workers wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
+from hpctrain.engine.roles import Roles
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.server.letters import HEAD
+from hpctrain.train.start import start_from_source
+from hpctrain.train.step import TrainState
+
+
+class ServedCheckpoints(Checkpoints):
+    """Checkpoints on all ranks of `world`, of the engine that the servers have together.
+
+    They hold what those of any run hold, under the same names: whoever goes on has other workers and servers,
+    or none.
+    """
+
+    def __init__(
+        self, deck: Deck, engine: Engine, known: Mapping[str, Any], world: World, roles: Roles
+    ) -> None:
+        super().__init__(deck, engine, known)
+        self.world, self.serves = world, roles.serves(world.rank)
+        self.layout |= {"data": roles.workers, "zero": 0, "server": roles.servers}
+        self.provenance = self.provenance.of(world.size, self.layout)
+
+    def expected_bytes(self) -> float:
+        """See Checkpoints; 0 on workers."""
+        return super().expected_bytes() if self.serves else 0.0
+
+    def save(self, state: TrainState) -> None:
+        """See Checkpoints."""
+        # What goes wrong the servers agree on among themselves before all ranks do.
+        with self.world.agreement():
+            if self.serves:
+                super().save(state)
+        self._step = state.step
+
+    def restore(self, path: Path) -> TrainState:
+        """See Checkpoints."""
+        state: TrainState | None = None
+        with self.world.agreement():
+            if self.serves:
+                state = super().restore(path)
+        shared = self.world.everyone.broadcast_object(None if state is None else asdict(state), HEAD)
+        self.newest = path
+        if path.parent == self.folder:
+            self._step = int(shared["step"])
+        return TrainState(**shared)
+
+    def start_from(self, deck: Deck) -> str:
+        """As `start_from_source`. Collective."""
+        sentence = ""
+        with self.world.agreement():
+            if self.serves:
+                sentence = start_from_source(deck, self.engine)
+        return sentence
+
+    def _stored(self, state: TrainState) -> dict[str, Any]:
+        """See Checkpoints."""
+        return {**super()._stored(state), "ranks": self.world.size}

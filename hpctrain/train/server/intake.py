@@ -1,0 +1,80 @@
+"""What a server does with pushes and pulls, and when: a decision of events alone, without messages.
+
+In step, or within a distance, the pushes of a step are one update, added in the workers' order once all
+are there; `version` counts these, and a pull for a step waits for the update of `distance + 1` steps before.
+Without a distance each push is an update, as it comes, and no pull waits.
+
+The staleness of a push is the number of updates between the pull that it was computed with and its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Parcel = TypeVar("Parcel")
+
+
+@dataclass(frozen=True)
+class Pushed(Generic[Parcel]):
+    """What one worker has pushed, and how stale it is."""
+
+    worker: int
+    parcel: Parcel
+    staleness: int
+
+
+class Intake(Generic[Parcel]):
+    """Keeps what cannot be applied yet: at most `bound` parcels."""
+
+    def __init__(self, workers: int, distance: int | None, version: int = 0) -> None:
+        self.workers, self.distance, self.version = workers, distance, version
+        self._pulled = [version] * workers
+        self._waiting: dict[int, int] = {}
+        self._kept: dict[int, dict[int, Parcel]] = {}
+        self._stale: dict[tuple[int, int], int] = {}
+
+    @property
+    def bound(self) -> int:
+        """The most parcels that are kept at once: of each step that may be under way every worker's."""
+        return 1 if self.distance is None else self.workers * (self.distance + 1)
+
+    @property
+    def kept(self) -> int:
+        """How many are kept now."""
+        return sum(map(len, self._kept.values()))
+
+    def push(self, worker: int, step: int, parcel: Parcel) -> Iterator[list[Pushed[Parcel]]]:
+        """A push of a step; what is to be applied now, as one update each, which the caller has to have done
+        when it asks for the next.
+        """
+        if self.distance is None:
+            yield [Pushed(worker, parcel, self.version - self._pulled[worker])]
+            return
+        assert self.version <= step <= self.version + self.distance, (worker, step, self.version)
+        of_step = self._kept.setdefault(step, {})
+        assert worker not in of_step, (worker, step)
+        of_step[worker] = parcel
+        self._stale[worker, step] = step - self._pulled[worker]
+        assert self.kept <= self.bound, (self.kept, self.bound)
+        while len(self._kept.get(self.version, ())) == self.workers:
+            done, now = self._kept.pop(self.version), self.version
+            yield [Pushed(each, done[each], self._stale.pop((each, now))) for each in sorted(done)]
+
+    def applied(self) -> None:
+        """What `push` gave was applied, or, of a step, is skipped: there is another version."""
+        self.version += 1
+
+    def pull(self, worker: int, step: int) -> None:
+        """A worker wants the parameters, to compute its share of a step with."""
+        assert worker not in self._waiting, worker
+        self._waiting[worker] = self.version if self.distance is None else step - self.distance
+
+    def answers(self) -> list[int]:
+        """The workers to be sent the parameters as they are now."""
+        ready = sorted(worker for worker, version in self._waiting.items() if version <= self.version)
+        for worker in ready:
+            del self._waiting[worker]
+            self._pulled[worker] = self.version
+        return ready

@@ -1,0 +1,186 @@
+"""The trainer of a run with servers: what makes the steps up to where all ranks meet again.
+
+Between two meetings ranks go on by letters alone. They meet where something is due after a step (an
+evaluation, a checkpoint, the end), or as soon as something was asked of a rank, and then do together what any
+run does between steps. What becomes of a step the head alone knows before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+
+from hpctrain.comm.mailbox import Mailbox
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import Engine
+from hpctrain.engine.roles import Roles
+from hpctrain.errors import HpctrainError
+from hpctrain.model.part import parameter_list
+from hpctrain.train.hook import StepDone
+from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
+from hpctrain.train.server.letters import HEAD
+from hpctrain.train.server.serve import Server
+from hpctrain.train.server.wire import own_pieces, pieces_of
+from hpctrain.train.server.work import ShareStep, Worker
+from hpctrain.train.step import StepResult, TrainState
+from hpctrain.train.trainer import Trainer
+from hpctrain.watch.stragglers import Comparison
+from hpctrain.words import counted
+
+
+class ServedTrainer(Trainer):
+    """A Trainer on all ranks of `world`, whose `engine` is that of this rank's role.
+
+    Hooks are told of a step after which all meet as of any; of another one the head alone tells them, see
+    Hook.told_of_step.
+    """
+
+    def __init__(
+        self, deck: Deck, world: World, engine: Engine, batches: Batches, state: TrainState | None = None
+    ) -> None:
+        super().__init__(deck, engine, batches, state)
+        self._world = world
+        self.roles = roles = Roles.of(deck, world.size)
+        everyone = tuple(range(world.size))
+        self.mailbox = Mailbox(world.split(("server",), everyone, "mpi"))
+        self.server: Server | None = None
+        self.worker: Worker | None = None
+        serves = roles.serves(world.rank)
+        told = world.everyone.all_gather_object(own_pieces(engine.buckets) if serves else [])
+        parameters = {p.shard.name: p for model in engine.models for p in parameter_list(model)}
+        pieces = [pieces_of(told[server], parameters, engine.models) for server in range(roles.servers)]
+        if serves:
+            self.server = Server(deck, engine, self.mailbox, roles, pieces[world.rank])
+        else:
+            share_step = ShareStep(engine, batches, deck, roles.workers)
+            self.step = share_step
+            self.worker = Worker(deck, engine, share_step, self.mailbox, roles, pieces)
+        self.book: Book | None = None
+        if world.rank == HEAD:
+            names = (*engine.objective.figures, *engine.terms)
+            self.book = Book(self.state, names, roles.workers, self._tell)
+        self._problem: HpctrainError | None = None
+
+    @property
+    def world(self) -> World:
+        """See Trainer."""
+        return self._world
+
+    @property
+    def computing(self) -> int:
+        """See Trainer."""
+        return self.roles.workers
+
+    @property
+    def ranks(self) -> str:
+        """See Trainer."""
+        roles = self.roles
+        return (
+            f"{counted(self.world.size, 'rank')} ({counted(roles.servers, 'server')}, "
+            f"{counted(roles.workers, 'worker')}; {self.deck.communication.server})"
+        )
+
+    @property
+    def outcome(self) -> list[str]:
+        """See Trainer."""
+        return [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
+
+    @property
+    def stage(self) -> int:
+        """See Trainer: servers come before workers."""
+        return int(self.worker is not None)
+
+    def stragglers(self, factor: float) -> Comparison:
+        """See Trainer."""
+        hosts = self.world.everyone.all_gather_object(self.world.hostname)
+        return SlowWorkers(self.book, self.roles, hosts, factor)
+
+    def begin(self, state: TrainState) -> None:
+        """Go on from a state."""
+        for name, value in asdict(state).items():
+            setattr(self.state, name, value)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """On the head, how many pushes had which staleness."""
+        return Counter() if self.book is None else self.book.staleness
+
+    def train_step(self, batch: int | None = None) -> StepResult:
+        """Make one step, after which all meet. Collective."""
+        assert batch is None, "workers take the deck's batch"
+        result = self._advance(self.state.step + 1, lambda: False)
+        assert result is not None
+        return result.result
+
+    def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:
+        """See Trainer."""
+        end = next(step for step in range(self.state.step + 1, self.deck.run.steps + 1) if due(step))
+        self._advance(end, asked)
+
+    def _advance(self, end: int, asked: Callable[[], bool]) -> StepDone | None:
+        """Make steps up to `end`, or fewer where anything is asked; the last one, if it is that."""
+        if self.server is not None:
+            if self.book is not None:
+                self.book.begin(end)
+            self.server.serve(self.state, end, asked, self.book)
+        elif self.worker is not None:
+            self.worker.work(self.state, asked, self.activations.around_step)
+        return self._meet()
+
+    def _meet(self) -> StepDone | None:
+        """Have all ranks know what was done, and tell all hooks of a step after which something is due."""
+        problem = self._problem if self.worker is None else self.worker.problem
+        with self.world.agreement():
+            if problem is not None:
+                raise problem
+        last = None if self.book is None else self.book.last
+        here = None
+        if self.book is not None:
+            row = None if last is None else [asdict_of(last.result), last.seconds]
+            here = [asdict(self.state), row]
+        state, row = self.world.everyone.broadcast_object(here, HEAD)
+        self.begin(TrainState(**state))
+        if row is None:
+            return None
+        done = last or StepDone(result_of(row[0]), self.state, row[1], row[1])
+        for hook in self.hooks:
+            hook.after_step(done)
+        return done
+
+    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
+        """See Trainer: by the workers, with the parameters that the servers have."""
+        figures = None
+        if self.server is not None:
+            self.server.serve_all()
+        elif self.worker is not None:
+            self.worker.pull(self.state.step)
+            self.mailbox.settle()
+            figures = self.step.evaluate(batches, sequences)
+        shared: dict[str, float] = self.world.everyone.broadcast_object(figures, self.roles.servers)
+        return shared
+
+    def _tell(self, done: StepDone) -> None:
+        """Tell the hooks of a step at which the other ranks are not."""
+        try:
+            for hook in self.hooks:
+                hook.told_of_step(done)
+        except HpctrainError as error:
+            assert self.server is not None
+            self._problem = error
+            self.server.break_off()
+
+
+def asdict_of(result: StepResult) -> dict[str, object]:
+    """What travels of a result."""
+    return {
+        name: getattr(result, name)
+        for name in ("figures", "grad_norm", "learning_rate", "batch", "tokens", "skipped", "staleness")
+    }
+
+
+def result_of(row: dict[str, object]) -> StepResult:
+    """The result that has travelled so."""
+    return StepResult(**row)  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""What a deck with servers is refused for, and what it asks for in vain without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.check_world import data_ranks
+from hpctrain.errors import HpctrainError
+from tests.engines import small_deck
+
+SERVER = "communication.server=async"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (["communication.server_ranks=2"], 'has no effect with communication.server = "none"'),
+        (["communication.staleness=3"], 'has no effect with communication.server = "none"'),
+        (["communication.staleness_correction=scale"], 'has no effect with communication.server = "none"'),
+        ([SERVER, "communication.staleness=3"], 'is for communication.server = "stale", not "async"'),
+        (
+            ["communication.server=sync", "communication.staleness_correction=scale"],
+            'has no effect with communication.server = "sync", where nothing is stale',
+        ),
+        (
+            [SERVER, "communication.compensation=0.5"],
+            'is for communication.staleness_correction = "compensate"',
+        ),
+        ([SERVER, "layout.zero=1"], "the servers have a slice of all state each anyway (0 would do)"),
+        ([SERVER, "layout.tensor=2"], "a worker is one rank, which has the whole model (1 would do)"),
+        ([SERVER, "layout.pipeline=2"], "a worker is one rank, which has the whole model (1 would do)"),
+        ([SERVER, "layout.context=2"], "a worker is one rank, which has the whole model (1 would do)"),
+        ([SERVER, "memory.optimizer=disk"], '("device" would do)'),
+        ([SERVER, "checkpoint.mode=background"], '("collective" would do)'),
+        ([SERVER, "run.trace=true"], "(false would do)"),
+        ([SERVER, "stability.verify_layout=true"], "(false would do)"),
+        ([SERVER, "precision.compute=fp16"], '("bf16" or "fp32" would do)'),
+    ],
+)
+def test_one_sentence_says_what_is_wrong(keys: list[str], sentence: str) -> None:
+    with pytest.raises(HpctrainError) as caught:
+        small_deck(*keys)
+    (problem,) = caught.value.problems
+    assert sentence in problem
+
+
+def test_ranks_that_serve_do_not_share_the_batch() -> None:
+    deck = small_deck(SERVER, "communication.server_ranks=2", "batch.global_size=12")
+    assert data_ranks(deck, 5) == 3
+    with pytest.raises(
+        HpctrainError, match=r"server_ranks=2: leaves no worker of 2 ranks \(start 3 or more\)"
+    ):
+        data_ranks(deck, 2)
+    with pytest.raises(HpctrainError, match=r"micro_size x data ranks = 2 x 4 = 8 \(8 or 16 would\)"):
+        data_ranks(deck, 6)
