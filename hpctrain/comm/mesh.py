@@ -79,12 +79,14 @@ class Mesh:
         first = along.rank // size * size
         return self.world.split((axis,), along.ranks[first : first + size], self.transport, along)
 
-    def cut(self, group: Group, size: int) -> tuple[Group, Group]:
-        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts. Collective."""
+    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts, along an axis of
+        that name. Collective.
+        """
         first = group.rank // size * size
         part = self.world.split(group.axes, group.ranks[first : first + size], self.transport, group)
         peers = group.ranks[group.rank % size :: size]
-        return part, self.world.split(("replicas",), peers, self.transport, group)
+        return part, self.world.split((across,), peers, self.transport, group)
 
     def nodes(self, group: Group) -> list[int]:
         """The node of every rank of a group. Collective."""

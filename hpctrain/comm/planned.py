@@ -107,9 +107,9 @@ class PlannedMesh:
         """The first `size` ranks along an axis."""
         return self._planned((axis,), 0, self._ranks((axis,))[:size])
 
-    def cut(self, group: Group, size: int) -> tuple[Group, Group]:
+    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
         """The first `size` ranks of a group, and the first ranks of all such parts."""
-        peers = self._planned(("replicas",), 0, group.ranks[::size])
+        peers = self._planned((across,), 0, group.ranks[::size])
         return self._planned(group.axes, 0, group.ranks[:size]), peers
 
     def nodes(self, group: Group) -> list[int]:

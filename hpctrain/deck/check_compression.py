@@ -15,7 +15,7 @@ _COMPRESS = ("communication.compress",)
 def compression_problems(deck: Deck) -> list[Problem]:
     """Everything that is wrong with the compression that a deck asks for, or asks for in vain."""
     if deck.communication.compress == "none":
-        return list(_in_vain(deck, "ratio", "warmup", "error_feedback"))
+        return list(_in_vain(deck, "ratio", "rank", "compress_between", "warmup", "error_feedback"))
     return [*_layout(deck), *_of_forms(deck), *_momentum(deck)]
 
 
@@ -48,6 +48,8 @@ def _layout(deck: Deck) -> Iterator[Problem]:
 def _of_forms(deck: Deck) -> Iterator[Problem]:
     """What belongs to one form, and what a form does not do without."""
     keys = deck.communication
+    if keys.compress != "powersgd":
+        yield from _in_vain(deck, "rank")
     if keys.compress != "topk":
         yield from _in_vain(deck, "ratio")
     elif keys.ratio == 1:

@@ -26,11 +26,15 @@ class Communication(Section):
         unit="bit/s",
         derived="none",
     )
-    compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk"] = key(
+    compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk", "powersgd"] = key(
         "How data and context ranks sum gradients with layout.zero 0 or 1: exactly, or in fewer bits.",
         "none",
     )
     ratio: float = key("Share of each parameter's elements that a rank sends (topk).", 0.01, gt=0, le=1)
+    rank: int = key("Columns of the two factors that a matrix is sent as (powersgd).", 4, ge=1)
+    compress_between: Literal["ranks", "nodes"] = key(
+        "nodes: sums are exact inside a node, and compressed between nodes alone.", "ranks"
+    )
     warmup: int = key("Steps at the start whose sums of gradients are exact.", 0, unit="steps", ge=0)
     error_feedback: bool = key(
         "Whether what compress loses is added to the next gradient; without it, sign is a majority vote.",

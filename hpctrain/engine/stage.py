@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
@@ -34,10 +35,12 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.bucket import Bucket, Store, value_bytes
 from hpctrain.sharding.bucket_layout import bucket_layouts
+from hpctrain.sharding.compression.between import between_nodes
 from hpctrain.sharding.compression.codecs import Rounded
 from hpctrain.sharding.compression.compressed_sum import CompressedSum
 from hpctrain.sharding.compression.majority import sign_sum
 from hpctrain.sharding.compression.one_bit import OneBitMomentum
+from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import exact_at_first
 from hpctrain.sharding.gather import make_residency
@@ -52,8 +55,9 @@ SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {
     "bf16": exact_at_first(CompressedSum.of(Rounded("bf16"))),
     "int8": exact_at_first(CompressedSum.of(Rounded("int8"))),
     "sign": exact_at_first(sign_sum),
-    "onebit": OneBitMomentum.of,
-    "topk": TopK.of,
+    "onebit": between_nodes(OneBitMomentum.of, of_gradients=False),
+    "topk": between_nodes(TopK.of, of_gradients=False),
+    "powersgd": exact_at_first(PowerSgd.of),
 }
 """What makes the Summation of a deck and a bucket, by `communication.compress`."""
 
@@ -67,16 +71,6 @@ class OuterChoice(NamedTuple):
 
 OUTERS: Mapping[str, OuterChoice] = {"every_step": OuterChoice(lambda *_: EveryStep())}
 """Each Outer by its name."""
-
-
-class StageMesh(Axes, Protocol):
-    """What is asked of a mesh, or of a planned one."""
-
-    def cut(self, group: Group, size: int) -> tuple[Group, Group]:
-        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts. Collective."""
-
-    def nodes(self, group: Group) -> list[int]:
-        """The node of every rank of a group. Collective."""
 
 
 @dataclass
@@ -132,9 +126,9 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
     )
 
 
-def make_replications(deck: Deck, mesh: StageMesh) -> Replications:
+def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     """Who holds which pieces, by the deck's ZeRO."""
-    dense = mesh.group("data", "context")
+    dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
 
     def shard(everyone: Group) -> Sharding:
         size = zero_group_size(deck, mesh, everyone)
@@ -142,13 +136,13 @@ def make_replications(deck: Deck, mesh: StageMesh) -> Replications:
             # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
             return Sharding(0, everyone, mesh.part("data", 1))
         if size == everyone.size:
-            return Sharding(deck.layout.zero, everyone, mesh.part("data", 1))
+            return Sharding(deck.layout.zero, everyone, mesh.part("data", 1), nodes=nodes(everyone))
         return Sharding(deck.layout.zero, *mesh.cut(everyone, size), OUTERS["every_step"].apart)
 
     return Replications(mesh, shard)
 
 
-def zero_group_size(deck: Deck, mesh: StageMesh, everyone: Group) -> int:
+def zero_group_size(deck: Deck, mesh: NodeMesh, everyone: Group) -> int:
     """Over how many of `everyone`, who train on other tokens, ZeRO cuts. Collective.
 
     HpctrainError on all of them where `layout.zero_group = "node"` and their nodes do not have as many each.
@@ -159,9 +153,8 @@ def zero_group_size(deck: Deck, mesh: StageMesh, everyone: Group) -> int:
     if wish != "node":
         assert everyone.size % wish == 0, (wish, everyone.size)
         return wish
-    nodes = mesh.nodes(everyone)
-    size = nodes.count(nodes[0])
-    if nodes != [nodes[rank // size * size] for rank in range(len(nodes))] or len(nodes) % size:
+    size = ranks_of_node(mesh, everyone)
+    if not size:
         among = everyone.name.replace("_", " ")
         sentence = f"needs as many {among} ranks on every node"
         raise HpctrainError(deck.problem("layout.zero_group", sentence))

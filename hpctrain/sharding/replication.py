@@ -33,6 +33,23 @@ class Axes(Protocol):
         """This rank's group of `size` neighbours along an axis. Collective over the axis."""
 
 
+class Nodes:
+    """The ranks of a group that share a node with this one, and this rank's peers on all nodes."""
+
+    def __init__(self, inside: Group, between: Group) -> None:
+        self.inside, self.between = inside, between
+        self._loads = [0] * inside.size
+
+    def turn(self, elements: int) -> int:
+        """Which of the ranks inside is to speak for its node, of so many elements: who does for the fewest.
+
+        All ranks of the group ask for the same in one order.
+        """
+        number = self._loads.index(min(self._loads))
+        self._loads[number] += elements
+        return number
+
+
 @dataclass(frozen=True, eq=False)
 class Sharding:
     """How buckets lie on the ranks that train them on other tokens.
@@ -40,12 +57,14 @@ class Sharding:
     `zero` is that of the deck's layout, 0 to 3. Slices are cut over `group`, all of these ranks or, in hybrid
     sharding, a part of them; `replicas` are the ranks of all parts that have the same slice, one where there
     is one part. Where these are `apart`, as an Outer may let them be, each has values of its own in it.
+    `nodes`, if any, are the parts of the group between which what is summed is compressed.
     """
 
     zero: int
     group: Group
     replicas: Group
     apart: bool = False
+    nodes: Nodes | None = None
 
     @property
     def ranks(self) -> int:

@@ -49,6 +49,11 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         )
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
+    nodes = engine.buckets[0].sharding.nodes
+    if nodes is not None and nodes.between.size == 1:
+        lines.append(
+            'communication.compress_between = "nodes": all of these ranks are on one, where sums are exact'
+        )
     lines += introduce_recompute(deck, shape, engine.models, engine.schedule, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 

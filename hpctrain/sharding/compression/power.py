@@ -9,7 +9,7 @@ it adds to its next gradients (error feedback).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.work import Successive, Work
+from hpctrain.deck.schema import Deck
 from hpctrain.model.initialize import fill_normal
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
@@ -151,24 +152,29 @@ class PowerSgd:
             if each.rank:
                 alike.setdefault(each.alike, []).append(each)
         self.stacks = [Stack(members, feedback, seed, device) for members in alike.values()]
-        self._exact = [each.elements for each in trained if not each.rank]
+        self._exact = [each for each in trained if not each.rank]
+        # Nothing is owed of these but by a run that went on from one which sent them as factors, or so.
+        self._owed = torch.zeros(
+            sum(each.segment.length for each in self._exact) if feedback else 0, device=device
+        )
         self._next: list[Tensor] = []
-        longest = max((stack.m for stack in self.stacks), default=0)
-        self._fresh = torch.zeros(rank, longest, device=device)
+        most, longest = (max((s.factor.shape[d] for s in self.stacks), default=0) for d in (1, 2))
+        self._fresh = torch.zeros(most, longest, device=device)
         if not self._fresh.is_meta:
-            fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (rank, longest)), seed, 1.0)
+            fill_normal(self._fresh.view(-1), 0, Shard.whole(FACTOR, (most, longest)), seed, 1.0)
+
+    @staticmethod
+    def of(deck: Deck, bucket: Bucket) -> PowerSgd:
+        """That of a deck."""
+        keys = deck.communication
+        return PowerSgd(bucket, keys.rank, deck.run.seed, keys.error_feedback)
 
     @property
     def messages(self) -> tuple[int, int]:
         """Elements of the two all-reduces, in fp32."""
-        exact = sum(part.stop - part.start for part in self._exact)
+        exact = sum(each.segment.length for each in self._exact)
         first = sum(stack.count * stack.n * stack.rank for stack in self.stacks)
         return exact + first, sum(stack.factor.numel() for stack in self.stacks)
-
-    @property
-    def traffic(self) -> Mapping[str, int]:
-        """Bytes of a step by operation, as the ledger counts them."""
-        return {"all_reduce": 2 * 4 * sum(self.messages)}
 
     @property
     def scratch_bytes(self) -> int:
@@ -187,9 +193,11 @@ class PowerSgd:
         return Successive(self._steps(gradients, sums), sums)
 
     def _steps(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Tensor]]:
-        exact = [gradients[part] for part in self._exact]
+        exact = [gradients[each.elements] for each in self._exact]
         left = [torch.bmm(stack.add(gradients), stack.factor.mT) for stack in self.stacks]
         message, parts = self._message([*left, *exact])
+        message[message.numel() - self._owed.numel() :].add_(self._owed)
+        self._owed.zero_()
         yield self.group.start_all_reduce(message)
         for whole, part in zip(exact, parts[len(left) :], strict=True):
             whole.copy_(part)
@@ -237,15 +245,23 @@ class PowerSgd:
         sharding = self.bucket.sharding
         group, replicas = sharding.group, sharding.replicas
         place = replicas.rank * group.size + group.rank, sharding.ranks
+        for each, values in self._residuals():
+            shard = each.segment.parameter.shard.stacked(*place)
+            copy = each.segment.replication.copy(False, group, replicas)
+            yield StateTensor(RESIDUAL, shard, values, 0, copy, True, "as a sum")
         for stack in self.stacks:
-            if stack.residual is not None:
-                for each, values in stack.of_members(stack.residual):
-                    shard = each.segment.parameter.shard.stacked(*place)
-                    copy = each.segment.replication.copy(False, group, replicas)
-                    yield StateTensor(RESIDUAL, shard, values, 0, copy, True, "as a sum")
             for each, values in stack.of_members(stack.factor):
                 shard = each.stored_factor
                 if sharding.apart:
                     shard = shard.stacked(replicas.rank, replicas.size)
                 copy = each.segment.replication.copy(False, *sharding.parted)
                 yield StateTensor(FACTOR, shard, values, 0, copy, True, "if stored", False, sharding.apart)
+
+    def _residuals(self) -> Iterator[tuple[Matrices, Tensor]]:
+        """What is owed of each parameter."""
+        for stack in self.stacks:
+            if stack.residual is not None:
+                yield from stack.of_members(stack.residual)
+        if self._owed.numel():
+            lengths = [each.segment.length for each in self._exact]
+            yield from zip(self._exact, self._owed.split(lengths), strict=True)

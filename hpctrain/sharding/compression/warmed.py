@@ -9,6 +9,7 @@ from torch import Tensor
 from hpctrain.comm.work import Work
 from hpctrain.deck.schema import Deck
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.compression.between import between_nodes
 from hpctrain.sharding.reducer import ExactSum, Summation
 from hpctrain.sharding.state import Stateful, StateTensor
 
@@ -46,6 +47,7 @@ class Warmed:
 
 def exact_at_first(make: Callable[[Deck, Bucket], Summation]) -> Callable[[Deck, Bucket], Summation]:
     """The same, with exact sums for the deck's `warmup`, and throughout where a rank sums with no other."""
+    make = between_nodes(make)
 
     def made(deck: Deck, bucket: Bucket) -> Summation:
         if bucket.sharding.group.size == 1:

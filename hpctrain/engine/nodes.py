@@ -1,0 +1,54 @@
+"""How groups are cut by node: for ZeRO inside nodes, and for sums that are compressed between them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hpctrain.comm.group import Group
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.sharding.replication import OTHER_TOKENS, Axes, Nodes
+
+
+class NodeMesh(Axes, Protocol):
+    """What is asked of a mesh, or of a planned one."""
+
+    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+        """Of a group's parts of `size` neighbours this rank's, and its peers in all parts, along an axis of
+        that name. Collective.
+        """
+
+    def nodes(self, group: Group) -> list[int]:
+        """The node of every rank of a group. Collective."""
+
+
+def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
+    """How many neighbours of a group share a node; 0 where these are not as many on each. Collective."""
+    nodes = mesh.nodes(group)
+    size = nodes.count(nodes[0])
+    even = len(nodes) % size == 0 and nodes == [nodes[rank // size * size] for rank in range(len(nodes))]
+    return size if even else 0
+
+
+def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], Nodes | None]:
+    """What makes the Nodes of ranks that train on other tokens, where `communication.compress_between` asks
+    for them. Collective, as is what it makes.
+
+    HpctrainError on all ranks where nodes do not have as many ranks of each such group: tied embeddings, and
+    what tensor ranks have in common, are to become the same by every one of them.
+    """
+    if deck.communication.compress_between == "ranks":
+        return lambda _: None
+    dense = mesh.group(*OTHER_TOKENS)
+    groups = [dense, mesh.group("expert_data")] if deck.model.experts else [dense]
+    sizes = [ranks_of_node(mesh, group) for group in groups]
+    for axes in (OTHER_TOKENS, ("tensor",), ("pipeline",)):
+        told = zip(*mesh.group(*axes).all_gather_object(sizes), strict=True)
+        sizes = [each[0] if len(set(each)) == 1 else 0 for each in told]
+    for group, size in zip(groups, sizes, strict=True):
+        if not size:
+            sentence = f"needs as many {group.name.replace('_', ' ')} ranks on every node"
+            raise HpctrainError(deck.problem("communication.compress_between", sentence))
+    size_of = dict(zip(groups, sizes, strict=True))
+    return lambda group: Nodes(*mesh.cut(group, size_of[group], "nodes"))

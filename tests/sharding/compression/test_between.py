@@ -1,0 +1,150 @@
+"""Sums that are exact inside nodes and compressed between them, on ranks that pretend to be on several nodes.
+
+Tests of sharding/compression/between.py and engine/nodes.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.world import World
+from hpctrain.engine.nodes import cut_by_node
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.errors import HpctrainError
+from hpctrain.sharding.compression.between import BetweenNodes
+from hpctrain.sharding.compression.power import PowerSgd
+from hpctrain.sharding.replication import Nodes
+from hpctrain.sharding.synchronize import check_replicas
+from tests.engines import Trainer, small_deck, trainer
+
+POWER = ("communication.compress=powersgd", "communication.rank=2")
+NODES = (*POWER, "communication.compress_between=nodes")
+STEPS = 4
+
+
+def on_nodes(monkeypatch: pytest.MonkeyPatch, per_node: int) -> None:
+    """Of so many neighbours in the world each."""
+    monkeypatch.setattr(Mesh, "nodes", lambda _, group: [rank // per_node for rank in group.ranks])
+
+
+def losses(training: Trainer) -> list[float]:
+    return [step.loss for step in training.train(STEPS)]
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_one_node_sums_exactly(world: World) -> None:
+    training = trainer(world, small_deck(*NODES))
+    assert losses(training) == losses(trainer(world, small_deck()))
+    assert not [each for each in training.engine.state() if each.kind.startswith("reducer")]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_rank_a_node_compresses_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = losses(trainer(world, small_deck(*POWER)))
+    on_nodes(monkeypatch, 1)
+    assert losses(trainer(world, small_deck(*NODES))) == plain
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_nodes_are_what_ranks_are_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks train as two ranks do that have twice as much each, to rounding."""
+    on_nodes(monkeypatch, 2)
+    training = trainer(world, small_deck(*NODES), masked=0.0)
+    found = losses(training)
+    two = World(world.communicator.Split(world.rank % 2, world.rank))
+    expected = losses(trainer(two, small_deck(*POWER), masked=0.0))
+    exact = losses(trainer(two, small_deck(), masked=0.0))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found != pytest.approx(exact, rel=1e-4)
+    check_replicas(training.engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("keys", [(), ("layout.pipeline=2", "layout.tensor=1")], ids=["data", "pipeline"])
+def test_slices_and_whole_sums_have_the_same_bits(
+    world: World, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
+    on_nodes(monkeypatch, 1 if keys else 2)
+    whole, cut = (trainer(world, small_deck(*NODES, *keys, f"layout.zero={zero}")) for zero in (0, 1))
+    assert losses(whole) == losses(cut)
+    parameters = whole.parameters()
+    for name, values in cut.parameters().items():
+        assert torch.equal(values, parameters[name]), name
+    check_replicas(cut.engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_nodes(monkeypatch, 2)
+    training = trainer(world, small_deck(*NODES))
+    training.train(1)
+    world.ledger.reset()
+    training.train(1)
+    moved: Counter[tuple[str, str]] = Counter()
+    for row in world.ledger.rows():
+        moved[row.axis, row.operation] += row.bytes
+    summations = [reducer.summation for reducer in training.engine.synchronizer._reducer.values()]
+    assert all(isinstance(each, BetweenNodes) for each in summations) and len(summations) > 3
+    mine = [each.between for each in summations if isinstance(each, BetweenNodes) and each.between]
+    assert 0 < len(mine) < len(summations)
+    assert all(isinstance(each, PowerSgd) for each in mine)
+    between = sum(2 * 4 * sum(each.messages) for each in mine if isinstance(each, PowerSgd))
+    assert moved["nodes", "all_reduce"] == between
+    whole = 4 * sum(bucket.length for bucket in training.engine.buckets)
+    inside = {name: count for (axis, name), count in moved.items() if axis == "data x context"}
+    assert inside == {"reduce": whole, "broadcast": whole}
+    every = sum(world.everyone.all_gather_object(between))
+    plain = trainer(world, small_deck(*POWER))
+    world.ledger.reset()
+    plain.train(1)
+    of_all = sum(row.bytes for row in world.ledger.rows() if row.axis == "data x context")
+    assert every == 2 * of_all  # of two nodes, by one rank each
+
+
+def nodes_of(ranks: int, per_node: int, *keys: str) -> Nodes | None:
+    deck = small_deck("batch.global_size=16", *NODES, *keys)
+    mesh = PlannedMesh(axis_sizes(deck, ranks), 0, per_node)
+    return cut_by_node(deck, mesh)(mesh.group("data", "context"))
+
+
+def test_groups_are_cut_by_node() -> None:
+    def sizes(nodes: Nodes | None) -> tuple[int, int] | None:
+        return nodes and (nodes.inside.size, nodes.between.size)
+
+    assert sizes(nodes_of(8, 4)) == (4, 2)
+    assert sizes(nodes_of(8, 4, "layout.tensor=2")) == (2, 2)
+    assert sizes(nodes_of(8, 2, "layout.tensor=4")) == (1, 2)
+    assert sizes(nodes_of(8, 8)) == (8, 1)
+    assert nodes_of(8, 4, "communication.compress_between=ranks") is None
+
+
+def test_nodes_of_unequal_ranks_are_refused() -> None:
+    with pytest.raises(HpctrainError, match=r"compress_between.*as many data x context ranks on every node"):
+        nodes_of(8, 3)
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_stages_that_are_cut_differently_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ends of tied embeddings would be summed in other orders."""
+    places = [0, 0, 1, 2]
+
+    def nodes(_: Mesh, group: Group) -> list[int]:
+        return [places[rank] for rank in group.ranks]
+
+    monkeypatch.setattr(Mesh, "nodes", nodes)
+    with pytest.raises(HpctrainError, match="on every node"):
+        trainer(world, small_deck(*NODES, "layout.pipeline=2"))
+
+
+def test_ranks_take_turns_by_what_they_have_to_do() -> None:
+    nodes = Nodes(Mock(size=2), Mock())
+    assert [nodes.turn(elements) for elements in (10, 4, 4, 4, 1)] == [0, 1, 1, 1, 0]

@@ -1,0 +1,167 @@
+"""Runs with compressed sums go on: on the same layout bit for bit, on others owing the same in sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.deck.communication import Communication
+from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.sharding.synchronize import check_replicas
+from hpctrain.train.checkpoints import Checkpoints
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+NAMES = [each for each in get_args(Communication.model_fields["compress"].annotation) if each != "none"]
+NEEDED = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
+FORMS = {name: (f"communication.compress={name}", *NEEDED.get(name, ())) for name in NAMES}
+"""All that there are, with what some cannot do without."""
+
+RESIDUAL = "reducer/residual"
+BETWEEN = ("communication.compress=powersgd", "communication.compress_between=nodes")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    **FORMS,
+    "slices": ("communication.compress=powersgd", "layout.zero=1", "precision.compute=bf16"),
+    "between": (*BETWEEN, "layout.zero=1"),
+}
+
+
+def made(world: World, folder: Path, *keys: str) -> tuple[Trainer, Checkpoints]:
+    deck = small_deck("batch.global_size=16", "run.steps=6", f"run.dir={folder}", *keys)
+    training = trainer(world, deck)
+    checkpoints = Checkpoints(deck, training.engine, {})
+    training.hooks.append(checkpoints)
+    return training, checkpoints
+
+
+def contents(training: Trainer) -> dict[tuple[str, str], Tensor]:
+    """This rank's state by kind and name."""
+    return {
+        (tensor.kind, tensor.shard.name): torch.cat([piece.clone() for _, piece in to_read(tensor.values)])
+        for tensor in training.engine.state()
+        if tensor.values.numel()
+    }
+
+
+def saved(training: Trainer, checkpoints: Checkpoints) -> Path:
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    return checkpoints.newest
+
+
+def residuals(path: Path) -> dict[str, np.ndarray]:
+    """The sum of what all ranks owe, by parameter."""
+    found: dict[str, np.ndarray] = {}
+
+    def visit(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset) and name.startswith(f"{RESIDUAL}/"):
+            found[name] = item[()].sum(0, dtype=np.float32)
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return found
+
+
+def two_nodes(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    half = max(1, world.size // 2)
+    monkeypatch.setattr(Mesh, "nodes", lambda _, group: [rank // half for rank in group.ranks])
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    if world.size > 2 and layout != "between":
+        pytest.skip("proven on two ranks")
+    two_nodes(monkeypatch, world)
+    training, checkpoints = made(world, mpi_tmp_path / "a", *LAYOUTS[layout])
+    training.train(2)
+    before, path = contents(training), saved(training, checkpoints)
+    losses = [step.loss for step in training.train(3)]
+    again, checkpoints = made(world, mpi_tmp_path / "b", *LAYOUTS[layout])
+    for tensor in again.engine.state():
+        for _, piece in to_fill(tensor.values):
+            piece.fill_(7.0)
+    again.state = checkpoints.restore(path)
+    after = contents(again)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert world.rank or layout == "bf16" or any(kind == RESIDUAL for kind, _ in before)
+    assert [step.loss for step in again.train(3)] == losses
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("form", [*FORMS, "between"])
+def test_on_fewer_ranks_or_more_the_same_is_owed(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """From four data ranks to two and back; from two nodes to one rank a node."""
+    keys = {**FORMS, "between": BETWEEN}[form]
+    two_nodes(monkeypatch, world)
+    training, checkpoints = made(world, mpi_tmp_path / "four", *keys)
+    training.train(2)
+    first = saved(training, checkpoints)
+    owed = residuals(first)
+    two = World(world.communicator.Split(world.rank % 2, world.rank))
+    two_nodes(monkeypatch, two)
+    fewer, checkpoints = made(two, mpi_tmp_path / f"two{world.rank % 2}", *keys)
+    fewer.state = checkpoints.restore(first)
+    second = saved(fewer, checkpoints)
+    found = residuals(second)
+    assert found.keys() == owed.keys()
+    assert all(np.allclose(found[name], owed[name], rtol=1e-5, atol=1e-7) for name in owed)
+    assert form in {"bf16", "onebit"} or any(values.any() for values in owed.values())
+    assert fewer.train_step().loss > 0
+    second = world.everyone.broadcast_object(str(second))
+    two_nodes(monkeypatch, world)
+    back, checkpoints = made(world, mpi_tmp_path / "back", *keys)
+    back.state = checkpoints.restore(Path(second))
+    found = residuals(saved(back, checkpoints))
+    assert all(np.allclose(found[name], owed[name], rtol=1e-5, atol=1e-7) for name in owed)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_another_form_pays_what_is_owed(world: World, mpi_tmp_path: Path) -> None:
+    """Of vectors, too, which factors never owe: the first sums have it."""
+    training, checkpoints = made(world, mpi_tmp_path / "a", *FORMS["sign"])
+    training.train(2)
+    path = saved(training, checkpoints)
+    owed = residuals(path)
+    assert all(values.any() for values in owed.values())
+    other, checkpoints = made(world, mpi_tmp_path / "b", *FORMS["powersgd"])
+    other.state = checkpoints.restore(path)
+    found = residuals(saved(other, checkpoints))
+    assert found.keys() == owed.keys()
+    assert all((found[name] == owed[name]).all() for name in owed)
+    other.train(1)
+    paid = {name for name, values in residuals(saved(other, checkpoints)).items() if not values.any()}
+    assert paid == {name for name in owed if name.endswith(("bias", "norm.weight"))}
+    training, checkpoints = made(world, mpi_tmp_path / "c", *FORMS["sign"])
+    training.state = checkpoints.restore(mpi_tmp_path / "b/checkpoints/step-00000003.h5")
+    assert training.train_step().loss > 0
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("model", [(), LLAMA], ids=["gpt2", "llama"])
+def test_another_tensor_size_goes_on(world: World, mpi_tmp_path: Path, model: tuple[str, ...]) -> None:
+    """Pieces are other matrices there, whose factors begin anew; what is owed stays."""
+    keys = ("communication.compress=powersgd", *model)
+    training, checkpoints = made(world, mpi_tmp_path / "a", *keys)
+    training.train(2)
+    path = saved(training, checkpoints)
+    cut, checkpoints = made(world, mpi_tmp_path / "b", *keys, "layout.tensor=2")
+    cut.state = checkpoints.restore(path)
+    owed, found = residuals(path), residuals(saved(cut, checkpoints))
+    assert found.keys() == owed.keys()
+    assert all(np.allclose(found[name], owed[name], rtol=1e-5, atol=1e-7) for name in owed)
+    loss = training.train_step().loss
+    assert cut.train_step().loss == pytest.approx(loss, rel=1e-4)
+    check_replicas(cut.engine.buckets, world.everyone)
