@@ -121,13 +121,15 @@ def plan_memory(
 
     `libraries` are the bytes that a process holds without a model; `split` the blocks of every part and
     `schedule` that of a whole step, where a run has measured first; `build` as in `plan_stage`.
-    Raises HpctrainError as a run would, and where `layout.zero_group = "node"` needs `ranks_per_node`.
+    Raises HpctrainError as a run would, and where the deck asks for nodes without `ranks_per_node`.
     """
     sizes = axis_sizes(deck, ranks)
     shape = ModelShape.of(deck, vocabulary)
-    if deck.layout.zero_group == "node" and ranks_per_node is None:
+    nodes = {"layout.zero_group": "node", "communication.compress_between": "nodes"}
+    asking = [key for key, value in nodes.items() if deck.value(key) == value]
+    if asking and ranks_per_node is None:
         needed = "the plan needs to know a node's ranks: give --ranks-per-node N"
-        raise HpctrainError(deck.problem("layout.zero_group", needed))
+        raise HpctrainError(deck.problem(asking[0], needed))
     passes = micro_batches(deck, sizes["data"])
     if schedule is None:
         schedule = make_schedule(deck, sizes["data"])(passes)

@@ -19,6 +19,7 @@ TOP_K = ["communication.compress=topk"]
         ONE_BIT,
         [*TOP_K, "communication.ratio=0.5", "optimizer.name=sgd", "optimizer.momentum=0.9"],
         [*TOP_K, "communication.ratio=1.0"],
+        ["communication.compress=powersgd", "communication.rank=2", "communication.compress_between=nodes"],
     ],
 )
 def test_compression_that_can_be(overrides: list[str]) -> None:
@@ -36,6 +37,15 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
             ["communication.error_feedback=false"],
             "communication.error_feedback=false: has no effect with "
             'communication.compress = "none" (leave it out)',
+        ),
+        (
+            ["communication.compress_between=nodes"],
+            'communication.compress_between=nodes: has no effect with communication.compress = "none" '
+            "(leave it out)",
+        ),
+        (
+            ["communication.compress=sign", "communication.rank=2"],
+            'communication.rank=2: has no effect with communication.compress = "sign" (leave it out)',
         ),
         (
             ["communication.compress=sign", "communication.ratio=0.5"],

@@ -256,3 +256,9 @@ def test_slices_within_nodes_need_to_know_nodes() -> None:
         plan_memory(deck, 8, VOCABULARY)
     assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=4).zero_group == 4
     assert plan_memory(deck, 8, VOCABULARY, ranks_per_node=8).zero_group == 8
+    keys = ("communication.compress=powersgd", "communication.compress_between=nodes")
+    deck = small_deck("batch.global_size=16", *keys)
+    with pytest.raises(HpctrainError, match="--ranks-per-node"):
+        plan_memory(deck, 8, VOCABULARY)
+    apart, together = (plan_memory(deck, 8, VOCABULARY, ranks_per_node=ranks) for ranks in (4, 8))
+    assert apart.largest.memory.optimizer > together.largest.memory.optimizer

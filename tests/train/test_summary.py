@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.engine.build import open_corpus
@@ -34,6 +35,25 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
         "127 times, and would be learned by heart; more text or fewer steps would do"
     )
     assert (told in lines) == bool(small)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_one_node_that_compresses_nothing_is_said(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world.rank == 0:
+        (mpi_tmp_path / "a.txt").write_text("a" * 3200)
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
+    keys = ("communication.compress=powersgd", "communication.compress_between=nodes")
+    deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
+
+    def said() -> bool:
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        return any(line.startswith("communication.compress_between") for line in lines)
+
+    assert said()
+    monkeypatch.setattr(Mesh, "nodes", lambda _, group: list(group.ranks))
+    assert not said()
 
 
 def test_a_second_warm_up_is_said() -> None:
