@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.schema import Deck, Layout
+from hpctrain.deck.sources import toml_value
 
 LOCAL_STEPS = 20
 """Steps of a replica between two meetings, where a deck does not say."""
 
-_PLAIN = ("communication.compress=none", "communication.warmup=0", "communication.error_feedback=true")
+_KEPT = frozenset({"transport", "bucket_bytes", "check", "emulate", "compress_between"})
+"""Keys of [communication] that say how calls are made, not what is sent."""
+
+PLAIN = {name: field.default for name, field in Communication.model_fields.items() if name not in _KEPT}
+"""The keys by which all bits travel in every step."""
 
 
 def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -21,8 +26,8 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     Forms of sums are those of the schema; with several data ranks also every way of local steps, a replica
     each. What a form does not do without is set as papers advise. Whether the deck can have it is not asked.
     """
-    apart = ("layout.replicas=1", "communication.local_steps=1") if "replicas" in Layout.model_fields else ()
-    yield "exact", (*_PLAIN, *apart)
+    replicas = ["layout.replicas=1"] if "replicas" in Layout.model_fields else []
+    yield "exact", _changes(deck, replicas)
     warm = max(1, deck.run.steps // 4)
     more = {
         "onebit": (f"communication.warmup={warm}", "optimizer.clip=0"),
@@ -30,15 +35,21 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     }
     for name in get_args(Communication.model_fields["compress"].annotation):
         if name != "none":
-            changes = [f"communication.compress={name}", *more.get(name, ())]
-            given = {change.partition("=")[0] for change in changes}
-            plain = (change for change in _PLAIN if change.partition("=")[0] not in given)
-            yield name, (*plain, *apart, *changes)
+            yield name, _changes(deck, [*replicas, f"communication.compress={name}", *more.get(name, ())])
     data = data_ranks(deck, ranks)
-    if not apart or data == 1:
+    if not replicas or data == 1:
         return
     steps = deck.value("communication.local_steps")
     local = steps if isinstance(steps, int) and steps > 1 else LOCAL_STEPS
     for name in get_args(Communication.model_fields["outer"].annotation):
-        changes = [f"layout.replicas={data}", f"communication.local_steps={local}"]
-        yield f"{name}, {local} local steps", (*_PLAIN, *changes, f"communication.outer={name}")
+        apart = [f"layout.replicas={data}", f"communication.local_steps={local}"]
+        yield f"{name}, {local} local steps", _changes(deck, [*apart, f"communication.outer={name}"])
+
+
+def _changes(deck: Deck, given: Sequence[str]) -> tuple[str, ...]:
+    """These, and what takes the other keys of the deck back to what they are by themselves."""
+    named = {change.partition("=")[0] for change in given}
+    usual = {f"communication.{name}": value for name, value in PLAIN.items()}
+    others = {name: value for name, value in usual.items() if name not in named and deck.value(name) != value}
+    back = (f"{name}={'' if value is None else toml_value(value)}" for name, value in others.items())
+    return (*back, *given)

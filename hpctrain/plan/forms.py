@@ -10,13 +10,11 @@ from pathlib import Path
 from hpctrain.deck.check_server import server_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.plan.choices import PLAIN
 from hpctrain.plan.links import LinkedStep, break_even, linked_step, measured_step
 from hpctrain.plan.served import plan_served_traffic
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 from hpctrain.units import Link, UnitError, parse_link, parse_seconds
-
-EXACT = {"compress": "none", "local_steps": 1, "outer_format": "fp32", "server": "none"}
-"""The keys of [communication], those that there are, by which all bits travel in every step."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,8 @@ class OtherForm:
 
 def exact_form(deck: Deck) -> Deck:
     """The deck with exact sums in every step."""
-    keys = {name: value for name, value in EXACT.items() if hasattr(deck.communication, name)}
     layout = {"replicas": 1} if hasattr(deck.layout, "replicas") else {}
-    return deck.with_keys(communication=keys, layout=layout)
+    return deck.with_keys(communication=PLAIN, layout=layout)
 
 
 def plan_form(
