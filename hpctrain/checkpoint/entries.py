@@ -10,6 +10,9 @@ from hpctrain.checkpoint.structure import StoredTensor
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
 
+_REPLICAS = "/replicas."
+"""What the names begin with of datasets [replicas, ...] of what each has of its own."""
+
 
 def training_entries(state: Iterable[StateTensor], writing: bool = False) -> list[Entry]:
     """Entries `/<kind>/<name>` of all state, such as `/model/<name>` and `/optimizer/<state>/<name>`.
@@ -48,6 +51,11 @@ def resumed_entries(
         elif tensor.kind != MODEL:
             left.add(tensor.kind)
     return entries, left
+
+
+def stored_replicas(stored: Mapping[str, StoredTensor]) -> int:
+    """How many replicas a file has state of, each its own; none where they were not apart."""
+    return next((each.shape[0] for name, each in stored.items() if name.startswith(_REPLICAS)), 0)
 
 
 def _stored_entry(
@@ -106,4 +114,4 @@ def _entry(kind: str, tensor: StateTensor) -> Entry:
 
 
 def _dataset(kind: str, of_replicas: bool, name: str) -> str:
-    return f"/{'replicas.' if of_replicas else ''}{kind}/{name}"
+    return f"{_REPLICAS if of_replicas else '/'}{kind}/{name}"

@@ -5,6 +5,7 @@ Nothing that is missing or broken may end the examination, so whatever is examin
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import shutil
@@ -96,7 +97,8 @@ def examination() -> Iterator[Report]:
     node.Free()
     nodes = len({each.hostname for each in ranks})
     layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
-    findings += [_thread_level(mpi), _launcher(world.size), Finding("ranks and nodes", layout)]
+    findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
+    findings.append(Finding("ranks and nodes", layout))
     findings += _binding(ranks)
     findings += [*_contradictions(ranks[world.rank], nodes), *_hdf5(world, nodes), _slurm()]
     faulthandler.cancel_dump_traceback_later()
@@ -212,6 +214,13 @@ def _thread_level(mpi: ModuleType) -> Finding:
     level = mpi.Query_thread()
     remedy = "this MPI was built without support for threads; use another build of it"
     return Finding("thread level", names[level], "" if level >= mpi.THREAD_SERIALIZED else remedy)
+
+
+def _lost_ranks() -> Finding:
+    """Whether this MPI can go on without ranks that are lost (ULFM), which a run does without."""
+    known = any(hasattr(ctypes.CDLL(library), "MPIX_Comm_shrink") for library in loaded_mpis())
+    way = "a lost rank ends the job, and `hpctrain resume` goes on with the replicas that are left"
+    return Finding("lost ranks", f"this MPI {'has' if known else 'lacks'} ULFM, which runs do without: {way}")
 
 
 def _launcher(size: int | None) -> Finding:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
+from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
@@ -39,6 +40,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_optimizer(deck),
         *_run(deck),
         *_offload(deck),
+        *local_step_problems(deck),
     ]
 
 

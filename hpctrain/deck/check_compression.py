@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
@@ -15,7 +16,8 @@ _COMPRESS = ("communication.compress",)
 def compression_problems(deck: Deck) -> list[Problem]:
     """Everything that is wrong with the compression that a deck asks for, or asks for in vain."""
     if deck.communication.compress == "none":
-        return list(_in_vain(deck, "ratio", "rank", "compress_between", "warmup", "error_feedback"))
+        warmup = () if in_replicas(deck) else ("warmup",)  # in which replicas do without their own steps
+        return list(_in_vain(deck, "ratio", "rank", "compress_between", *warmup, "error_feedback"))
     return [*_layout(deck), *_of_forms(deck), *_momentum(deck)]
 
 
@@ -52,7 +54,7 @@ def _of_forms(deck: Deck) -> Iterator[Problem]:
         yield from _in_vain(deck, "rank")
     if keys.compress != "topk":
         yield from _in_vain(deck, "ratio")
-    elif keys.ratio == 1:
+    elif keys.ratio == 1 and not in_replicas(deck):
         yield from _in_vain(deck, "warmup")
     if keys.compress in {"topk", "onebit"} and not keys.error_feedback:
         kept = "what it does not send" if keys.compress == "topk" else "what its signs lose"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.check_local_steps import replica_world_problems
 from hpctrain.deck.check_mixture import expert_world_problems
 from hpctrain.deck.check_server import no_worker, server_ranks
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
@@ -51,7 +52,8 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
     return [
         *batch_sizes(batch.micro_size, data, sizes),
         *_micro_batches(deck, data),
-        *_zero_groups(deck, data * layout.context),
+        *_zero_groups(deck, max(1, data * layout.context // layout.replicas)),
+        *replica_world_problems(deck, data, ranks // layout.pipeline),
         *expert_world_problems(deck, ranks // layout.pipeline),
     ]
 
@@ -83,7 +85,7 @@ def _micro_batches(deck: Deck, data: int) -> Iterator[Problem]:
 
 def _zero_groups(deck: Deck, ranks: int) -> Iterator[Problem]:
     layout = deck.layout
-    among = counted(ranks, "data x context rank")
+    among = counted(ranks, "data x context rank") + " of a replica" * (layout.replicas > 1)
     size = max(1, layout.zero_group) if isinstance(layout.zero_group, int) else ranks
     if ranks % size:
         would = f"{either(nearest_numbers(size, divisors(ranks)))} would"

@@ -35,10 +35,41 @@ class Communication(Section):
     compress_between: Literal["ranks", "nodes"] = key(
         "nodes: sums are exact inside a node, and compressed between nodes alone.", "ranks"
     )
-    warmup: int = key("Steps at the start whose sums of gradients are exact.", 0, unit="steps", ge=0)
+    warmup: int = key(
+        "Steps at the start whose sums of gradients are exact, and over all replicas, too.",
+        0,
+        unit="steps",
+        ge=0,
+    )
     error_feedback: bool = key(
         "Whether what compress loses is added to the next gradient; without it, sign is a majority vote.",
         True,
+    )
+    local_steps: int = key(
+        "Steps that each replica makes by itself between two synchronizations (layout.replicas).",
+        1,
+        unit="steps",
+        ge=1,
+    )
+    outer: Literal["average", "diloco"] = key(
+        "What replicas do then: take the mean of their weights, or a Nesterov step towards it.",
+        "average",
+    )
+    outer_learning_rate: float = key("Of that outer step (diloco).", 0.7, gt=0)
+    outer_momentum: float = key("Of that outer step (diloco).", 0.9, ge=0, lt=1)
+    fragments: int = key(
+        "Parts of the model, its blocks in turns, that are synchronized in different steps.", 1, ge=1
+    )
+    delay: int = key(
+        "Steps that go on while a synchronization is under way; then it takes effect.",
+        0,
+        unit="steps",
+        ge=0,
+    )
+    blend: float = key("Share of a replica's own weights that stays at a synchronization.", 0.0, ge=0, le=1)
+    outer_format: Literal["fp32", "bf16", "int8", "int4"] = key(
+        "How differences of weights travel between replicas; int8, int4 with a scale for every 256.",
+        "fp32",
     )
     server: Literal["none", "sync", "async", "stale"] = key(
         "Whether servers own parameters; workers go in step, each as it can, or within a distance.",

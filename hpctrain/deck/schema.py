@@ -246,6 +246,11 @@ class Layout(Section):
         unit="ranks",
         derived="all data x context ranks",
     )
+    replicas: int = key(
+        "Parts of the data ranks that train by themselves for communication.local_steps, laid out alike.",
+        1,
+        ge=1,
+    )
     sequence_parallel: bool = key("Whether norms and residuals are split over the tensor ranks too.", False)
     context_form: Literal["ring", "all_to_all"] = key(
         "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
+from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
@@ -43,8 +44,11 @@ from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import exact_at_first
+from hpctrain.sharding.fragments import Timing, fragments_of
 from hpctrain.sharding.gather import make_residency
+from hpctrain.sharding.local_steps import LocalSteps, OuterRule
 from hpctrain.sharding.outer import EveryStep, Outer
+from hpctrain.sharding.outer_format import FORMATS
 from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
 from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
@@ -63,14 +67,39 @@ SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {
 
 
 class OuterChoice(NamedTuple):
-    """What makes an Outer of a deck and its buckets, and whether it lets replicas be apart."""
+    """What makes an Outer of a deck and a stage, and whether it lets replicas be apart."""
 
-    make: Callable[[Deck, Sequence[Bucket]], Outer]
+    make: Callable[[Deck, Stage], Outer]
     apart: bool = False
 
+    @staticmethod
+    def of(deck: Deck) -> OuterChoice:
+        """The deck's."""
+        return OUTERS[deck.communication.outer if in_replicas(deck) else "every_step"]
 
-OUTERS: Mapping[str, OuterChoice] = {"every_step": OuterChoice(lambda *_: EveryStep())}
-"""Each Outer by its name."""
+
+def make_local_steps(deck: Deck, stage: Stage) -> LocalSteps:
+    """What replicas do that part for some steps: both outers of a deck, by their rules."""
+    keys = deck.communication
+    blocks = {
+        parameter: model.span.first + number
+        for model in stage.models
+        for number, block in enumerate(blocks_of(model))
+        for parameter in block.own
+    }
+    fragments = fragments_of(stage.buckets, blocks, keys.fragments)
+    timing = Timing(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
+    mean = keys.outer == "average"
+    rule = OuterRule() if mean else OuterRule(keys.outer_learning_rate, keys.outer_momentum)
+    return LocalSteps(stage.buckets, fragments, timing, rule, keys.blend, FORMATS[keys.outer_format])
+
+
+OUTERS: Mapping[str, OuterChoice] = {
+    "every_step": OuterChoice(lambda *_: EveryStep()),
+    "average": OuterChoice(make_local_steps, apart=True),
+    "diloco": OuterChoice(make_local_steps, apart=True),
+}
+"""Each Outer by its name: "every_step" where replicas are not to part, or else `communication.outer`."""
 
 
 @dataclass
@@ -129,15 +158,20 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
 def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
     """Who holds which pieces, by the deck's ZeRO."""
     dense, nodes = mesh.group("data", "context"), cut_by_node(deck, mesh)
+    apart = OuterChoice.of(deck).apart
 
     def shard(everyone: Group) -> Sharding:
-        size = zero_group_size(deck, mesh, everyone)
-        if size == 1 and everyone is not dense and deck.memory.parameters == "device":
-            # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
+        parted = in_replicas(deck)
+        size = everyone.size // deck.layout.replicas if parted else zero_group_size(deck, mesh, everyone)
+        # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
+        whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"
+        if parted:
+            return Sharding(0 if whole else deck.layout.zero, *mesh.cut(everyone, size), apart)
+        if whole:
             return Sharding(0, everyone, mesh.part("data", 1))
         if size == everyone.size:
             return Sharding(deck.layout.zero, everyone, mesh.part("data", 1), nodes=nodes(everyone))
-        return Sharding(deck.layout.zero, *mesh.cut(everyone, size), OUTERS["every_step"].apart)
+        return Sharding(deck.layout.zero, *mesh.cut(everyone, size), apart)
 
     return Replications(mesh, shard)
 
@@ -196,7 +230,7 @@ def build_trained_stage(
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
     reducers = list(map(make_reducer, stage.buckets, summations))
-    outer = OUTERS["every_step"].make(deck, stage.buckets)
+    outer = OuterChoice.of(deck).make(deck, stage)
     return TrainedStage(
         **vars(stage),
         synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced"),

@@ -242,7 +242,7 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     # Experts lie spread over as many of the ranks as divide them.
     layout |= {"expert": gcd(ranks, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
     deck = deck.with_keys(layout=layout)
-    problems = [problem for problem in check_deck(deck) if not problem.for_writers]
+    problems = [problem for problem in check_deck(deck) if not (problem.for_writers or problem.idle)]
     if problems:
         begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"
         raise HpctrainError([f"{begin} {problem.sentence}" for problem in problems])

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.check_world import check_world, world_problems
 from hpctrain.deck.read import read_deck
+from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.job.wish import Launcher, Wish
@@ -79,7 +80,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
     check_world(deck, most * ranks)
     for variant in wish.variants:
         read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)
-    fitting = tuple(n for n in range(least, most + 1) if not world_problems(deck, n * ranks))
+    fitting = tuple(n for n in range(least, most + 1) if _fits(deck, most * ranks, n * ranks))
     memory, warnings = _memory(path, overrides, deck, most * ranks, ranks)
     return Job(
         wish=wish,
@@ -93,6 +94,12 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
         memory=memory,
         warnings=(*_slow_choices(deck, most, ranks, gpus), *warnings),
     )
+
+
+def _fits(deck: Deck, most: int, ranks: int) -> bool:
+    """Whether a run of the deck that has begun on `most` ranks goes on with so many, and could begin so."""
+    decks = with_ranks(deck, deck, most, ranks)[0], begun_with(deck, ranks)[0]
+    return not any(world_problems(each, ranks) for each in decks)
 
 
 def parse_time(text: str) -> int:

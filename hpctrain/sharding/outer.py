@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
+
+from torch import Tensor
 
 from hpctrain.memory.scratch import Flat
 from hpctrain.sharding.bucket import Bucket
@@ -39,19 +42,47 @@ class Outer(Protocol):
     def begin(self, weights: Weights) -> None:
         """The weights are there, of a new run, or from another model; state that is resumed follows."""
 
+    def resumed(self, weights: Weights, replicas: int) -> None:
+        """Weights, their updates and state are there as a checkpoint has them, which `replicas` were in, none
+        or several of them apart. Collective over each bucket's own group.
+        """
+
     def before_update(self, buckets: Sequence[Bucket]) -> None:
         """The gradients of a step are summed over each bucket's own group; the loss was divided by the tokens
         of all replicas. Collective over the replicas.
         """
 
-    def after_update(self, weights: Weights) -> None:
-        """The step's update is done, on all ranks; not called where it is skipped. Collective, as above."""
+    def after_update(self, weights: Weights) -> Mapping[str, Tensor]:
+        """The step's update is done, on all ranks; not called where it is skipped. Collective, as above.
+
+        What there is to tell of it: sums of squares by name, fp64 0-dim, which are added up over all ranks,
+        and whose roots are figures. The same names on all ranks.
+        """
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of what is under way while gradients are summed."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether what replicas have in common may be another model than each one's own."""
+
+    def shown(self, weights: Weights) -> AbstractContextManager[None]:
+        """The weights are those that replicas have in common within, and the same bits as before afterwards.
+        Collective over each bucket's own group.
+        """
 
 
 class EveryStep:
     """Replicas sum their gradients in every step, so that they never differ."""
 
+    differs = False
+    scratch_bytes = 0
+
     def begin(self, weights: Weights) -> None:
+        """All have the same."""
+
+    def resumed(self, weights: Weights, replicas: int) -> None:
         """All have the same."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
@@ -60,5 +91,10 @@ class EveryStep:
             if bucket.sharding.replicas.size > 1:
                 bucket.sharding.replicas.all_reduce(bucket.own_gradients)
 
-    def after_update(self, weights: Weights) -> None:
+    def after_update(self, weights: Weights) -> Mapping[str, Tensor]:  # noqa: ARG002
         """All have the same."""
+        return {}
+
+    def shown(self, weights: Weights) -> AbstractContextManager[None]:  # noqa: ARG002
+        """All have the same."""
+        return nullcontext()

@@ -53,8 +53,9 @@ class GradientSynchronizer:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of reductions: two are under way at once."""
-        return sum(sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:])
+        """Memory of reductions: two are under way at once, and those between replicas."""
+        two = sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:]
+        return sum(two) + self._outer.scratch_bytes
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""

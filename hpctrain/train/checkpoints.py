@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain import __version__
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
-from hpctrain.checkpoint.entries import resumed_entries, training_entries
+from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
 from hpctrain.checkpoint.keep import keep, point_to
 from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
@@ -26,6 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
+from hpctrain.words import counted
 
 
 class Checkpoints(Hook):
@@ -139,6 +140,11 @@ class Checkpoints(Hook):
             logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
+        replicas, now = stored_replicas(structure.datasets), engine.replica[1]
+        engine.outer.resumed(engine.optimizer, replicas)
+        if engine.outer.differs and replicas not in {0, now}:
+            sentence = "%s: %s from the outer model on, each with optimizer state of one of the %d, in turns"
+            logging.getLogger("hpctrain").info(sentence, path, counted(now, "replica"), replicas)
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])

@@ -18,7 +18,9 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.world import World
+from hpctrain.deck.check_world import check_world
 from hpctrain.deck.read import deck_text, read_deck
+from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
 from hpctrain.engine.place import with_split
@@ -289,19 +291,25 @@ def run_deck(
     with Signals() as signals:
         check_deck_file(world, path)
         with world.agreement():
-            deck = read_deck(path, overrides, world.size, settled_keys)
+            # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
+            deck = read_deck(path, overrides, None if again else world.size, settled_keys)
             folder = Path(deck.run.dir)
             begun = again and bool(checkpoints(folder / "checkpoints"))
+            makes = ""
+            if again and not begun:
+                deck, makes = begun_with(deck, world.size)
+                check_world(deck, world.size)
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)
-            return _go_on(world, deck, checkpoint, read_state(checkpoint, world.everyone), signals, replayed)
+            state = read_state(checkpoint, world.everyone)
+            return _go_on(world, deck, checkpoint, state, signals, replayed, follows=True)
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
         bound = prepare_ranks(world, deck)
         reads = [] if replayed is None else [str(replayed)]
         run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again, reads), replayed=replayed)
-        return run.train(signals, (bound,))
+        return run.train(signals, (bound, makes))
 
 
 def resume(
@@ -317,7 +325,8 @@ def resume(
         with world.agreement():
             require_training_state(path, state, overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
-        return _go_on(world, deck, path, state, signals, replayed)
+        given = deck.sources.place("layout.replicas").override is not None
+        return _go_on(world, deck, path, state, signals, replayed, follows=not given)
 
 
 def _go_on(
@@ -327,9 +336,11 @@ def _go_on(
     state: Mapping[str, Any],
     signals: Signals,
     replayed: Path | None,
+    follows: bool,
 ) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
+    `follows` says whether the number of replicas is what the ranks make.
     A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
     InputOutputError where it is damaged.
     """
@@ -351,8 +362,11 @@ def _go_on(
         return EXIT_DONE
     with world.agreement():
         before = stored_deck(state, path)
+        makes, ranks = "", int(state.get("ranks", world.size))
+        if follows:
+            deck, makes = with_ranks(deck, before, ranks, world.size)
         split = state.get("split") if deck.layout == before.layout else None
         if world.rank == 0:
             refuse_other_folder(deck, path)
     opening = prepare_ranks(world, deck), warms_again(deck, before, step)
-    return open_run(world, deck, path, split, replayed=replayed).train(signals, opening)
+    return open_run(world, deck, path, split, replayed=replayed).train(signals, (*opening, makes))

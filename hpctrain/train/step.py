@@ -99,7 +99,10 @@ class Step:
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
             engine.optimizer.step(rate, engine.loss_scale.value / clipped)
-            engine.outer.after_update(engine.optimizer)
+            outer = engine.outer.after_update(engine.optimizer)
+            if outer:
+                squares = engine.world.everyone.all_reduce(torch.stack(list(outer.values())))
+                figures |= zip(outer, squares.sqrt().tolist(), strict=True)
             for each in engine.modules.learning:
                 each.after_update(noted)
         scaled = engine.loss_scale.value
@@ -148,7 +151,7 @@ class Step:
         return sums, tokens
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
-        """Figures of the first `sequences` sequences, the same on all ranks."""
+        """Figures of the first `sequences` sequences, the same on all ranks, of the outer model."""
         mesh, ledger = self.engine.mesh, self.engine.world.ledger
         ledger.phase = "evaluation"
         share = mesh.coordinate("data"), mesh.size("data"), self.micro_size
@@ -156,7 +159,10 @@ class Step:
         one = torch.ones((), device=self.engine.world.device)
         prepared = [self.prepare(micro, one, None) for micro in micro_batches]
         forward = forward_only(self.engine.schedule, len(prepared))
-        with self.engine.residency.step(("evaluate", len(prepared))):
+        with (
+            self.engine.outer.shown(self.engine.optimizer),
+            self.engine.residency.step(("evaluate", len(prepared))),
+        ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
         ledger.phase = "other"

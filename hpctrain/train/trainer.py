@@ -71,10 +71,6 @@ class Trainer:
         """
         self.train_step()
 
-    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
-        """As of Step. Collective."""
-        return self.step.evaluate(batches, sequences)
-
     def train_step(self, batch: int | None = None) -> StepResult:
         """Make the next step, of `batch` sequences over all data ranks (default: the deck's). Collective."""
         ledger = self.engine.world.ledger
@@ -90,6 +86,12 @@ class Trainer:
         for hook in self.hooks:
             hook.after_step(done)
         return result
+
+    def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
+        """Figures of the first `sequences` sequences, see Step. Collective."""
+        if self.engine.outer.differs:
+            self._before_update()  # the weights are others meanwhile
+        return self.step.evaluate(batches, sequences)
 
     def _before_update(self) -> None:
         for hook in self.hooks:

@@ -5,7 +5,8 @@ layers and a short sequence, in fp32, so that any rank can compute it alone and 
 to nothing. No two of its tensors are alike, so that none can stand in for another unnoticed. The steps are
 the run's own: the first one with what watches it, the second one with what was learned in the first, as
 the order in which parameters are gathered. Updates are clipped, decayed, and nearly proportional to
-gradients, by a large epsilon, so that rounding stays what it is.
+gradients, by a large epsilon, so that rounding stays what it is. Replicas that make steps by themselves sum
+gradients in these, as in `communication.warmup`: then each of them is to have what one rank has.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 _HEAD_SIZE, _LAYERS, _MICRO_BATCHES, _MICRO_SIZE = 8, 2, 2, 2
 _EXPERTS, _CHOSEN = 4, 2
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
+_STEPS = 2
 
 _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
 """Axes over which a sum may be missing or doubled, the likeliest first."""
@@ -89,7 +91,7 @@ def miniature(deck: Deck) -> Deck:
         precision={"compute": "fp32"},
         optimizer={"clip": _CLIP, "epsilon": _EPSILON},
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
-        communication={"bucket_bytes": 4096, "compress": "none"},
+        communication={"bucket_bytes": 4096, "compress": "none", "warmup": _STEPS},
         memory={"activations": "keep", "activation_format": "exact"},
         stability={"check_parameters": True},
     )
@@ -151,8 +153,13 @@ def on_one_rank(deck: Deck) -> Deck:
         "sequence_parallel": False,
         "zero": 0,
         "zero_group": None,
+        "replicas": 1,
     }
-    return deck.with_keys(layout=layout, memory={"optimizer": "device", "parameters": "device"})
+    return deck.with_keys(
+        layout=layout,
+        memory={"optimizer": "device", "parameters": "device"},
+        communication={"local_steps": 1, "outer": "average"},
+    )
 
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:

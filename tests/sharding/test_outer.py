@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.stage import OUTERS, OuterChoice, build_stage, load_parameters
 from hpctrain.model.build import build_model
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.outer import Weights
+from hpctrain.sharding.outer import EveryStep, Weights
 from hpctrain.sharding.state import MODEL, StateTensor, own_state
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.start import start_from_source
@@ -26,7 +26,7 @@ STEPS = 5
 KEYS = ("optimizer.clip=0.1", "precision.compute=bf16")
 
 
-class LocalSteps:
+class LocalSteps(EveryStep):
     """Local SGD (arXiv 1805.09767): each replica goes by its own samples, and weights become means."""
 
     def begin(self, weights: Weights) -> None:
@@ -37,7 +37,7 @@ class LocalSteps:
         for bucket in buckets:
             bucket.own_gradients.mul_(bucket.sharding.replicas.size)
 
-    def after_update(self, weights: Weights) -> None:
+    def after_update(self, weights: Weights) -> Mapping[str, torch.Tensor]:
         """The mean of the replicas' weights."""
         if weights.updates % EVERY == 0:
             for bucket, master in zip(weights.buckets, weights.masters, strict=True):
@@ -45,6 +45,7 @@ class LocalSteps:
                 replicas = bucket.sharding.replicas
                 replicas.all_reduce(master).div_(replicas.size)
             weights.publish()
+        return {}
 
 
 class OneShare(Batches):
@@ -144,10 +145,11 @@ class Averaged(LocalSteps):
             assert isinstance(master, torch.Tensor)
             common.copy_(master)
 
-    def after_update(self, weights: Weights) -> None:
+    def after_update(self, weights: Weights) -> Mapping[str, torch.Tensor]:
         super().after_update(weights)
         if weights.updates % EVERY == 0:
             self.begin(weights)
+        return {}
 
     def state(self) -> Iterator[StateTensor]:
         for bucket, common in zip(self.buckets, self.common, strict=True):
@@ -162,7 +164,7 @@ def test_what_replicas_have_in_common_is_the_model_of_the_checkpoint(
     """Runs with and without replicas go on from each other, and start from each other's weights."""
     keys = ("optimizer.clip=0.1", f"precision.compute={compute}", "layout.zero=1", f"run.dir={mpi_tmp_path}")
     plain_deck, apart_deck = small_deck(*keys), small_deck(*keys, "layout.zero_group=1")
-    averaged = OuterChoice(lambda _, buckets: Averaged(buckets), apart=True)
+    averaged = OuterChoice(lambda _, stage: Averaged(stage.buckets), apart=True)
     plain = trainer(world, plain_deck, masked=0.0)
     plain.train(1)
     checkpoints = Checkpoints(plain_deck, plain.engine, {})

@@ -1,0 +1,99 @@
+"""The fragments of a model that replicas synchronize in different steps (arXiv 2501.18512)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.parallel.shard import Parameter
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
+
+Kind = tuple[int, bool]
+"""The fragment of some elements, and whether they travel in fp32."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring elements `span` of what is this rank's own of a bucket, by its number among all.
+
+    `counted` are the spans of it that this rank counts, where each replica counts its own. What is `exact`
+    travels in fp32: of tied embeddings the two stages of a pipeline that hold them hold other neighbours,
+    and are to get the same bits.
+    """
+
+    bucket: int
+    span: slice
+    counted: tuple[slice, ...]
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When fragments are synchronized, by how many updates there were.
+
+    Every fragment once in `local_steps` updates, one `local_steps` / `fragments` after the other, each to
+    take effect `delay` updates later. None in the first `warmup`.
+    """
+
+    local_steps: int
+    fragments: int = 1
+    delay: int = 0
+    warmup: int = 0
+
+    def begin(self, updates: int) -> list[int]:
+        """The fragments whose synchronization begins after so many updates."""
+        return [
+            fragment
+            for fragment in range(self.fragments)
+            if updates > self.warmup
+            and (updates - fragment * self.local_steps // self.fragments) % self.local_steps == 0
+        ]
+
+    def due(self, updates: int) -> list[int]:
+        """Those for which it takes effect then."""
+        return self.begin(updates - self.delay)
+
+
+def fragments_of(buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], count: int) -> list[list[Piece]]:
+    """The pieces of each of `count` fragments: blocks by their numbers in turns, all else in the first one.
+
+    So a fragment is the same on every layout. Parameters that are not trained never differ, and are in none.
+    """
+    fragments: list[list[Piece]] = [[] for _ in range(count)]
+    for number, bucket in enumerate(buckets):
+        runs: list[tuple[Kind | None, int, list[BucketSegment]]] = []
+        for segment, first in _owned(bucket):
+            parameter = segment.parameter
+            kind: Kind | None = (blocks.get(parameter, 0) % count, segment.replication.ends is not None)
+            if not parameter.requires_grad:
+                kind = None
+            if not runs or runs[-1][0] != kind:
+                runs.append((kind, first if runs else 0, []))
+            runs[-1][2].append(segment)
+        stops = [start for _, start, _ in runs[1:]] + [bucket.own.stop - bucket.own.start] * bool(runs)
+        for (kind, start, segments), stop in zip(runs, stops, strict=True):
+            if kind is not None:
+                counted = tuple(_counted(bucket, segments))
+                fragments[kind[0]].append(Piece(number, slice(start, stop), counted, kind[1]))
+    return fragments
+
+
+def _owned(bucket: Bucket) -> Iterator[tuple[BucketSegment, int]]:
+    """The segments of which this rank has own elements, and where these begin among all its own."""
+    own = bucket.own
+    for segment in bucket.segments:
+        first = max(segment.start, own.start)
+        last = min(segment.start + segment.length, own.stop)
+        if first < last:
+            yield segment, first - own.start
+
+
+def _counted(bucket: Bucket, segments: Sequence[BucketSegment]) -> Iterator[slice]:
+    """The elements of these that this rank counts among those of its replica."""
+    sharding, own, share = bucket.sharding, bucket.own, bucket.slice
+    for segment in segments:
+        first = max(segment.start, share.start)
+        last = min(segment.start + segment.length, share.stop)
+        if first < last and segment.replication.copy(False, sharding.group, sharding.replicas)[0] == 0:
+            yield slice(first - own.start, last - own.start)

@@ -1,0 +1,49 @@
+"""Decks that go on with fewer ranks, or with more."""
+
+from __future__ import annotations
+
+from hpctrain.deck.check_world import check_world
+from hpctrain.deck.replicas import begun_with, with_ranks
+from tests.engines import small_deck
+
+KEYS = ("layout.replicas=4", "communication.local_steps=10", "batch.global_size=48")
+
+
+def test_a_replica_keeps_its_ranks() -> None:
+    deck = small_deck(*KEYS, "layout.tensor=2", "layout.data=4")
+    three, sentence = with_ranks(deck, deck, 8, 6)
+    assert (three.layout.replicas, three.layout.data, three.batch.global_size) == (3, 3, 48)
+    assert sentence == "6 ranks make 3 replicas, where layout.replicas was 4"
+    check_world(three, 6)
+    one, _ = with_ranks(three, three, 6, 2)
+    assert one.layout.replicas == 1
+    more, _ = with_ranks(one, one, 2, 12)
+    assert (more.layout.replicas, more.batch.global_size) == (6, 48)
+    check_world(more, 12)
+    # The user's own deck, from which the run once began, follows what the run has become.
+    assert with_ranks(deck, three, 6, 6)[0].layout.replicas == 3
+    assert with_ranks(deck, three, 6, 8) == (deck, "")
+
+
+def test_a_batch_that_does_not_divide_stays_for_each() -> None:
+    deck = small_deck(*KEYS, "batch.global_size=16", "batch.ramp_from=8", "batch.ramp_steps=5")
+    three, sentence = with_ranks(deck, deck, 4, 3)
+    assert (three.batch.global_size, three.batch.ramp_from) == (12, 6)
+    assert sentence.endswith("; batch.global_size becomes 12, as much for each as before")
+    check_world(three, 3)
+
+
+def test_what_makes_no_whole_replicas_is_left_to_checks() -> None:
+    deck = small_deck(*KEYS, "layout.tensor=2")
+    assert with_ranks(deck, deck, 8, 5) == (deck, "")
+    plain = small_deck()
+    assert with_ranks(plain, plain, 2, 1) == (plain, "")
+    assert begun_with(plain, 3) == (plain, "")
+
+
+def test_a_run_begins_with_what_the_ranks_can_be_cut_into() -> None:
+    deck = small_deck(*KEYS)
+    assert begun_with(deck, 8) == (deck, "")
+    three, sentence = begun_with(deck, 3)
+    assert three.layout.replicas == 3 and sentence == "3 ranks make 3 replicas, where layout.replicas was 4"
+    assert begun_with(deck, 6)[0].layout.replicas == 3

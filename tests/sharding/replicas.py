@@ -1,0 +1,95 @@
+"""What replicas are to do, worked out from runs of one rank each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches, MicroBatch
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import build_engine, make_mesh
+from hpctrain.sharding.local_steps import LocalSteps
+from hpctrain.train.verify import ROUGHNESS, on_one_rank
+from tests.engines import Trainer
+
+
+class Share(Batches):
+    """The samples of some of `count` data ranks, for a rank that trains by itself."""
+
+    def __init__(self, batches: Batches, ranks: Sequence[int], count: int) -> None:
+        super().__init__(batches.source, 1)
+        self.ranks, self.count = ranks, count
+
+    def step(
+        self, first_sample: int, global_size: int, data_rank: int, data_ranks: int, micro_size: int
+    ) -> Iterator[MicroBatch]:
+        assert (data_rank, data_ranks) == (0, 1)
+        begin = super().step
+        return chain.from_iterable(
+            begin(first_sample, global_size, rank, self.count, micro_size) for rank in self.ranks
+        )
+
+
+def singles(world: World, deck: Deck, batches: Batches, replicas: int, data: int) -> list[Trainer]:
+    """Trainers of one rank, each of the samples of one of so many replicas of `data` data ranks."""
+    each = data // replicas
+    deck, one = on_one_rank(deck), world.alone()
+    return [
+        Trainer(
+            deck,
+            build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS),
+            Share(batches, range(number * each, number * each + each), data),
+        )
+        for number in range(replicas)
+    ]
+
+
+class Expected:
+    """Local SGD, DiLoCo and its streaming form, one parameter by name after the other."""
+
+    def __init__(self, deck: Deck, runs: Sequence[Trainer]) -> None:
+        self.keys, self.runs, self.step = deck.communication, runs, 0
+        self.outer = {name: values.clone() for name, values in runs[0].parameters().items()}
+        self.velocity = {name: values * 0 for name, values in self.outer.items()}
+        self.under_way: dict[str, tuple[int, Tensor]] = {}
+
+    def train_step(self) -> None:
+        """One step of each, and what follows it."""
+        for run in self.runs:
+            run.train_step()
+        self.step += 1
+        keys = self.keys
+        mine = [run.parameters() for run in self.runs]
+        average = keys.outer == "average"
+        rate, momentum = (1.0, 0.0) if average else (keys.outer_learning_rate, keys.outer_momentum)
+        for name, outer in self.outer.items():
+            if name in self.under_way and self.under_way[name][0] + keys.delay == self.step:
+                self.take(name, outer, mine, rate, momentum)
+            parts = name.split(".")
+            fragment = int(parts[1]) % keys.fragments if parts[0] == "blocks" else 0
+            if self.step % keys.local_steps == fragment * keys.local_steps // keys.fragments:
+                gradients = [outer - values[name] for values in mine]
+                self.under_way[name] = self.step, sum(gradients) / len(gradients)
+                if keys.delay == 0:
+                    self.take(name, outer, mine, rate, momentum)
+
+    def take(
+        self, name: str, outer: Tensor, mine: Sequence[dict[str, Tensor]], rate: float, momentum: float
+    ) -> None:
+        """The outer step of one parameter, with Nesterov's momentum as in torch's SGD."""
+        _, gradient = self.under_way.pop(name)
+        self.velocity[name] = velocity = momentum * self.velocity[name] + gradient
+        outer -= rate * (gradient + momentum * velocity)
+        for values in mine:
+            values[name].copy_(self.keys.blend * values[name] + (1 - self.keys.blend) * outer)
+
+
+def outer_of(training: Trainer) -> dict[str, Tensor]:
+    """This rank's piece of every parameter of the outer model, by name."""
+    engine = training.engine
+    assert isinstance(engine.outer, LocalSteps)
+    with engine.outer.shown(engine.optimizer):
+        return {name: values.clone() for name, values in training.parameters().items()}

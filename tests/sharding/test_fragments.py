@@ -1,0 +1,54 @@
+"""What is synchronized when: every element once, the same blocks on every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.sharding.fragments import Timing
+from hpctrain.sharding.local_steps import LocalSteps
+from tests.engines import small_deck, trainer
+
+
+def test_fragments_take_turns() -> None:
+    timing = Timing(6, 3, delay=2, warmup=4)
+    assert {step: timing.begin(step) for step in range(1, 14) if timing.begin(step)} == {
+        6: [0],
+        8: [1],
+        10: [2],
+        12: [0],
+    }
+    assert {step: timing.due(step) for step in range(1, 14) if timing.due(step)} == {8: [0], 10: [1], 12: [2]}
+    assert [step for step in range(1, 9) if Timing(2).begin(step)] == [2, 4, 6, 8]
+    assert [Timing(1).begin(step) for step in range(1, 4)] == [[0]] * 3
+
+
+@pytest.mark.mpi(min_size=1, max_size=4)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_trained_element_is_in_one_fragment(world: World, count: int) -> None:
+    """Blocks go by their numbers, in every stage of a pipeline, whatever ZeRO cuts."""
+    keys = ["communication.outer=diloco", "communication.local_steps=4", f"communication.fragments={count}"]
+    keys += ["model.layers=4", 'model.frozen=["blocks.1.*"]', "batch.global_size=16"]
+    keys += {1: [], 2: ["layout.zero=1"], 4: ["layout.pipeline=2", "layout.zero=1"]}.get(world.size, [])
+    engine = trainer(world, small_deck(*keys)).engine
+    outer = engine.outer
+    assert isinstance(outer, LocalSteps) and len(outer.fragments) == count
+    marks = [torch.full((b.own.stop - b.own.start,), -1) for b in engine.buckets]
+    counted = torch.zeros(1, dtype=torch.int64)
+    for number, pieces in enumerate(outer.fragments):
+        for piece in pieces:
+            assert (marks[piece.bucket][piece.span] == -1).all()
+            marks[piece.bucket][piece.span] = number
+            counted += sum(each.stop - each.start for each in piece.counted)
+    for bucket, mark in zip(engine.buckets, marks, strict=True):
+        for segment, found, _ in bucket.owned(mark):
+            name = segment.parameter.shard.name.split(".")
+            block = int(name[1]) if name[0] == "blocks" else 0
+            assert (found == (-1 if block == 1 else block % count)).all(), name
+    world.everyone.all_reduce(counted)
+    assert counted.item() == sum(
+        parameter.numel()
+        for parameter in trainer(world.alone(), small_deck(*keys[:6])).engine.model.parameters()
+        if parameter.requires_grad
+    )

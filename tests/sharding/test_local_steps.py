@@ -1,0 +1,298 @@
+"""Replicas that make steps by themselves, against runs of one rank and formulas worked out here.
+
+Tests of sharding/local_steps.py, and of what steps, plans, checks and checkpoints know of replicas.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.build import make_mesh
+from hpctrain.memory.accounts import storage_bytes
+from hpctrain.plan.memory import plan_memory
+from hpctrain.sharding.local_steps import LocalSteps
+from hpctrain.sharding.outer import EveryStep
+from hpctrain.sharding.state import state_bytes
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.verify import LayoutError, verify_layout
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+from tests.sharding.replicas import Expected, outer_of, singles
+
+REPLICAS = "layout.replicas=2"
+CLIP = "optimizer.clip=0.1"
+DILOCO = ("communication.outer=diloco", REPLICAS, CLIP)
+
+
+def keys(**values: object) -> tuple[str, ...]:
+    """Keys of [communication]."""
+    return tuple(f"communication.{name}={value}" for name, value in values.items())
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> None:
+    """Without the biases of keys, whose gradients are rounding alone, which AdamW makes whole steps of."""
+    for name, values in found.items():
+        if name.endswith("attention.key.bias"):
+            continue
+        torch.testing.assert_close(values, expected[name], rtol=rtol, atol=rtol, msg=name)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [name for name, values in found.items() if not torch.equal(values, expected[name])] == []
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("blend", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, delay: int, blend: float) -> None:
+    """Streaming DiLoCo: two fragments, each every third step, a step apart."""
+    deck = small_deck(*DILOCO, *keys(local_steps=3, fragments=2, delay=delay, blend=blend))
+    training = trainer(world, deck, masked=0.0)
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2, 2))
+    for step in range(8):
+        training.train_step()
+        expected.train_step()
+        assert_close(training.parameters(), expected.runs[world.rank].parameters(), 1e-6)
+        if step in {4, 7}:
+            assert_close(outer_of(training), expected.outer, 1e-6)
+            assert_close(training.parameters(), expected.runs[world.rank].parameters(), 1e-6)
+    mine, theirs = (run.parameters() for run in expected.runs)
+    assert any(not torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_local_sgd_is_the_mean_of_runs_of_one_rank(world: World, zero: int) -> None:
+    """Bit for bit the runs of one rank until they meet, clipped by norms of their own."""
+    deck = small_deck(REPLICAS, CLIP, f"layout.zero={zero}", *keys(local_steps=3))
+    training = trainer(world, deck, masked=0.0)
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2, 2))
+    for step in range(1, 5):
+        figures = training.train_step().figures
+        expected.train_step()
+        if step < 3:
+            assert_equal(training.parameters(), expected.runs[world.rank].parameters())
+            assert "replica_distance" not in figures
+        elif step == 3:
+            assert_close(training.parameters(), expected.outer, 1e-6)
+            assert figures["replica_distance"] > 0 < figures["outer_gradient_norm"]
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize(
+    "layout",
+    ["layout.tensor=2", "layout.pipeline=2", "layout.context=2", *(f"layout.zero={n}" for n in (0, 1, 2, 3))],
+)
+def test_replicas_of_two_ranks_train_as_those_of_one(world: World, layout: str) -> None:
+    streaming = keys(local_steps=2, fragments=2, delay=1, blend=0.25)
+    deck = small_deck(*DILOCO, *streaming, layout, "batch.global_size=16")
+    training = trainer(world, deck, masked=0.0)
+    data = training.engine.mesh.size("data")
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2, data))
+    for _ in range(5):
+        training.train_step()
+        expected.train_step()
+    shards = {s.parameter.shard.name: s.parameter.shard for b in training.engine.buckets for s in b.segments}
+    whole = {name: shard.take(expected.outer[name]) for name, shard in shards.items()}
+    assert_close(outer_of(training), whole, 2e-4)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_step_each_of_plain_sgd_is_data_parallel(world: World) -> None:
+    sgd = ("optimizer.name=sgd", "optimizer.clip=0")
+    one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0)
+    apart = trainer(world, small_deck(*sgd, *one, REPLICAS))
+    plain = trainer(world, small_deck(*sgd))
+    for _ in range(4):
+        assert apart.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
+    assert_close(apart.parameters(), plain.parameters(), 1e-5)
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_one_replica_whose_outer_steps_take_all_is_plain(world: World) -> None:
+    one = keys(outer="diloco", outer_learning_rate=1.0, outer_momentum=0.0, local_steps=2)
+    apart, plain = trainer(world, small_deck(*one)), trainer(world, small_deck())
+    assert isinstance(apart.engine.outer, LocalSteps) and isinstance(plain.engine.outer, EveryStep)
+    for _ in range(6):
+        assert apart.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
+    assert_close(apart.parameters(), plain.parameters(), 1e-5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_in_warm_up_replicas_are_data_parallel(world: World) -> None:
+    """Post-local SGD: bit for bit, in each of them; then they part."""
+    plain = trainer(world, small_deck(CLIP))
+    apart = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, warmup=3)))
+    for _ in range(3):
+        assert apart.train_step() == plain.train_step()
+        assert_equal(apart.parameters(), plain.parameters())
+        assert_equal(outer_of(apart), plain.parameters())
+    apart.engine.world.ledger.reset()
+    apart.train_step()  # the fourth one: a step by itself, and the first outer one
+    assert sent(apart) == 2 * 4 * elements(apart)
+
+
+def sent(training: Trainer) -> int:
+    """Bytes between replicas since the ledger was reset."""
+    return sum(row.bytes for row in training.engine.world.ledger.rows() if row.axis == "replicas")
+
+
+def elements(training: Trainer) -> int:
+    """What is this rank's own, padding included."""
+    return sum(bucket.own.stop - bucket.own.start for bucket in training.engine.buckets)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    ("more", "every"),
+    [((), 4.0), (("outer_format=bf16",), 2.0), (("outer_format=int8",), 1.0), (("outer_format=int4",), 0.5)],
+)
+def test_bytes_between_replicas(world: World, more: tuple[str, ...], every: float) -> None:
+    """2 N b / H a step: a sum of all parameters every H steps; scales come on top, 4 bytes for 256 values."""
+    several = keys(local_steps=3, bucket_bytes=1000000)
+    deck = small_deck(*DILOCO, *several, *(f"communication.{key}" for key in more))
+    training = trainer(world, deck)
+    training.engine.world.ledger.reset()
+    training.train(6)
+    expected = 2 * every * elements(training) * 2  # two synchronizations
+    scales = 2 * elements(training) / 64 * 2 if every < 2 else 0
+    # The short pieces travel in fp32, and shares are rounded up to blocks.
+    assert expected + scales <= sent(training) <= (expected + scales) * 1.05 + 4096
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_fewer_bits_train_nearly_the_same(world: World, form: str) -> None:
+    """All replicas have the same outer model, which differs from the exact one."""
+    exact = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, delay=1)))
+    short = trainer(world, small_deck(*DILOCO, *keys(local_steps=2, delay=1, outer_format=form)))
+    losses = [step.loss for step in exact.train(7)]
+    assert [step.loss for step in short.train(7)] == pytest.approx(losses, rel=0.02)
+    found = outer_of(short)
+    assert any(not torch.equal(values, outer_of(exact)[name]) for name, values in found.items())
+    for name, values in found.items():
+        one, other = world.everyone.all_gather(values[None])
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_evaluation_is_of_the_outer_model(world: World, compute: str) -> None:
+    deck = small_deck(*DILOCO, *keys(local_steps=4), f"precision.compute={compute}")
+    training = trainer(world, deck)
+    training.train(2)
+    outer, before = outer_of(training), training.parameters()
+    before = {name: values.clone() for name, values in before.items()}
+    assert any(not torch.equal(values, outer[name]) for name, values in before.items())
+    found = training.evaluate(training.step.batches, 8)["loss"]
+    assert_equal(training.parameters(), before)
+    plain = trainer(world, small_deck(f"precision.compute={compute}"))
+    for name, values in plain.parameters().items():
+        values.copy_(outer[name])
+    assert found == plain.evaluate(plain.step.batches, 8)["loss"]
+
+
+def saved(deck: Deck, training: Trainer) -> Path:
+    checkpoints = Checkpoints(deck, training.engine, {})
+    checkpoints.save(training.state)
+    assert checkpoints.newest is not None
+    return checkpoints.newest
+
+
+def restored(world: World, deck: Deck, path: Path) -> Trainer:
+    training = trainer(world, deck)
+    training.state = Checkpoints(deck, training.engine, {}).restore(path)
+    return training
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(("steps", "form"), [(1, "fp32"), (2, "int8"), (3, "fp32"), (4, "int8")])
+def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, steps: int, form: str) -> None:
+    """Between synchronizations, and with one under way."""
+    timing = keys(local_steps=4, fragments=2, delay=2, outer_format=form)
+    deck = small_deck(*DILOCO, *timing, f"run.dir={mpi_tmp_path}", "layout.zero=1")
+    training = trainer(world, deck)
+    training.train(steps)
+    path = saved(deck, training)
+    again = restored(world, deck, path)
+    assert_equal(again.parameters(), training.parameters())
+    assert again.train(5) == training.train(5)
+    assert_equal(again.parameters(), training.parameters())
+    assert_equal(outer_of(again), outer_of(training))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_other_numbers_of_replicas_begin_from_the_outer_model(world: World, mpi_tmp_path: Path) -> None:
+    """One that is left goes on with weights, momentum and rate; so do two that follow it."""
+    more = (*DILOCO, *keys(local_steps=4), f"run.dir={mpi_tmp_path}")
+    two = small_deck(*more)
+    one = two.with_keys(layout={"replicas": 1})
+    training = trainer(world, two)
+    training.train(6)
+    path, outer = saved(two, training), outer_of(training)
+    momentum = velocity(training)
+    assert any(bool(flat.any()) for flat in momentum)
+
+    alone = restored(world.alone(), one, path)
+    assert_equal(alone.parameters(), outer)
+    assert_equal(outer_of(alone), outer)
+    assert all(torch.equal(*pair) for pair in zip(velocity(alone), momentum, strict=True))
+    assert alone.state.step == 6
+    alone.train(1)
+    outer, momentum = outer_of(alone), velocity(alone)
+    later = Path(world.everyone.broadcast_object(str(saved(one, alone)) if world.rank == 0 else ""))
+    world.everyone.barrier()
+
+    joined = restored(world, two, later)
+    assert_equal(joined.parameters(), outer)
+    assert all(torch.equal(*pair) for pair in zip(velocity(joined), momentum, strict=True))
+    rates = [joined.train_step().learning_rate, alone.train_step().learning_rate]
+    assert rates[0] == rates[1]
+
+
+def velocity(training: Trainer) -> list[torch.Tensor]:
+    return [
+        tensor.values.clone() for tensor in training.engine.state() if tensor.kind == "outer/momentum"
+    ]  # of one data rank, whose state is cut nowhere
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_plans_know_what_replicas_keep(world: World, zero: int) -> None:
+    timing = keys(local_steps=4, fragments=2, delay=1)
+    for more in ((), timing):
+        deck = small_deck(*DILOCO, f"layout.zero={zero}", *(more or keys(local_steps=2)))
+        engine = trainer(world, deck).engine
+        planned = plan_memory(deck, world.size, 61).stages[0].memory
+        assert planned.optimizer == state_bytes(engine.state(), engine.buckets)
+        own = 4 * sum(bucket.own.stop - bucket.own.start for bucket in engine.buckets)
+        moments = storage_bytes([flat for s in engine.optimizer.states for flat in list(s.values())[1:]])
+        assert planned.optimizer == moments + own * (3 if more else 2)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", ["layout.zero=0", "layout.zero=1"])
+def test_offloaded_state_makes_the_same_steps(world: World, mpi_tmp_path: Path, layout: str) -> None:
+    deck = (*DILOCO, *keys(local_steps=2, fragments=2, delay=1), "precision.compute=bf16", layout)
+    plain = trainer(world, small_deck(*deck))
+    disk = ("memory.optimizer=disk", "memory.offload_buffer=12000", f"memory.offload_dir={mpi_tmp_path}")
+    files = trainer(world, small_deck(*deck, *disk))
+    assert files.train(5) == plain.train(5)
+    assert_equal(outer_of(files), outer_of(plain))
+    assert_equal(files.parameters(), plain.parameters())
+    files.engine.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_layouts_with_replicas_are_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = (*LLAMA, "model.experts=4", "layout.expert=2", "batch.global_size=16")
+    for more in (("layout.zero=1",), experts if world.size == 4 else ("layout.zero=2",)):
+        deck = small_deck(*DILOCO, *keys(local_steps=5), *more)
+        assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
+    monkeypatch.setattr(EveryStep, "before_update", lambda *_: None)
+    with pytest.raises(LayoutError, match="gradient of"):
+        verify_layout(deck, world, make_mesh(deck, world))

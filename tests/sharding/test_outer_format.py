@@ -1,0 +1,66 @@
+"""Coded sums between replicas, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.memory.compress import BLOCK
+from hpctrain.sharding.outer_format import FORMATS, start_sum
+
+LARGEST = {"int8": 127, "int4": 7}
+
+
+def by_numpy(values: np.ndarray, name: str) -> np.ndarray:
+    """What is left of fp32 values, of whole blocks, in a format."""
+    if name == "bf16":
+        bits = values.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+        return rounded.view(np.float32)
+    rows = values.reshape(-1, BLOCK)
+    scale = np.abs(rows).max(1, keepdims=True) / np.float32(LARGEST[name])
+    numbers = np.rint(rows / np.where(scale > 0, scale, np.float32(1)))
+    return (numbers * scale).astype(np.float32).reshape(-1)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_what_is_coded_is_as_long_as_told_and_comes_back_rounded(name: str) -> None:
+    codec = FORMATS[name]
+    assert codec is not None
+    torch.manual_seed(5)
+    values = torch.randn(6, BLOCK) * torch.logspace(-3, 3, 6)[:, None]
+    values[2] = 0
+    code = codec.encode(values.flatten(), torch.full((6,), BLOCK))
+    assert (code.dtype, code.numel()) == (torch.uint8, 6 * (codec.width + codec.scale))
+    assert codec.width * 8 == BLOCK * {"bf16": 16, "int8": 8, "int4": 4}[name]
+    decoded = codec.decode(code)
+    assert torch.equal(decoded, torch.from_numpy(by_numpy(values.numpy().ravel(), name)))
+    assert not decoded[2 * BLOCK : 3 * BLOCK].any()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("length", [1, 511, 1100, 4096])
+def test_sums_are_rounded_on_both_ways(world: World, name: str, length: int) -> None:
+    """The short ones travel in fp32; all ranks get the same bits."""
+    group = Mesh(world, {"data": world.size}).group("data")
+    everyone = np.random.default_rng(3).standard_normal((world.size, length), np.float32)
+    values = torch.from_numpy(everyone[world.rank].copy())
+    found = start_sum(group, values, FORMATS[name]).wait()
+    assert found is values
+    if name == "fp32" or length < world.size * BLOCK:
+        expected = everyone[0]
+        for each in everyone[1:]:
+            expected = expected + each
+    else:
+        unit = BLOCK * world.size
+        whole = np.zeros((world.size, -(-length // unit) * unit), np.float32)
+        whole[:, :length] = everyone
+        total = np.zeros_like(whole[0])
+        for each in whole:
+            total = total + by_numpy(each, name)
+        expected = by_numpy(total, name)[:length]
+    assert torch.equal(found, torch.from_numpy(expected))
