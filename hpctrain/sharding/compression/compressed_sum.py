@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.device import on_host
 from hpctrain.comm.work import Successive, Work
 from hpctrain.deck.schema import Deck
+from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.blocks import Blocks, put, take
+from hpctrain.sharding.compression.blocks import Blocks, Span, put, take
 from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.state import StateTensor
+
+AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
+"""Blocks that are coded at a time."""
+
+Encode = Callable[[Tensor, Tensor], Tensor]
+"""As Codec.encode."""
 
 
 class CompressedSum:
@@ -44,6 +52,7 @@ class CompressedSum:
             torch.zeros(self.own.elements, device=device) if feedback and self.returns else None
         )
         self.summed: Tensor | None = None
+        self._at_once = AT_ONCE if on_host(device) else AT_ONCE_ON_GPU
 
     @staticmethod
     def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedSum]:
@@ -52,10 +61,10 @@ class CompressedSum:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation: values where no residual holds them, codes that go and come, and coding them."""
-        values = 0 if self.residual is not None else 4 * self.blocks.elements
+        """See Summation: codes that go and come, sums or what has no residual, and coding a piece."""
         codes = self._code_bytes(self.blocks.count) + sum(self._sizes)
-        return values + 2 * codes + self.codec.working_bytes(self.blocks.elements)
+        piece = min(self.blocks.count, self._at_once) * BLOCK
+        return 2 * codes + 4 * self.blocks.elements + 2 * self.codec.working_bytes(piece)
 
     def begin(self, updates: int) -> None:
         """See Summation."""
@@ -86,18 +95,18 @@ class CompressedSum:
             return
         sizes, rank = self._sizes, self.group.rank
         values = self._values(gradients)
-        code = self._coded(self.blocks, values, self.residual is not None)
+        code = self._coded(self.blocks, values, self.codec.encode, self.residual is not None)
         del values
         sent = take(code, self._spans)
         del code
         received = sent.new_empty(self.group.size * sizes[rank])
         yield self.group.start_all_to_all(sent, received, sizes, [sizes[rank]] * self.group.size)
-        ranks = self.group.size if self.own.count else 1  # several rows of no bytes would not be aligned
-        codes = sent.new_zeros((ranks, self._code_bytes(self.own.count)))
+        codes = sent.new_zeros((self.group.size, self._code_bytes(self.own.count)))
         put(codes, self._own_spans, received.view(self.group.size, -1))
         del sent, received
         if not self.returns:
-            mine, theirs = self.own.pairs(self._total(codes), sums, self.bucket.slice)
+            total = self.own.clear_tails(self._added(self.own, codes))
+            mine, theirs = self.own.pairs(total, sums, self.bucket.slice)
             if mine:
                 torch._foreach_copy_(theirs, mine)
             return
@@ -111,9 +120,20 @@ class CompressedSum:
     def decode_into(self, flat: Tensor) -> None:
         """Fill `flat` [bucket's length] with the whole sums of this step."""
         assert self.summed is not None
-        values = self.blocks.clear_tails(self.codec.decode(self.summed))
+        values = self.blocks.clear_tails(self._added(self.blocks, [self.summed]))
         mine, theirs = self.blocks.pairs(values, flat, slice(0, self.bucket.length))
         torch._foreach_copy_(theirs, mine)
+
+    def add(self, codes: Sequence[Tensor]) -> Tensor:
+        """The sum of what codes of the same blocks, of all ranks in their order or one code, stand for."""
+        total = self.codec.decode(codes[0])
+        for code in codes[1:]:
+            total.add_(self.codec.decode(code))
+        return total
+
+    def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """The code of sums."""
+        return self.codec.encode(sums, counts)
 
     def _values(self, gradients: Tensor) -> Tensor:
         """What this rank codes: in the residual's memory, where there is one."""
@@ -125,26 +145,39 @@ class CompressedSum:
         torch._foreach_add_(*self.blocks.pairs(self.residual, gradients, everything))
         return self.residual
 
-    def _coded(self, blocks: Blocks, values: Tensor, feedback: bool) -> Tensor:
+    def _code_of_total(self, codes: Tensor) -> Tensor:
+        """The code of the sums of this rank's blocks, of their codes by all ranks [ranks, bytes]."""
+        total = self.own.clear_tails(self._added(self.own, codes))
+        values = total if self.own_residual is None else self.own_residual.add_(total)
+        return self._coded(self.own, values, self.encode_sums, self.own_residual is not None)
+
+    def _coded(self, blocks: Blocks, values: Tensor, encode: Encode, feedback: bool) -> Tensor:
         """The code of `values`, which with `feedback` are what it loses afterwards."""
-        code = self.codec.encode(values, blocks.counts)
+        code = values.new_empty(self._code_bytes(blocks.count), dtype=torch.uint8)
+        for piece, spans in self._pieces(blocks):
+            elements = values[piece.start * BLOCK : piece.stop * BLOCK]
+            coded = encode(elements, blocks.counts[piece])
+            put(code, spans, coded)
+            if feedback:
+                elements.sub_(self.codec.decode(coded))
         if feedback:
-            values.sub_(blocks.clear_tails(self.codec.decode(code)))
+            blocks.clear_tails(values)
         return code
 
-    def _total(self, codes: Tensor) -> Tensor:
-        """The sums of this rank's blocks, of their codes by all ranks [ranks, bytes]."""
-        total = self.codec.decode(codes[0])
-        for code in codes[1:]:
-            total.add_(self.codec.decode(code))
-        return self.own.clear_tails(total)
+    def _added(self, blocks: Blocks, codes: Tensor | Sequence[Tensor]) -> Tensor:
+        """The sum of what codes of these blocks stand for."""
+        total = torch.empty(blocks.elements, device=codes[0].device)
+        for piece, spans in self._pieces(blocks):
+            total[piece.start * BLOCK : piece.stop * BLOCK] = self.add([take(code, spans) for code in codes])
+        return total
 
-    def _code_of_total(self, codes: Tensor) -> Tensor:
-        """The code of those sums."""
-        total = self._total(codes)
-        if self.own_residual is None:
-            return self._coded(self.own, total, False)
-        return self._coded(self.own, self.own_residual.add_(total), True)
+    def _pieces(self, blocks: Blocks) -> Iterator[tuple[slice, list[Span]]]:
+        """Some blocks at a time, and where their bytes lie in a code of all: what a cache holds is quick."""
+        width, scale, count = self.codec.width, self.codec.scale, blocks.count
+        for first in range(0, count, self._at_once):
+            last = min(first + self._at_once, count)
+            scales = [(count * width + first * scale, count * width + last * scale)] if scale else []
+            yield slice(first, last), [(first * width, last * width), *scales]
 
     def _code_bytes(self, count: int) -> int:
         return count * (self.codec.width + self.codec.scale)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.compression.codecs import Sign, of_signs, signs
+from hpctrain.sharding.compression.codecs import Sign, of_signs, signed, signs
 from hpctrain.sharding.compression.compressed_sum import CompressedSum
 
 
@@ -24,25 +26,22 @@ class MajorityVote(CompressedSum):
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket, Sign(), feedback=False)
 
-    def _total(self, codes: Tensor) -> Tensor:
-        positive, scales = self._decided(codes)
-        total = torch.where(positive, scales.unsqueeze(1), -scales.unsqueeze(1)).view(-1)
-        return self.own.clear_tails(total)
-
-    def _code_of_total(self, codes: Tensor) -> Tensor:
-        return signs(*self._decided(codes))
-
-    def _decided(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's blocks the signs that won, and the scales."""
-        votes = torch.zeros((self.own.count, BLOCK), device=codes.device)
-        weighed, together = torch.zeros_like(votes), torch.zeros(self.own.count, device=codes.device)
+    def add(self, codes: Sequence[Tensor]) -> Tensor:
+        """See CompressedSum. Of a code by itself, what it stands for."""
+        votes = torch.zeros((codes[0].numel() // (Sign.width + Sign.scale), BLOCK), device=codes[0].device)
+        weighed, together = torch.zeros_like(votes), votes.new_zeros(len(votes))
         for code in codes:
             positive, scales = of_signs(code)
-            vote = torch.where(positive, scales.unsqueeze(1), -scales.unsqueeze(1))
+            vote = signed(positive, scales)
             together += scales
             weighed += vote
             votes += vote.sign_()
-        return torch.where(votes == 0, weighed, votes) >= 0, together
+        return signed(torch.where(votes == 0, weighed, votes) >= 0, together).view(-1)
+
+    def encode_sums(self, sums: Tensor, counts: Tensor) -> Tensor:  # noqa: ARG002
+        """See CompressedSum: a block's sums differ in nothing but their sign."""
+        rows = sums.view(-1, BLOCK)
+        return signs(rows >= 0, rows.abs().amax(1))
 
 
 def sign_sum(deck: Deck, bucket: Bucket) -> CompressedSum:
