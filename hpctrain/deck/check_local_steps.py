@@ -65,6 +65,11 @@ def replica_world_problems(deck: Deck, data: int, of_stage: int) -> Iterator[Pro
         sentence = f"must divide the {counted(data, 'data rank')} into replicas with whole {whole}"
         axes = ("layout.data", "layout.context", "layout.tensor", "layout.expert", "layout.expert_tensor")
         yield Problem("layout.replicas", f"{sentence} ({would} would)", axes)
+    elif replicas > 1 and deck.communication.compress != "none" and data * deck.layout.context == replicas:
+        form = (
+            f'sums gradients within a replica, and each of the {replicas} has one data rank ("none" would do)'
+        )
+        yield Problem("communication.compress", form, ("layout.replicas", "layout.data", "layout.context"))
 
 
 def fitting_replicas(deck: Deck, data: int, of_stage: int) -> list[int]:

@@ -47,6 +47,10 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
             "more text or fewer steps would do"
         )
+    if (replicas := engine.replica[1]) > 1:
+        each = f"{counted(replicas, 'replica')} of {counted(world.size // replicas, 'rank')}"
+        keys = deck.communication
+        lines.append(f"{each} meet every {counted(keys.local_steps, 'step')} ({keys.outer})")
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     nodes = engine.buckets[0].sharding.nodes

@@ -45,6 +45,14 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
             "communication.fragments=2: must be at most communication.local_steps = 1: each has a step",
         ),
         (
+            ["replicas=2", "compress=int8", "compress_between=nodes"],
+            "communication.compress_between=nodes: cannot be with layout.replicas = 2: sums are compressed",
+        ),
+        (
+            ["server=sync", "outer=diloco"],
+            "communication.outer=diloco: does not go with communication.server",
+        ),
+        (
             ["replicas=2", "local_steps=3", "delay=3"],
             "communication.delay=3: must be below communication.local_steps = 3: what is under way arrives",
         ),
@@ -60,6 +68,7 @@ def test_keys_that_fit() -> None:
     assert problems("replicas=2") == []
     assert problems("replicas=2", "local_steps=4", "fragments=2", "delay=3", "blend=1", ranks=2) == []
     assert problems("replicas=2", "layout.zero=3", ranks=4) == []
+    assert problems("replicas=2", "compress=int8", "layout.zero=1", "warmup=3", ranks=4) == []
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,11 @@ def test_keys_that_fit() -> None:
             2,
             "layout.zero=3: cuts parameters over a single rank, but needs two or more; layout.zero of 0, 1 "
             "or 2 would do (there is 1 data x context rank of a replica)",
+        ),
+        (
+            ["replicas=2", "compress=int8"],
+            2,
+            "communication.compress=int8: sums gradients within a replica, and each of the 2 has one",
         ),
     ],
 )

@@ -155,6 +155,14 @@ def test_what_is_legal_stays_one_word(kind: str) -> None:
         ], value
 
 
+def test_replicas_that_are_left_fit_fewer_nodes() -> None:
+    """Three nodes do not divide the batch; with a replica on each they go on with a replica's own."""
+    wish, batch = Wish(scheduler="slurm", nodes=(1, 4), ranks_per_node=1), "batch.global_size=16"
+    replicas = ("layout.replicas=4", "communication.local_steps=10")
+    assert plan_job(write_deck("plain"), [batch], wish).fitting == (1, 2, 4)
+    assert plan_job(write_deck("plain"), [batch, *replicas], wish).fitting == (1, 2, 3, 4)
+
+
 def test_shells_hand_it_on_as_it_was(folder: Path) -> None:
     """The stand-in of the launcher notes its arguments; nothing else is run."""
     (folder / "bin").mkdir()
