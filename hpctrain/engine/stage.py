@@ -166,7 +166,9 @@ def make_replications(deck: Deck, mesh: NodeMesh) -> Replications:
         # Of experts that no other rank of the group has, nothing is to be cut, or to be gathered.
         whole = size == 1 and everyone is not dense and deck.memory.parameters == "device"
         if parted:
-            return Sharding(0 if whole else deck.layout.zero, *mesh.cut(everyone, size), apart)
+            return Sharding(
+                0 if whole else deck.layout.zero, *mesh.cut(everyone, size), apart, nodes(everyone)
+            )
         if whole:
             return Sharding(0, everyone, mesh.part("data", 1))
         if size == everyone.size:

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     **FORMS,
     "slices": ("communication.compress=powersgd", "layout.zero=1", "precision.compute=bf16"),
     "between": (*BETWEEN, "layout.zero=1"),
+    "replicas": (*FORMS["powersgd"], "layout.replicas=2", "communication.local_steps=2"),
 }
 
 
@@ -79,8 +80,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
 def test_the_same_layout_goes_on_bit_for_bit(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    if world.size > 2 and layout != "between":
-        pytest.skip("proven on two ranks")
+    if (world.size > 2) != (layout in {"between", "replicas"}):
+        pytest.skip("proven on two ranks; nodes and replicas on four")
     two_nodes(monkeypatch, world)
     training, checkpoints = made(world, mpi_tmp_path / "a", *LAYOUTS[layout])
     training.train(2)
