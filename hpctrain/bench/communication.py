@@ -20,14 +20,13 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
+from hpctrain.engine.build import Corpus, open_corpus, settle_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
-from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
 from hpctrain.table import table
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.trainer import Trainer
+from hpctrain.train.server.trainer import new_trainer
 from hpctrain.units import format_bytes, format_count
 
 
@@ -52,6 +51,8 @@ class _Payload(Hook):
         """See Hook."""
         self.bytes += done.payload
         self.tokens += done.result.tokens
+
+    told_of_step = after_step
 
 
 def bench_communication(
@@ -103,17 +104,16 @@ def bench_communication(
 
 def _train(world: World, deck: Deck, corpus: Corpus, name: str, changes: tuple[str, ...]) -> FormFigures:
     """All steps of a deck, and one evaluation."""
-    engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
-    trainer, payload = Trainer(deck, engine, corpus.train), _Payload()
+    trainer, payload = new_trainer(world, deck, corpus.train), _Payload()
     trainer.hooks.append(payload)
     began = time.perf_counter()
-    for _ in range(deck.run.steps):
-        trainer.train_step()
+    while trainer.state.step < deck.run.steps:
+        trainer.go_on(lambda step: step == deck.run.steps, lambda: False)
     seconds = time.perf_counter() - began
     assert corpus.validation is not None
-    loss = trainer.step.evaluate(corpus.validation, deck.run.evaluate_sequences)["loss"]
-    engine.close()
-    del trainer, engine
+    loss = trainer.evaluate(corpus.validation, deck.run.evaluate_sequences)["loss"]
+    trainer.engine.close()
+    del trainer
     gc.collect()
     return FormFigures(name, changes, payload.bytes / deck.run.steps, loss, payload.tokens / seconds)
 

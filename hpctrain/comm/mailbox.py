@@ -45,6 +45,8 @@ class Mailbox:
         self.group = group
         group.comparer = None  # which letter comes next, no rank can know
         self._communicator = communicator_of(group.objects)
+        self.received = 0
+        """Bytes that came; the ledger counts what is sent."""
         self._sending: dict[int, list[Work[Any]]] = {rank: [] for rank in range(group.size)}
 
     def send(self, receiver: int, numbers: Sequence[float], *tensors: Tensor) -> None:
@@ -81,6 +83,7 @@ class Mailbox:
             return None
         sender = status.Get_source()
         numbers = torch.empty(status.Get_count(MPI.DOUBLE), dtype=torch.float64)
+        self.received += numbers.nbytes
         return Letter(sender, tuple(self.group.recv(numbers, sender, _NUMBERS).tolist()))
 
     def take(self, meanwhile: Callable[[], object] = lambda: None) -> Letter:
@@ -105,4 +108,5 @@ class Mailbox:
 
     def receive(self, sender: int, tensor: Tensor) -> Tensor:
         """The next tensor of a letter of `sender`, into all of `tensor`; itself."""
+        self.received += tensor.nbytes
         return self.group.recv(tensor, sender, _TENSORS) if tensor.numel() else tensor

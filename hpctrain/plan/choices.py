@@ -36,6 +36,9 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     for name in get_args(Communication.model_fields["compress"].annotation):
         if name != "none":
             yield name, _changes(deck, [*replicas, f"communication.compress={name}", *more.get(name, ())])
+    for name in get_args(Communication.model_fields["server"].annotation):
+        if name != "none":
+            yield f"server {name}", _changes(deck, [*replicas, f"communication.server={name}"])
     data = data_ranks(deck, ranks)
     if not replicas or data == 1:
         return

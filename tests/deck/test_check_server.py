@@ -26,6 +26,7 @@ SERVER = "communication.server=async"
             [SERVER, "communication.compensation=0.5"],
             'is for communication.staleness_correction = "compensate"',
         ),
+        ([SERVER, "communication.compress=sign"], 'pushes travel as they are ("none" would do)'),
         ([SERVER, "layout.zero=1"], "the servers have a slice of all state each anyway (0 would do)"),
         ([SERVER, "layout.tensor=2"], "a worker is one rank, which has the whole model (1 would do)"),
         ([SERVER, "layout.pipeline=2"], "a worker is one rank, which has the whole model (1 would do)"),

@@ -19,8 +19,9 @@ from hpctrain.watch.stragglers import WINDOW, Straggler, find_stragglers, warn_o
 class Book:
     """Advances `state` by the pushes that are applied: as many as there are `workers` are a step.
 
-    `names` are those of the figures, `tell` gets every step but the one after which all meet, which stays in
-    `last`. `staleness` counts the pushes of each staleness, those of all steps together.
+    `names` are those of the figures, `moved` tells the bytes that this rank has sent and received, `tell`
+    gets every step but the one after which all meet, which stays in `last`. `staleness` counts the pushes of
+    each staleness, those of all steps together.
     """
 
     def __init__(
@@ -29,20 +30,22 @@ class Book:
         names: Sequence[str],
         workers: int,
         tell: Callable[[StepDone], None],
+        moved: Callable[[], int] = lambda: 0,
     ) -> None:
         self.state, self.names, self.workers, self.tell = state, tuple(names), workers, tell
+        self.moved = moved
         self.staleness: Counter[int] = Counter()
         self.seconds: list[deque[float]] = [deque(maxlen=4 * WINDOW) for _ in range(workers)]
         """How long each worker computed its newest shares, until `SlowWorkers` takes them."""
         self.last: StepDone | None = None
         self.end = state.step
-        self._began = time.perf_counter()
+        self._began, self._moved = time.perf_counter(), moved()
         self._begin_step()
 
     def begin(self, end: int) -> None:
         """Steps up to `end` follow."""
         self.end, self.last = end, None
-        self._began = time.perf_counter()
+        self._began, self._moved = time.perf_counter(), self.moved()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -94,7 +97,9 @@ class Book:
         result = StepResult(figures, norm, rate, batch, seen, all_skipped, staleness=histogram)
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        done = StepDone(result, state, seconds, seconds)
+        moved = self.moved()
+        payload, self._moved = moved - self._moved, moved
+        done = StepDone(result, state, seconds, seconds, payload)
         self._begin_step()
         if state.step == self.end:
             self.last = done

@@ -15,10 +15,12 @@ from hpctrain.comm.mailbox import Mailbox
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Engine
+from hpctrain.engine.build import Engine, make_mesh
 from hpctrain.engine.roles import Roles
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import parameter_list
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.plan.served import build_role_within_memory
 from hpctrain.train.hook import StepDone
 from hpctrain.train.server.book import Book, SlowWorkers, histogram_text
 from hpctrain.train.server.letters import HEAD
@@ -61,7 +63,7 @@ class ServedTrainer(Trainer):
         self.book: Book | None = None
         if world.rank == HEAD:
             names = (*engine.objective.figures, *engine.terms)
-            self.book = Book(self.state, names, roles.workers, self._tell)
+            self.book = Book(self.state, names, roles.workers, self._tell, self._moved)
         self._problem: HpctrainError | None = None
 
     @property
@@ -139,13 +141,13 @@ class ServedTrainer(Trainer):
         last = None if self.book is None else self.book.last
         here = None
         if self.book is not None:
-            row = None if last is None else [asdict_of(last.result), last.seconds]
+            row = None if last is None else [asdict_of(last.result), last.seconds, last.payload]
             here = [asdict(self.state), row]
         state, row = self.world.everyone.broadcast_object(here, HEAD)
         self.begin(TrainState(**state))
         if row is None:
             return None
-        done = last or StepDone(result_of(row[0]), self.state, row[1], row[1])
+        done = last or StepDone(result_of(row[0]), self.state, row[1], row[1], row[2])
         for hook in self.hooks:
             hook.after_step(done)
         return done
@@ -162,6 +164,9 @@ class ServedTrainer(Trainer):
         shared: dict[str, float] = self.world.everyone.broadcast_object(figures, self.roles.servers)
         return shared
 
+    def _moved(self) -> int:
+        return self.world.ledger.bytes + self.mailbox.received
+
     def _tell(self, done: StepDone) -> None:
         """Tell the hooks of a step at which the other ranks are not."""
         try:
@@ -171,6 +176,18 @@ class ServedTrainer(Trainer):
             assert self.server is not None
             self._problem = error
             self.server.break_off()
+
+
+def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
+    """The trainer of a deck whose vocabulary is settled, with servers or without. Collective.
+
+    HpctrainError on all ranks where its memory is not there, or the deck cannot be run here.
+    """
+    if deck.communication.server == "none":
+        engine, _ = build_within_memory(deck, world, make_mesh(deck, world))
+        return Trainer(deck, engine, batches)
+    engine, _ = build_role_within_memory(deck, world, lambda: None)
+    return ServedTrainer(deck, world, engine, batches)
 
 
 def asdict_of(result: StepResult) -> dict[str, object]:

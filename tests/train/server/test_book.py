@@ -51,6 +51,16 @@ def test_an_update_of_all_pushes_is_skipped_as_a_whole() -> None:
     assert done.result.staleness == (1, 1)
 
 
+def test_a_step_tells_the_bytes_that_its_rank_has_moved() -> None:
+    told: list[StepDone] = []
+    moved = iter((100, 120, 150, 190))
+    made = Book(TrainState(), ("loss",), 1, told.append, lambda: next(moved))
+    made.begin(5)
+    made.enter([0], [push(8.0, 4)], [0], 1.0, 0.1, True, 12)
+    made.enter([0], [push(8.0, 4)], [0], 1.0, 0.1, True, 12)
+    assert [done.payload for done in told] == [30, 40]
+
+
 def test_the_last_step_before_all_meet_is_kept_for_them() -> None:
     told: list[StepDone] = []
     made = book(1, told)

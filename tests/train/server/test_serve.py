@@ -16,6 +16,7 @@ import torch
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.plan.served import served_bytes
+from hpctrain.train.hook import Hook
 from hpctrain.train.server.letters import Push
 from hpctrain.train.server.serve import Server
 from hpctrain.train.server.trainer import ServedTrainer
@@ -80,7 +81,9 @@ def test_nobody_is_further_ahead_than_the_distance(
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize(("mode", "tied"), [("sync", True), ("async", False)])
-def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(world: World, mode: str, tied: bool) -> None:
+def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str, tied: bool
+) -> None:
     """Of an untied table the rows that a share touches travel alone, with their numbers."""
     keys = (f"model.tied={str(tied).lower()}", "precision.compute=bf16", "model.vocabulary=61")
     deck = served_deck(mode, 1, *keys)
@@ -97,6 +100,10 @@ def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(world: World, mod
 
         training.worker.step.take = noted  # type: ignore[method-assign]
     world.ledger.reset()
+    payloads: list[int] = []
+    telling = Hook()
+    monkeypatch.setattr(telling, "after_step", lambda done: payloads.append(done.payload))
+    training.hooks.append(telling)
     training.train_step()
     sent = sum(row.bytes for row in world.ledger.rows() if row.axis == "server" and row.operation == "send")
     total = sum(world.everyone.all_gather_object(sent))
@@ -108,6 +115,8 @@ def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(world: World, mod
     letters = 3 * served_bytes(0, 1, 1, rows=[] if tied else [(0, 32)])
     rows = 0 if tied else sum(counts) * (32 * 6 + 8)
     assert total == 3 * dense * 6 + rows + letters + meeting
+    # All of it passes the one server, and its figures tell so to all.
+    assert payloads == [total]
     assert tied or 0 < max(counts) < 61
     assert 3 * served_bytes(dense, 1, 1, 4, 2, rows=[] if tied else [(0, 32)]) == 3 * dense * 6 + letters
 
