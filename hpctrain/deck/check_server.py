@@ -14,6 +14,7 @@ _SERVER = "communication.server"
 _ALONE: tuple[tuple[str, object, str], ...] = (
     ("communication.compress", "none", "pushes travel as they are"),
     ("communication.local_steps", 1, "workers have no weights of their own to go on with"),
+    ("communication.outer", "average", "workers have no weights of their own to go on with"),
     ("layout.replicas", 1, "workers have no weights of their own to go on with"),
     ("layout.tensor", 1, "a worker is one rank, which has the whole model"),
     ("layout.pipeline", 1, "a worker is one rank, which has the whole model"),
