@@ -29,6 +29,8 @@ def given(name: str, length: int, rank: int, step: int) -> Array:
     values = draw.standard_normal(length).astype(np.float32) * np.float32(10.0 ** draw.integers(-3, 2))
     if "bias" in name and step % 2:
         values[::3] = 0
+    if name == "final_norm.weight" and step < 4:
+        values[:2] = 0  # whose first gradients come late
     return np.zeros(length, np.float32) if name == "final_norm.bias" else values
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import cycle
 from math import ceil
 from pathlib import Path
 
@@ -53,19 +54,6 @@ def same(one: Trainer, other: Trainer) -> bool:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("form", FORMS)
-def test_sums_are_exact_at_first(world: World, form: str, zero: int) -> None:
-    cut = f"layout.zero={zero}"
-    exact, compressed = made(world, exact_of(form, cut)), made(world, deck_of(form, cut))
-    losses = [step.loss for step in exact.train(WARMUP)]
-    assert [step.loss for step in compressed.train(WARMUP)] == losses
-    assert same(exact, compressed)
-    exact.train(1), compressed.train(1)
-    assert not same(exact, compressed)
-
-
-@pytest.mark.mpi(min_size=2, max_size=2)
 def test_all_elements_are_the_exact_sum(world: World) -> None:
     for more in ((), ("optimizer.name=sgd", "optimizer.momentum=0.9")):
         exact = made(world, more)
@@ -75,20 +63,22 @@ def test_all_elements_are_the_exact_sum(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("form", FORMS)
-def test_it_learns(world: World, form: str) -> None:
-    keys = ("learning_rate.peak=3e-2",) if form == "dgc" else ()
+@pytest.mark.parametrize(("form", "zero"), zip(FORMS, cycle((0, 1))))
+def test_it_is_exact_at_first_and_learns_in_fewer_bytes(world: World, form: str, zero: int) -> None:
+    keys = (f"layout.zero={zero}", *(("learning_rate.peak=3e-2",) if form == "dgc" else ()))
     exact, compressed = made(world, exact_of(form, *keys)), made(world, deck_of(form, *keys))
-    last = exact.train(20)[-1].loss
-    steps = compressed.train(20)
-    assert steps[-1].loss < steps[WARMUP].loss
-    assert steps[-1].loss < 1.1 * last
+    losses = [step.loss for step in exact.train(WARMUP)]
+    assert [step.loss for step in compressed.train(WARMUP)] == losses
+    assert same(exact, compressed)
+    expected, found = ([step.loss for step in each.train(13)] for each in (exact, compressed))
+    assert not same(exact, compressed)
+    assert found[-1] < found[0]
+    assert found[-1] < 1.1 * expected[-1]
     check_replicas(compressed.engine.buckets, world.everyone)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("form", ["int8", "onebit", "dgc"])
+@pytest.mark.parametrize(("form", "zero"), [("int8", 0), ("sign", 1), ("onebit", 1), ("dgc", 0)])
 def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, zero: int) -> None:
     keys = deck_of(form, f"layout.zero={zero}", f"run.dir={mpi_tmp_path}")
     training = made(world, keys)
@@ -109,7 +99,7 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, form: str, 
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("form", ["vote", "onebit", "topk", "dgc"])
+@pytest.mark.parametrize("form", ["vote", "onebit", "dgc"])
 def test_zero_cuts_what_all_would_have(world: World, form: str) -> None:
     """Of those whose sums come whole, or are coded without any loss, bit for bit."""
     whole, cut = made(world, deck_of(form)), made(world, deck_of(form, "layout.zero=1"))
@@ -117,31 +107,31 @@ def test_zero_cuts_what_all_would_have(world: World, form: str) -> None:
     assert same(whole, cut)
 
 
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "pipeline": ("layout.pipeline=2",),
-    "pipeline, cut": ("layout.pipeline=2", "layout.zero=1"),
-    "tensor": ("layout.tensor=2", "layout.zero=1"),
-    "context": ("layout.context=2",),
-    "experts": (*LLAMA, "model.experts=4", "layout.expert=2", "layout.zero=1"),
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "pipeline": (("layout.pipeline=2",), ("sign", "topk")),
+    "pipeline, cut": (("layout.pipeline=2", "layout.zero=1"), ("int8", "onebit")),
+    "tensor": (("layout.tensor=2", "layout.zero=1"), ("sign", "vote")),
+    "context": (("layout.context=2",), ("onebit",)),
+    "experts": ((*LLAMA, "model.experts=4", "layout.expert=2", "layout.zero=1"), ("int8", "dgc")),
     "frozen, halves": (
-        'model.frozen=["blocks.0.*"]',
-        "precision.compute=bf16",
-        "precision.gradients=compute",
+        ('model.frozen=["blocks.0.*"]', "precision.compute=bf16", "precision.gradients=compute"),
+        ("bf16", "vote", "onebit", "dgc"),
     ),
 }
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-@pytest.mark.parametrize("form", FORMS)
-def test_copies_stay_the_same_on_any_layout(world: World, form: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_stay_the_same_on_any_layout(world: World, layout: str) -> None:
     """Padding stays zero, too: of the vocabulary, and behind parameters."""
-    for layout, keys in LAYOUTS.items():
+    keys, forms = LAYOUTS[layout]
+    for form in forms:
         training = made(world, deck_of(form, *keys, warmup=3))
         before = {name: values.clone() for name, values in training.parameters().items()}
         losses = [step.loss for step in training.train(6)]
         engine = training.engine
         check_replicas(engine.buckets, world.everyone)
-        assert losses[-1] < losses[0], (layout, losses)
+        assert losses[-1] < losses[0], (form, losses)
         after = training.parameters()
         for bucket in engine.buckets:
             assert not any(bucket.values[gap].any() for gap in bucket.layout.gaps)  # type: ignore[index]
@@ -150,11 +140,11 @@ def test_copies_stay_the_same_on_any_layout(world: World, form: str) -> None:
                 trained = segment.parameter.requires_grad
                 if not shard.name.endswith("key.bias"):  # which the loss does not depend on
                     assert trained != torch.equal(after[shard.name], before[shard.name]), shard.name
-                assert not after[shard.name][shard.extent[0] :].any(), (layout, shard.name)
+                assert not after[shard.name][shard.extent[0] :].any(), (form, shard.name)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["sign", "onebit", "dgc"])
 def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> None:
     """Steps that overflow leave nothing that is not finite; afterwards it is as in single precision."""
     keys = (
@@ -171,17 +161,13 @@ def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> No
         sum(float(t.values.double().norm()) for t in each.engine.state() if t.kind.startswith("reducer/"))  # type: ignore[union-attr]
         for each in (training, plain)
     )
-    if expected:
-        assert 0.2 < kept / training.engine.loss_scale.value / expected < 5
+    assert 0.2 < kept / training.engine.loss_scale.value / expected < 5
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "zero"), zip(FORMS, cycle((1, 0))))
 def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> None:
-    keys = deck_of(form, f"layout.zero={zero}")
-    training, plain = made(world, keys), made(world, exact_of(form, f"layout.zero={zero}"))
-    training.train(WARMUP + 1)
+    training = made(world, deck_of(form, f"layout.zero={zero}"))
     planned = plan_memory(training.deck, world.size, 61).stages[0].memory
     ledger = MemoryLedger(training.engine, training.activations, plan_memory(training.deck, 2, 61), Path())
     held = ledger.held().optimizer
@@ -189,7 +175,7 @@ def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> N
         BLOCK * 4 * len(training.engine.buckets)
     )  # where blocks cannot be shared evenly, the first has more
     assert held == planned.optimizer or (world.rank and planned.optimizer - less <= held < planned.optimizer)
-    without = plan_memory(plain.deck, world.size, 61).stages[0].memory
+    without = plan_memory(small_deck(*exact_of(form, f"layout.zero={zero}")), world.size, 61).stages[0].memory
     states = [t for t in training.engine.state() if t.kind.startswith("reducer/")]
     assert (planned.optimizer > without.optimizer) == bool(states) == (form != "vote")
     assert planned.buffer > without.buffer
