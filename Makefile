@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run shell test test-full cluster-test install lint format bench clean
+.PHONY: help run shell test test-full cluster-test link-bench install lint format bench clean
 
 RANKS ?= 1 2 4 8
 ARGS ?=
@@ -49,6 +49,7 @@ help:
 	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not 24 of them, and then"
 	@echo "               hundreds of damaged checkpoints, kills and signals"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
+	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
 	@echo "make install   virtual environment with torch, mpi4py and parallel h5py; MPI and HDF5 through apt where it may"
 	@echo "make lint      ruff, mypy, import-linter"
 	@echo "make format    ruff's formatter and its safe fixes"
@@ -79,6 +80,10 @@ test-full: test
 cluster-test: install
 	@tests/cluster/install.sh
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m pytest -q -n 3 --dist worksteal -m cluster tests/cluster $(ARGS)
+
+link-bench: install
+	@tests/cluster/install.sh
+	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) -m tests.cluster.link_speed $(ARGS)
 
 $(QUICK)-data/tokens.h5: | install
 	@echo "== corpus: the Python standard library's own sources"

@@ -282,6 +282,11 @@ class Cluster:
         self.run("tc", "qdisc", "replace", "dev", node, *limit)
         self.run("tc", "qdisc", "replace", "dev", "eth0", *limit, on=node)
 
+    def free_link(self, node: str) -> None:
+        """Lift the limit of a node's link."""
+        self.run("tc", "qdisc", "delete", "dev", node, "root")
+        self.run("tc", "qdisc", "delete", "dev", "eth0", "root", on=node)
+
     def repair(self) -> None:
         """No jobs, no limits, all nodes there and idle: what is not so is started anew."""
         if left := self.jobs():

@@ -1,0 +1,107 @@
+"""What a slow link costs, measured on the virtual cluster: `make link-bench` (as root).
+
+Two nodes of one rank each train the quickstart's model by exact sums, PowerSGD and DiLoCo, by turns over the
+link as it is and over one that `tc tbf` limits to 100 Mbit/s each way. Beside the measured step stands the
+one that `hpctrain plan` foretells from the step without the limit. Batches are small, lest computing hide the
+link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from hpctrain.plan.deck import plan_deck
+from hpctrain.plan.forms import LinkWish
+from hpctrain.plan.links import WARMING
+from hpctrain.report.rows import read_metrics
+from hpctrain.table import table
+from hpctrain.units import format_bytes, format_count, format_seconds, parse_link
+from tests.cluster.cluster import ROOT, Cluster, missing
+
+RANKS = 2
+FORMS = {
+    "exact": (),
+    "powersgd": ("communication.compress=powersgd", "communication.rank=4"),
+    "diloco": ("layout.replicas=2", "communication.local_steps=20", "communication.outer=diloco"),
+}
+BATCH = ("batch.global_size=4", "batch.micro_size=2", "run.evaluate_sequences=2")
+HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "tokens/s", "over the link")
+
+
+def main() -> int:
+    """Measure, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", default="100mbit", help="of the link, as tc writes it")
+    parser.add_argument("--link", default="100 Mbit/s", help="the same, as hpctrain does")
+    parser.add_argument("--steps", type=int, default=43, help="of each run, the first ones not counted")
+    parser.add_argument("--rounds", type=int, default=2, help="by turns, each with all forms")
+    parser.add_argument("--deck", default=str(ROOT / "inputs" / "quickstart.toml"))
+    wish = parser.parse_args()
+    why = missing()
+    if why is not None:
+        print(f"the virtual cluster {why}")
+        return 0
+    folder = Path(tempfile.mkdtemp(prefix="hpctrain-link-"))
+    try:
+        with Cluster(folder) as cluster:
+            rows = measure(cluster, wish)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(table([HEAD, *rows])))
+    return 0
+
+
+def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]:
+    """The rows of the table."""
+    tokens = cluster.folder / "tokens.h5"
+    library = Path(sys.modules["json"].__file__ or "").parents[1]
+    hpctrain = ("python", "-m", "hpctrain")
+    cluster.run(*hpctrain, "prepare", tokens, library / "email", library / "asyncio", "--glob", "*.py")
+    base = (f"run.steps={wish.steps}", f"data.tokens={tokens}", "run.evaluate_every=0", "checkpoint.every=0")
+    base = (*base, *BATCH, "machine.peak_flops=1e11")
+    seconds: dict[tuple[str, bool], list[list[float]]] = {}
+    for turn in range(wish.rounds):
+        for form, keys in FORMS.items():
+            for limited in (False, True):
+                if limited:
+                    cluster.limit_link("n2", wish.rate)
+                run = cluster.folder / f"{form}-{limited}-{turn}"
+                settings = [word for key in (*base, *keys, f"run.dir={run}") for word in ("--set", key)]
+                started = ("srun", "-N", "2", "-n", "2", "--mpi=pmix", *hpctrain, "run", wish.deck, *settings)
+                cluster.run(*started, timeout=1800)
+                if limited:
+                    cluster.free_link("n2")
+                rows = read_metrics(run / "metrics.jsonl")
+                seconds.setdefault((form, limited), []).append([row["seconds"] for row in rows])
+    found = []
+    for form, keys in FORMS.items():
+        period = next((int(key.partition("=")[2]) for key in keys if "local_steps" in key), 1)
+        free, over = (mean_step(seconds[form, limited], period) for limited in (False, True))
+        link = LinkWish(parse_link(wish.link), free)
+        plan = plan_deck(Path(wish.deck), RANKS, [*base, *keys], ranks_per_node=1, advised=False, wish=link)
+        assert plan.moved.over is not None
+        planned = plan.moved.over.own.seconds
+        payload = format_bytes(sum(plan.moved.own.most.payload().values()))
+        of_step = plan.deck.batch.global_size * plan.deck.batch.sequence
+        rates = (format_count(of_step / each) for each in (free, over))
+        times = map(format_seconds, (free, over, planned))
+        found.append((form, payload, *times, f"{100 * (planned / over - 1):+.1f}%", *rates))
+    return found
+
+
+def mean_step(runs: Sequence[Sequence[float]], period: int) -> float:
+    """Seconds of a step: of those that end a period and of the others the median each, but the first ones."""
+    numbered = [(step, taken) for run in runs for step, taken in enumerate(run, 1) if step > WARMING]
+    meetings = [taken for step, taken in numbered if step % period == 0]
+    others = [taken for step, taken in numbered if step % period]
+    return (median(meetings) + (period - 1) * (median(others) if others else 0.0)) / period
+
+
+if __name__ == "__main__":
+    sys.exit(main())
