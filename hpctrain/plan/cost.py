@@ -50,6 +50,7 @@ def form_seconds(deck: Deck, plain: Deck, ranks: int, vocabulary: int, ranks_per
     while blocks > 1 and count(_with_layers(shape, blocks)).parameters > PARAMETERS:
         blocks = (blocks + 1) // 2
     timed = _with_layers(shape, blocks)
+    torch.set_num_threads(deck.run.threads)
     scale = count(shape).parameters / count(timed).parameters / deck.layout.pipeline
     taken = [_seconds(each, timed, ranks, ranks_per_node) for each in (deck, plain)]
     return max(0.0, scale * (taken[0] - taken[1]))
@@ -76,15 +77,16 @@ def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> 
         stage.synchronizer.after_step(True, 1.0)
 
     with torch.no_grad():
-        return _least(sums) + _least(meet) / period
+        return (_least(sums) + _least(meet) / period) / deck.run.threads
 
 
 def _least(act: Callable[[], None]) -> float:
+    """Seconds of processors: others may be busy on this machine."""
     taken = []
     for _ in range(_ROUNDS):
-        began = time.perf_counter()
+        began = time.process_time()
         act()
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
     return min(taken)
 
 

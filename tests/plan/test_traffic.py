@@ -89,6 +89,29 @@ def test_every_form_of_sums_sends_what_was_planned(world: World) -> None:
             assert (planned.most.payload()["data x context"] < exact) == (form != "none"), form
 
 
+LOCAL = {
+    "average": ("layout.zero=1",),
+    "diloco": ("communication.outer_format=int8",),
+    "streaming": ("communication.outer=diloco", "communication.fragments=2", "communication.delay=1"),
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("form", LOCAL)
+def test_replicas_send_what_was_planned(world: World, form: str) -> None:
+    """The mean over the steps between two meetings, where they meet at all."""
+    if world.size == 3:
+        pytest.skip("two replicas are to be alike")
+    keys = ("layout.replicas=2", "communication.local_steps=4", *LOCAL[form])
+    outer = () if form == "streaming" else (f"communication.outer={form}",)
+    deck = small_deck(*keys, *outer)
+    planned, told = plan_traffic(deck, world.size, VOCABULARY).stages[0].payload(), sent(world, deck, 4)
+    # What figures of outer steps add to those that all ranks sum is left out.
+    assert planned.pop("world") <= told.pop("world")
+    assert world.rank or planned == told
+    assert planned["replicas"] > 0
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_experts_are_planned_where_loads_are_even(world: World) -> None:
     """Sums of gradients to the byte, what experts get up to the routers' choices."""
