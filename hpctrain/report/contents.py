@@ -99,10 +99,12 @@ def contents_text(facts: Contents) -> list[str]:
 
 
 def layout_text(layout: Mapping[str, int]) -> str:
-    """`data 2 x tensor 4, zero 1`: the axes of more than one rank."""
-    axes = [f"{axis} {size}" for axis, size in layout.items() if axis != "zero" and size != 1]
-    zero = [f"zero {layout['zero']}"] if layout.get("zero") else []
-    return ", ".join([" x ".join(axes) or "one rank", *zero])
+    """`data 2 x tensor 4, zero 1`: the axes of more than one rank, and how they are cut."""
+    cut = {name: size for name, size in layout.items() if name in {"zero", "replicas"}}
+    axes = [f"{axis} {size}" for axis, size in layout.items() if axis not in cut and size != 1]
+    return ", ".join(
+        [" x ".join(axes) or "one rank", *(f"{name} {size}" for name, size in cut.items() if size)]
+    )
 
 
 def shape_text(shape: Sequence[int]) -> str:

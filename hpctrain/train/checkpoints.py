@@ -38,7 +38,8 @@ class Checkpoints(Hook):
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
         self.longest = 0.0  # seconds from beginning to end of the slowest one so far
-        self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero}
+        replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
+        self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
         self.provenance = Provenance(
             deck.run.title, deck.run.dir, self.layout, engine.world.size, deck.run.steps
         )
@@ -142,7 +143,7 @@ class Checkpoints(Hook):
         engine.optimizer.updates = int(state["updates"])
         replicas, now = stored_replicas(structure.datasets), engine.replica[1]
         engine.outer.resumed(engine.optimizer, replicas)
-        if engine.outer.differs and replicas not in {0, now}:
+        if replicas not in {0, now}:
             sentence = "%s: %s from the outer model on, each with optimizer state of one of the %d, in turns"
             logging.getLogger("hpctrain").info(sentence, path, counted(now, "replica"), replicas)
         if engine.loss_scale.window and state["loss_scale"] is not None:

@@ -225,6 +225,24 @@ def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, steps: int,
     assert_equal(outer_of(again), outer_of(training))
 
 
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("form", ["int8", "powersgd"])
+def test_replicas_compress_their_own_sums(world: World, mpi_tmp_path: Path, form: str) -> None:
+    """With residuals of their own, of ranks and of sums; nothing of it passes between replicas."""
+    more = (*DILOCO, *keys(local_steps=3), "batch.global_size=16", f"run.dir={mpi_tmp_path}")
+    exact = trainer(world, small_deck(*more))
+    deck = small_deck(*more, f"communication.compress={form}")
+    training = trainer(world, deck)
+    losses = [step.loss for step in exact.train(4)]
+    assert [step.loss for step in training.train(4)] == pytest.approx(losses, rel=0.05)
+    again = restored(world, deck, saved(deck, training))
+    training.engine.world.ledger.reset()
+    assert again.train(1) == training.train(1)
+    assert sent(training) == 0
+    assert again.train(2) == training.train(2)
+    assert_equal(again.parameters(), training.parameters())
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_other_numbers_of_replicas_begin_from_the_outer_model(world: World, mpi_tmp_path: Path) -> None:
     """One that is left goes on with weights, momentum and rate; so do two that follow it."""

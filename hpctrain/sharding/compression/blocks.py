@@ -145,15 +145,21 @@ class Blocks:
             yield StateTensor(kind, shard, values, piece.offset, copy, True, "as a sum")
 
     def state_of_owner(self, kind: str, blocks: Tensor) -> Iterator[StateTensor]:
-        """State of flat `blocks` that no other rank of their group has."""
+        """State of flat `blocks` that no other rank of their group has; each replica has its own where these
+        are apart.
+        """
         for piece in self.pieces:
             held = piece.segment.replication
-            replicas, holders = held.sharding.replicas, held.holders
-            copy = replicas.rank * holders.size + holders.rank, replicas.size * holders.size
+            replicas, holders, apart = held.sharding.replicas, held.holders, held.sharding.apart
+            shard, copy = piece.segment.parameter.shard, (holders.rank, holders.size)
+            if apart:
+                shard = shard.stacked(replicas.rank, replicas.size)
+            else:
+                copy = replicas.rank * holders.size + holders.rank, replicas.size * holders.size
             values = blocks[piece.first : piece.first + piece.length]
             # The ends of a pipeline cut tied embeddings at other places: one of them writes.
             written = held.stage_copy == 0
-            yield StateTensor(kind, piece.segment.parameter.shard, values, piece.offset, copy, written)
+            yield StateTensor(kind, shard, values, piece.offset, copy, written, of_replicas=apart)
 
     @staticmethod
     def _overlap(piece: Piece, part: slice) -> Span:
