@@ -18,9 +18,12 @@ from hpctrain.comm.world import World
 from hpctrain.engine.nodes import cut_by_node
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError
+from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.traffic import plan_traffic
 from hpctrain.sharding.compression.between import BetweenNodes
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.replication import Nodes
+from hpctrain.sharding.state import state_bytes
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import Trainer, small_deck, trainer
 
@@ -102,6 +105,10 @@ def test_ranks_of_a_node_take_turns_and_send_what_the_forms_say(
     whole = 4 * sum(bucket.length for bucket in training.engine.buckets)
     inside = {name: count for (axis, name), count in moved.items() if axis == "data x context"}
     assert inside == {"reduce": whole, "broadcast": whole}
+    planned = plan_traffic(training.deck, world.size, 61, ranks_per_node=2).stages[0].payload()
+    assert world.rank or planned["nodes"] == between
+    held = plan_memory(training.deck, world.size, 61, ranks_per_node=2).stages[0].memory.optimizer
+    assert world.rank or state_bytes(training.engine.state(), training.engine.buckets) == held
     every = sum(world.everyone.all_gather_object(between))
     plain = trainer(world, small_deck(*POWER))
     world.ledger.reset()
