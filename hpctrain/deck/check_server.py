@@ -19,8 +19,6 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("layout.tensor", 1, "a worker is one rank, which has the whole model"),
     ("layout.pipeline", 1, "a worker is one rank, which has the whole model"),
     ("layout.context", 1, "a worker is one rank, which has the whole model"),
-    ("layout.replicas", 1, "workers go by themselves anyway"),
-    ("communication.outer", "average", "workers have no outer model but the servers'"),
     ("layout.zero", 0, "the servers have a slice of all state each anyway"),
     (
         "model.experts",

@@ -49,10 +49,6 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
             "communication.compress_between=nodes: cannot be with layout.replicas = 2: sums are compressed",
         ),
         (
-            ["server=sync", "outer=diloco"],
-            "communication.outer=diloco: does not go with communication.server",
-        ),
-        (
             ["replicas=2", "local_steps=3", "delay=3"],
             "communication.delay=3: must be below communication.local_steps = 3: what is under way arrives",
         ),
