@@ -37,8 +37,8 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch, per_node: int) -> None:
     monkeypatch.setattr(Mesh, "nodes", lambda _, group: [rank // per_node for rank in group.ranks])
 
 
-def losses(training: Trainer) -> list[float]:
-    return [step.loss for step in training.train(STEPS)]
+def losses(training: Trainer, steps: int = STEPS) -> list[float]:
+    return [step.loss for step in training.train(steps)]
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
@@ -81,6 +81,37 @@ def test_slices_and_whole_sums_have_the_same_bits(
     for name, values in cut.parameters().items():
         assert torch.equal(values, parameters[name]), name
     check_replicas(cut.engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize(
+    ("form", "per_node"),
+    [
+        (("compress=sign",), 2),
+        (("compress=topk", "ratio=0.1"), 2),
+        (("compress=onebit", "warmup=4"), 2),
+        (("compress=onebit", "warmup=4"), 4),
+    ],
+)
+def test_all_forms_act_between_nodes(
+    world: World, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...], per_node: int
+) -> None:
+    on_nodes(monkeypatch, per_node)
+    keys = (*form, "compress_between=nodes")
+    training = trainer(world, small_deck("optimizer.clip=0", *(f"communication.{key}" for key in keys)))
+    found, exact = losses(training, 6), losses(trainer(world, small_deck("optimizer.clip=0")), 6)
+    check_replicas(training.engine.buckets, world.everyone)
+    assert found == pytest.approx(exact, rel=0.1)
+    assert found != exact
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_warm_up_is_that_of_ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, before anything is compressed."""
+    on_nodes(monkeypatch, 2)
+    found = losses(trainer(world, small_deck(*NODES, "communication.warmup=2")))
+    exact = losses(trainer(world, small_deck()))
+    assert found[:3] == exact[:3] and found[3] != exact[3]
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
