@@ -46,7 +46,7 @@ def gone_on(
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-@pytest.mark.parametrize("mode", ["sync", "stale", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_goes_on_with_others_or_none(world: World, mpi_tmp_path: Path, mode: str) -> None:
     """Two workers and two servers write; three and one go on, and so do three plain ranks."""
     deck = served_deck(mode, 2, *KEYS, f"run.dir={mpi_tmp_path}/run")
