@@ -73,7 +73,7 @@ def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = Fal
     from matplotlib.ticker import FuncFormatter
 
     key, words = _KEYS[cost]
-    figure, (axes,) = make_figure(f"Loss against {cost}", ["loss (nats per token)"], runs)
+    figure, (axes,) = make_figure(f"Loss against {cost}", ["loss (nats per token; points: held out)"], runs)
     totals = []
     for index, run in enumerate(runs):
         spent = spent_until(run, key)
@@ -82,14 +82,14 @@ def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = Fal
         held_out = _against(run, "validation_loss", spent)
         style: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4, "linewidth": 1.2}
         if len(held_out[0]):
-            axes.plot(*held_out, color=f"C{index}", label=f"{run.label}, validation", **style)
+            axes.plot(*held_out, color=f"C{index}", **style)
     axes.set_xlabel(words, fontsize=12)
     if max(totals) > _SPREAD * min(totals):
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
     written = format_bytes if cost == "bytes" else format_seconds
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value) if value else "0"))
     if log_loss:
         logarithmic(axes)
     add_legend(axes)
