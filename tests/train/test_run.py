@@ -103,6 +103,21 @@ def contents(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.mpi(max_size=2)
+def test_seconds_of_a_link_that_is_not_there_are_marked(
+    world: World, deck_file: Path, mpi_tmp_path: Path
+) -> None:
+    folder, link = mpi_tmp_path / "run", "1 Gbit/s, 10 us"
+    keys = ["run.steps=2", "run.evaluate_every=0", "checkpoint.every=0", f"communication.emulate={link}"]
+    assert run_deck(world, deck_file, [f"run.dir={folder}", *keys]) == 0
+    world.emulate(None)
+    if world.rank == 0:
+        rows = read_metrics(folder / "metrics.jsonl")
+        assert [row["emulated_link"] for row in rows] == [link, link]
+        assert all((row["payload_bytes"] > 0) == (world.size > 1) for row in rows)
+        assert f"one of {link}; seconds and tokens/s are" in (folder / "log.txt").read_text()
+
+
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_ten_steps_and_ten_more_are_twenty(
