@@ -100,7 +100,7 @@ def contents_text(facts: Contents) -> list[str]:
 
 def layout_text(layout: Mapping[str, int]) -> str:
     """`data 2 x tensor 4, zero 1`: the axes of more than one rank, and how they are cut."""
-    cut = {name: size for name, size in layout.items() if name in {"zero", "replicas"}}
+    cut = {name: size for name, size in layout.items() if name in {"zero", "replicas", "servers"}}
     axes = [f"{axis} {size}" for axis, size in layout.items() if axis not in cut and size != 1]
     return ", ".join(
         [" x ".join(axes) or "one rank", *(f"{name} {size}" for name, size in cut.items() if size)]

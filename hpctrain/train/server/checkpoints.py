@@ -29,7 +29,7 @@ class ServedCheckpoints(Checkpoints):
     ) -> None:
         super().__init__(deck, engine, known)
         self.world, self.serves = world, roles.serves(world.rank)
-        self.layout |= {"data": roles.workers, "zero": 0, "server": roles.servers}
+        self.layout |= {"data": roles.workers, "zero": 0, "servers": roles.servers}
         self.provenance = self.provenance.of(world.size, self.layout)
 
     def expected_bytes(self) -> float:

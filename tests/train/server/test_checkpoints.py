@@ -94,4 +94,4 @@ def test_servers_go_on_from_a_run_without_any(world: World, mpi_tmp_path: Path) 
 def test_the_history_tells_of_all_ranks(world: World, mpi_tmp_path: Path) -> None:
     path = saved(world, served_deck("async", 1, f"run.dir={mpi_tmp_path}/run"), 1)
     (segment,) = read_state(path, world.everyone)["history"]
-    assert segment["ranks"] == 2 and segment["layout"]["server"] == 1 and segment["layout"]["data"] == 1
+    assert segment["ranks"] == 2 and segment["layout"]["servers"] == 1 and segment["layout"]["data"] == 1

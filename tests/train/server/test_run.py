@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.prepare import prepare
 from hpctrain.errors import HpctrainError
+from hpctrain.report.contents import layout_text
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
@@ -65,8 +67,8 @@ def deck_file(world: World, folder: Path, mode: str) -> Path:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Its metrics, without what takes time."""
-    timed = {"seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "staleness"}
+    """Its metrics, without what takes time or is sent."""
+    timed = {"seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "staleness", "payload_bytes"}
     found = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in row.items() if name not in timed} for row in found]
 
@@ -89,6 +91,8 @@ def test_one_worker_and_a_server_are_a_run_of_one_rank(world: World, mpi_tmp_pat
         assert "staleness   pushes by staleness: 0: 6" in log
         plan = json.loads((served / "plan.json").read_text())
         assert plan["predicted"]["roles"] == {"servers": 1, "workers": 1} and len(plan["measured"]) == 2
+        layout = read_state(served / "checkpoints" / "step-00000006.h5")["history"][0]["layout"]
+        assert layout_text(layout) == "one rank, servers 1"
         assert {row["axis"] for row in json.loads((served / "ledger.json").read_text())} >= {"server"}
         # Each goes on from the other's.
         assert resume(world.alone(), served, [*without, "run.steps=8"]) == 0

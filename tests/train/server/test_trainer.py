@@ -11,6 +11,7 @@ from hpctrain.train.step import StepResult
 from tests.train.server.served import by_itself, part_of, served, served_deck, values
 
 STEPS = 4
+RAMP = ("model.tied=false", "model.dropout=0.1", "batch.ramp_from=6", "batch.ramp_steps=3")
 HALF = ("precision.compute=bf16", "optimizer.clip=0.1", 'model.frozen=["blocks.0.*"]')
 
 
@@ -51,7 +52,7 @@ def check_as_plain(world: World, mode: str, servers: int, workers: int, *overrid
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize(
     ("servers", "workers", "keys"),
-    [(1, 2, ()), (2, 2, HALF), (1, 3, ("model.tied=false", "model.dropout=0.1"))],
+    [(1, 2, ()), (2, 2, HALF), (1, 3, RAMP)],
 )
 def test_in_step_servers_train_as_plain_data_parallel_ranks(
     world: World, servers: int, workers: int, keys: tuple[str, ...]
