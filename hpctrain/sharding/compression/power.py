@@ -44,13 +44,13 @@ def orthonormal(stacks: Sequence[Tensor]) -> list[Tensor]:
     if not stacks:
         return []
     rank = max(stack.shape[-1] for stack in stacks)
-    wide = [stack.double() for stack in stacks]
+    wide = [stack.mT.double().contiguous() for stack in stacks]  # in rows, which products like better
     for _ in range(2):
-        grams = [functional.pad(each.mT @ each, (0, rank - each.shape[-1]) * 2) for each in wide]
-        factors = _orthonormalizing(torch.cat(grams)).split([len(gram) for gram in grams])
-        ranks = [each.shape[-1] for each in wide]
-        wide = [each @ factor[:, :r, :r] for each, factor, r in zip(wide, factors, ranks, strict=True)]
-    return [each.float() for each in wide]
+        grams = [functional.pad(each @ each.mT, (0, rank - each.shape[1]) * 2) for each in wide]
+        factors = _orthonormalizing(torch.cat(grams)).mT.split([len(gram) for gram in grams])
+        ranks = [each.shape[1] for each in wide]
+        wide = [factor[:, :r, :r] @ each for each, factor, r in zip(wide, factors, ranks, strict=True)]
+    return [each.float().mT for each in wide]
 
 
 def _orthonormalizing(grams: Tensor) -> Tensor:
