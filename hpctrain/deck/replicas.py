@@ -22,7 +22,14 @@ def with_ranks(deck: Deck, before: Deck, ranks_before: int, ranks: int) -> tuple
     if rest or not (may_part(deck) and may_part(before)):
         return deck, ""
     replicas, rest = divmod(ranks, of_replica)
-    return (deck, "") if rest or not replicas else _with(deck, replicas, ranks)
+    if rest or not replicas:
+        return deck, ""
+    deck, sentence = _with(deck, replicas, ranks)
+    old = before.layout.replicas
+    if sentence and replicas != old:
+        origin = f"the optimizer state of one of the {old}" if old > 1 else "the one's optimizer state"
+        sentence += f"; each goes on from the outer model, with {origin}"
+    return deck, sentence
 
 
 def begun_with(deck: Deck, ranks: int) -> tuple[Deck, str]:
@@ -45,7 +52,7 @@ def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
         return deck, ""
     data = ranks // (layout.pipeline * layout.tensor * layout.context)
     sizes = {"global_size": batch.global_size, "ramp_from": batch.ramp_from}
-    sentence = f"{counted(ranks, 'rank')} make {counted(replicas, 'replica')}"
+    sentence = f"{counted(ranks, 'rank')} make{'s' * (ranks == 1)} {counted(replicas, 'replica')}"
     sentence += f", where layout.replicas was {layout.replicas}"
     if data and any(size % (batch.micro_size * data) for size in sizes.values()):
         sizes = {name: size * replicas // layout.replicas for name, size in sizes.items()}

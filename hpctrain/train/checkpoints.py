@@ -26,7 +26,6 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import TrainState
-from hpctrain.words import counted
 
 
 class Checkpoints(Hook):
@@ -141,11 +140,7 @@ class Checkpoints(Hook):
             logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
-        replicas, now = stored_replicas(structure.datasets), engine.replica[1]
-        engine.outer.resumed(engine.optimizer, replicas)
-        if replicas not in {0, now}:
-            sentence = "%s: %s from the outer model on, each with optimizer state of one of the %d, in turns"
-            logging.getLogger("hpctrain").info(sentence, path, counted(now, "replica"), replicas)
+        engine.outer.resumed(engine.optimizer, stored_replicas(structure.datasets))
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])

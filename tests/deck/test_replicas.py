@@ -13,7 +13,8 @@ def test_a_replica_keeps_its_ranks() -> None:
     deck = small_deck(*KEYS, "layout.tensor=2", "layout.data=4")
     three, sentence = with_ranks(deck, deck, 8, 6)
     assert (three.layout.replicas, three.layout.data, three.batch.global_size) == (3, 3, 48)
-    assert sentence == "6 ranks make 3 replicas, where layout.replicas was 4"
+    begun = "6 ranks make 3 replicas, where layout.replicas was 4; "
+    assert sentence == begun + "each goes on from the outer model, with the optimizer state of one of the 4"
     check_world(three, 6)
     one, _ = with_ranks(three, three, 6, 2)
     assert one.layout.replicas == 1
@@ -29,7 +30,7 @@ def test_a_batch_that_does_not_divide_stays_for_each() -> None:
     deck = small_deck(*KEYS, "batch.global_size=16", "batch.ramp_from=8", "batch.ramp_steps=5")
     three, sentence = with_ranks(deck, deck, 4, 3)
     assert (three.batch.global_size, three.batch.ramp_from) == (12, 6)
-    assert sentence.endswith("; batch.global_size becomes 12, as much for each as before")
+    assert "; batch.global_size becomes 12, as much for each as before; each goes on from" in sentence
     check_world(three, 3)
 
 
