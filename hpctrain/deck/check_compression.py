@@ -82,9 +82,3 @@ def _momentum(deck: Deck) -> Iterator[Problem]:
             "steps are from then on (a tenth of run.steps or more would do)"
         )
         yield Problem("communication.warmup", sentence, _COMPRESS)
-    if optimizer.clip:
-        sentence = (
-            f"must be 0 with {_given(deck)}: ranks add gradients to the momentum before any knows the norm "
-            "of their sum"
-        )
-        yield Problem("optimizer.clip", sentence, _COMPRESS)

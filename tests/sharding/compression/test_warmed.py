@@ -25,7 +25,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "int8": ("communication.compress=int8",),
     "sign": ("communication.compress=sign",),
     "vote": ("communication.compress=sign", "communication.error_feedback=false"),
-    "onebit": ("communication.compress=onebit", "optimizer.clip=0"),
+    "onebit": ("communication.compress=onebit",),
     "topk": ("communication.compress=topk", "communication.ratio=0.1"),
     "dgc": (
         "communication.compress=topk",
