@@ -55,7 +55,8 @@ def served_bytes(
 def plan_served_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 1) -> TrafficPlan:
     """As `plan_traffic`, of a deck with servers, of which every rank of a role moves as much.
 
-    A table of which touched rows travel alone is counted as if all were touched. Where workers do not go in
+    Payload is what a rank sends and receives, without letters' numbers. A table of which touched rows travel
+    alone is counted as if all were touched. Where workers do not go in
     step, what one moves while others compute makes it an upper bound.
     """
     roles, shape, precision = Roles.of(deck, ranks), ModelShape.of(deck, vocabulary), Precision.of(deck)
@@ -66,10 +67,12 @@ def plan_served_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node:
         ways = (pushed, pulled) if linked else (Traffic(), Traffic())
         return tuple(Moved("server", bytes_, way) for bytes_, way in zip((payload, 0), ways, strict=True))
 
-    share = roles.workers / roles.servers
-    received, sent = int(push * share), int(pull * share)
-    server = moved(Traffic(0, received, 1), Traffic(sent, 0, 1), sent)
-    worker = moved(Traffic(push, 0, 1), Traffic(0, pull, 2), push)
+    # One worker pushes while another one pulls: of the larger way all pass, of the other one's the last.
+    pushes, pulls = (1, roles.workers) if pull >= push else (roles.workers, 1)
+    received, sent = push * pushes // roles.servers, pull * pulls // roles.servers
+    both = push + pull
+    server = moved(Traffic(0, received, 1), Traffic(sent, 0, 1), both * roles.workers // roles.servers)
+    worker = moved(Traffic(push, 0, 1), Traffic(0, pull, 2), both)
     passes = micro_batches(deck, roles.workers)
     return TrafficPlan((StageTraffic(0, (server,)), StageTraffic(1, (worker,))), passes, whole=True)
 

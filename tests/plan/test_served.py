@@ -54,9 +54,13 @@ def test_a_plan_compares_servers_with_as_many_data_ranks_as_workers() -> None:
     assert plan.exact is not None
     elements = plan_served(deck, 4, 61).parameters_total
     server, worker = plan.own.stages
-    assert server.payload() == {"server": 3 * 4 * elements} and worker.payload() == {"server": 4 * elements}
+    assert server.payload() == {"server": 3 * 8 * elements} and worker.payload() == {"server": 8 * elements}
     (pushed, pulled) = server.steps[0]
-    assert pushed.traffic.received == pulled.traffic.sent == 3 * 4 * elements
+    # All pulls pass the server's link one after the other, and behind them the push of who pulled last.
+    assert (pushed.traffic.received, pulled.traffic.sent) == (4 * elements, 3 * 4 * elements)
+    half = plan_form(deck.with_keys(precision={"compute": "bf16"}), 4, 61, 1, None, lambda _: 0.0)
+    (pushed, pulled) = half.own.stages[0].steps[0]
+    assert (pushed.traffic.received, pulled.traffic.sent) == (3 * 4 * elements, 2 * elements)
     assert plan.exact.most.payload()["data x context"] >= 2 * 4 * elements
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.bench.communication import bench_communication
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches, MicroBatch
@@ -179,3 +180,17 @@ def test_what_goes_in_step_can_be_replayed(world: World, mpi_tmp_path: Path) -> 
     assert world.rank or "come out again, bit for bit" in said[-1]
     with pytest.raises(HpctrainError, match="in an order that no other run has"):
         replay(world, four, None, ["communication.server=async"], None, said.append)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_servers_are_among_the_forms_of_a_benchmark(world: World, mpi_tmp_path: Path) -> None:
+    """All steps in one stretch, as a run makes them: payload is what the server sends and receives."""
+    path, figures = deck_file(world, mpi_tmp_path, "sync"), mpi_tmp_path / "figures.json"
+    assert bench_communication(world, path, ["run.steps=3"], ["exact", "server async"], [], figures) == 0
+    if world.rank == 0:
+        exact, served = json.loads(figures.read_text())
+        assert served["name"] == "server async" and served["validation"] == pytest.approx(
+            exact["validation"], rel=1e-4
+        )
+        # Push and pull of all but the rows of the table that were not touched.
+        assert 0.5 * exact["payload"] < served["payload"] < 1.1 * exact["payload"]
