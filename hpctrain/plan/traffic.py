@@ -31,7 +31,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.context import context_positions
-from hpctrain.pipeline.action import Schedule
+from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import spans_of
 from hpctrain.pipeline.wanted import make_schedule
@@ -131,8 +131,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     deck = steady(deck)
     sizes, shape = axis_sizes(deck, ranks), ModelShape.of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
-    schedules = make_schedule(deck, sizes["data"])
-    schedule = schedules(passes)
+    schedule = make_schedule(deck, sizes["data"])(passes)
     counts = unmeasured_split(deck, schedule)
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
@@ -151,8 +150,8 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             listener = _Listener(ranks_per_node)
             mesh = PlannedMesh(sizes, number, ranks_per_node, listener)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
-            layers = _layers(deck, shape, mesh, stage, schedules, passes, listener)
-            steps = _steps(deck, stage, schedules, passes, number, listener)
+            layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
+            steps = _steps(deck, stage, schedule, number, listener)
             of_all = _of_all(shape, mesh, stage)
             keep = LAYERS if layers is not None else frozenset[str]()
             more = [*(layers if layers is not None else _exchanges(deck, stage, schedule, number)), *of_all]
@@ -169,15 +168,13 @@ def steady(deck: Deck) -> Deck:
 def _steps(
     deck: Deck,
     stage: TrainedStage,
-    schedules: Callable[[int], Schedule],
-    passes: int,
+    schedule: Schedule,
     number: int,
     listener: _Listener,
 ) -> list[list[Moved]]:
     """What buckets and replicas move in the steps after which they do the same again."""
     # How often gradients are summed does not depend on the micro-batches, but where they are cut.
-    few = deck.layout.zero < 2 and deck.layout.pipeline == 1
-    schedule = schedules(1 if few else passes)
+    schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
     keys = deck.communication
     weights, period, delay = PlannedWeights(stage), getattr(keys, "local_steps", 1), getattr(keys, "delay", 0)
     everything = sum(bucket.length for bucket in stage.buckets)
@@ -206,7 +203,7 @@ def _layers(
     shape: ModelShape,
     mesh: PlannedMesh,
     stage: TrainedStage,
-    schedules: Callable[[int], Schedule],
+    schedule: Schedule,
     passes: int,
     listener: _Listener,
 ) -> list[Moved] | None:
@@ -215,19 +212,33 @@ def _layers(
         return None
     if all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline")):
         return []
-    stages = mesh.group("pipeline").size
-    # It grows evenly with the micro-batches; a schedule out of a file is for its own number of them.
-    named = deck.layout.pipeline == 1 or schedules(stages).micro_batches == stages
-    few = (stages, 2 * stages) if named and passes > 2 * stages else (passes,)
-    totals = []
-    for micro in few:
-        listener.take()
-        _run(deck, shape, mesh, stage, schedules(micro), micro)
-        totals.append(_by_axis(m for m in listener.take() if m.axis in LAYERS))
-    if len(few) == 1:
-        return totals[0]
-    first, second = ({moved.axis: moved for moved in total} for total in totals)
-    return [_further(first[axis], second[axis], few, passes) for axis in first]
+    first, second = (_of_passes(deck, shape, mesh, stage, plain(schedule, few), listener) for few in (1, 2))
+    return [_further(first[axis], second[axis], passes) for axis in first]
+
+
+def _of_passes(
+    deck: Deck,
+    shape: ModelShape,
+    mesh: PlannedMesh,
+    stage: TrainedStage,
+    schedule: Schedule,
+    listener: _Listener,
+) -> dict[str, Moved]:
+    """What layers and the pipeline move, by axis, in the micro-batches of a schedule."""
+    listener.take()
+    _run(deck, shape, mesh, stage, schedule, schedule.micro_batches)
+    return {moved.axis: moved for moved in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
+
+
+def plain(schedule: Schedule, passes: int) -> Schedule:
+    """All forwards, then all backwards of some micro-batches, over the parts of a schedule.
+
+    Of each micro-batch as much is sent as by the schedule itself.
+    """
+    chunks, some = range(schedule.chunks), range(passes)
+    forward = tuple(Action("F", micro, chunk) for micro in some for chunk in chunks)
+    backward = tuple(Action("B", micro, chunk) for micro in some for chunk in reversed(chunks))
+    return Schedule((forward + backward,) * schedule.stage_count, "planned", schedule.placement)
 
 
 def _run(
@@ -263,16 +274,16 @@ def _sum(axis: str, moved: Sequence[Moved]) -> Moved:
     return Moved(axis, sum(each.payload for each in moved), Traffic(sent, received, rounds))
 
 
-def _further(first: Moved, second: Moved, micro: Sequence[int], passes: int) -> Moved:
-    """What `passes` micro-batches move, where so many `micro` move these."""
+def _further(first: Moved, second: Moved, passes: int) -> Moved:
+    """What `passes` micro-batches move, where one and two of them move these: it grows evenly."""
 
-    def at(one: int, other: int) -> int:
-        return one + (other - one) * (passes - micro[0]) // (micro[1] - micro[0])
+    def at(one: int, two: int) -> int:
+        return one + (two - one) * (passes - 1)
 
     return Moved(
         first.axis,
         at(first.payload, second.payload),
-        Traffic(*(at(one, other) for one, other in zip(first.traffic, second.traffic, strict=True))),
+        Traffic(*(at(one, two) for one, two in zip(first.traffic, second.traffic, strict=True))),
     )
 
 
