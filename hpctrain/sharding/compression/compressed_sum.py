@@ -61,10 +61,13 @@ class CompressedSum:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation: codes that go and come, sums or what has no residual, and coding a piece."""
-        codes = self._code_bytes(self.blocks.count) + sum(self._sizes)
+        """See Summation: codes that go, come and lie in their places, what is coded without a residual or
+        whole sums beside two of them, this rank's own sums, and a piece that is coded.
+        """
+        code, whole = self._code_bytes(self.blocks.count), self.returns or self.residual is None
+        values = 4 * self.blocks.elements if whole else 0
         piece = min(self.blocks.count, self._at_once) * BLOCK
-        return 2 * codes + 4 * self.blocks.elements + 2 * self.codec.working_bytes(piece)
+        return max(2 * code + values, 3 * code) + 4 * self.own.elements + 2 * self.codec.working_bytes(piece)
 
     def begin(self, updates: int) -> None:
         """See Summation."""
@@ -115,6 +118,7 @@ class CompressedSum:
         received = sent.new_empty(sum(sizes))
         yield self.group.start_all_gather(sent, received, sizes)
         self.summed = put(sent.new_zeros(self._code_bytes(self.blocks.count)), self._spans, received)
+        del sent, received
         self.decode_into(gradients)
 
     def decode_into(self, flat: Tensor) -> None:

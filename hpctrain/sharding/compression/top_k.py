@@ -49,11 +49,13 @@ class TopK:
 
     @property
     def scratch_bytes(self) -> int:
-        """See Summation: what is chosen and its places, those of all ranks, and a parameter's magnitudes."""
+        """See Summation: what is chosen and its places, those of all ranks, and of one parameter magnitudes
+        and, as torch sorts them on a CPU, pairs of 16 bytes.
+        """
         largest = max((length for _, length, _ in self._parts), default=0)
-        messages = 8 * self.sent * (1 + self.group.size) + 4 * self.sent
+        messages = 8 * self.sent * (2 + self.group.size)
         summed = 0 if self.bucket.gradient_dtype == torch.float32 else 4 * self.bucket.length
-        chosen = messages + max(4 * largest, summed)
+        chosen = messages + max(20 * largest, summed)
         return max(self.exact.scratch_bytes if self.warmup else 0, chosen if self.group.size > 1 else 0)
 
     def begin(self, updates: int) -> None:
