@@ -20,6 +20,10 @@ PLAIN = {name: field.default for name, field in Communication.model_fields.items
 """The keys by which all bits travel in every step."""
 
 
+_WARMED = frozenset({"onebit", "topk"})
+"""Forms whose papers begin with exact sums."""
+
+
 def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each form by its name, exact sums first, with the `--set` arguments that make it of the deck.
 
@@ -29,13 +33,15 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     replicas = ["layout.replicas=1"] if "replicas" in Layout.model_fields else []
     yield "exact", _changes(deck, replicas)
     warm = max(1, deck.run.steps // 4)
-    more = {
-        "onebit": (f"communication.warmup={warm}", "optimizer.clip=0"),
-        "topk": (f"communication.warmup={warm}",),
-    }
+    warmed = (f"communication.warmup={warm}",)
     for name in get_args(Communication.model_fields["compress"].annotation):
         if name != "none":
-            yield name, _changes(deck, [*replicas, f"communication.compress={name}", *more.get(name, ())])
+            yield (
+                name,
+                _changes(
+                    deck, [*replicas, f"communication.compress={name}", *(warmed if name in _WARMED else ())]
+                ),
+            )
     for name in get_args(Communication.model_fields["server"].annotation):
         if name != "none":
             yield f"server {name}", _changes(deck, [*replicas, f"communication.server={name}"])

@@ -68,7 +68,7 @@ def test_a_run_sends_what_was_planned(world: World) -> None:
         assert planned.stages[stage].payload() == sent(world, deck), keys
 
 
-MORE = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
+MORE = {"onebit": ("communication.warmup=1",)}
 """What a form does not do without."""
 
 
