@@ -63,7 +63,7 @@ def test_all_elements_are_the_exact_sum(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize(("form", "zero"), zip(FORMS, cycle((0, 1))))
+@pytest.mark.parametrize(("form", "zero"), list(zip(FORMS, cycle((0, 1)))))
 def test_it_is_exact_at_first_and_learns_in_fewer_bytes(world: World, form: str, zero: int) -> None:
     keys = (f"layout.zero={zero}", *(("learning_rate.peak=3e-2",) if form == "dgc" else ()))
     exact, compressed = made(world, exact_of(form, *keys)), made(world, deck_of(form, *keys))
@@ -165,7 +165,7 @@ def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> No
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize(("form", "zero"), zip(FORMS, cycle((1, 0))))
+@pytest.mark.parametrize(("form", "zero"), list(zip(FORMS, cycle((1, 0)))))
 def test_state_is_planned_as_it_is_held(world: World, form: str, zero: int) -> None:
     training = made(world, deck_of(form, f"layout.zero={zero}"))
     planned = plan_memory(training.deck, world.size, 61).stages[0].memory
