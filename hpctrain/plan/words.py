@@ -30,7 +30,9 @@ def plan_text(plan: DeckPlan) -> str:
     if memory.roles:
         holder = f"A rank of the {memory.roles[memory.largest.stage][0]}"
     active = active_words(memory.parameters_total, memory.parameters_active)
-    ranks = ", ".join(f"{number} {name}" for name, number in memory.roles) or sizes_text(memory.sizes)
+    ranks = ", ".join(counted(number, name.removesuffix("s")) for name, number in memory.roles) or sizes_text(
+        memory.sizes
+    )
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, {active}"
         f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({ranks}), "

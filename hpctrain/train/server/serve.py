@@ -82,7 +82,7 @@ class Server:
         self._pushes = 0
         self._asked, self._book = asked, book
         self._turns = Turns(self.roles.workers, self.distance, state.step, end)
-        self._told = self._quiet = False
+        self._quiet = False
         paused = done = 0
         others = self.roles.servers - 1
         while not (self._turns.over and done == others) if book else paused < self.roles.workers:
