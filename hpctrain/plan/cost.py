@@ -63,7 +63,7 @@ def _with_layers(shape: ModelShape, layers: int) -> ModelShape:
 def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> float:
     """Of a step's sums and of what replicas do, the mean over the steps between their meetings."""
     stage = _build(steady(deck), shape, ranks, ranks_per_node)
-    weights, period = PlannedWeights(stage), getattr(deck.communication, "local_steps", 1)
+    weights, period = PlannedWeights(stage), deck.communication.local_steps
     stage.outer.begin(weights)
 
     def meet() -> None:

@@ -104,7 +104,7 @@ class OtherForm:
 
 def exact_form(deck: Deck) -> Deck:
     """The deck with exact sums in every step."""
-    layout = {"replicas": 1} if hasattr(deck.layout, "replicas") else {}
+    layout = {"replicas": 1}
     return deck.with_keys(communication=PLAIN, layout=layout)
 
 

@@ -162,7 +162,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
 
 def steady(deck: Deck) -> Deck:
     """The deck without its first steps, which are exact."""
-    return deck.with_keys(communication={"warmup": 0}) if hasattr(deck.communication, "warmup") else deck
+    return deck.with_keys(communication={"warmup": 0})
 
 
 def _steps(
@@ -176,7 +176,7 @@ def _steps(
     # How often gradients are summed does not depend on the micro-batches, but where they are cut.
     schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
     keys = deck.communication
-    weights, period, delay = PlannedWeights(stage), getattr(keys, "local_steps", 1), getattr(keys, "delay", 0)
+    weights, period, delay = PlannedWeights(stage), keys.local_steps, keys.delay
     everything = sum(bucket.length for bucket in stage.buckets)
     listener.begun = lambda: sum(b.length for b in stage.buckets if b.final) / everything
     with META:
