@@ -104,8 +104,7 @@ class OtherForm:
 
 def exact_form(deck: Deck) -> Deck:
     """The deck with exact sums in every step."""
-    layout = {"replicas": 1}
-    return deck.with_keys(communication=PLAIN, layout=layout)
+    return deck.with_keys(communication=PLAIN, layout={"replicas": 1})
 
 
 def plan_form(
