@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpctrain.errors import HpctrainError
 
-_NUMBER = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+_NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 _PAIR = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
 
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}

@@ -180,6 +180,7 @@ def test_links(text: str, link: Link) -> None:
         ),
         *(
             "nan Mbit/s",
+            "１００ Mbit/s",
             "100 Mbit/s,",
             "100 Mbit/s, 20",
             "20 ms, 100 Mbit/s",

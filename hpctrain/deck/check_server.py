@@ -63,6 +63,10 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
     if keys.server == "sync" and correction != "none":
         sentence = f'has no effect with {_SERVER} = "sync", where nothing is stale (leave it out)'
         yield Problem("communication.staleness_correction", sentence, (_SERVER,), idle=True)
+    if keys.server == "stale" and not keys.staleness and correction != "none":
+        sentence = "has no effect with communication.staleness = 0, where nothing is stale (leave it out)"
+        both = (_SERVER, "communication.staleness")
+        yield Problem("communication.staleness_correction", sentence, both, idle=True)
     if correction != "compensate" and keys.compensation != usual["compensation"]:
         sentence = 'is for communication.staleness_correction = "compensate" (leave it out)'
         others = ("communication.staleness_correction",)

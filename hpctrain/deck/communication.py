@@ -55,7 +55,7 @@ class Communication(Section):
         "What replicas do then: take the mean of their weights, or a Nesterov step towards it.",
         "average",
     )
-    outer_learning_rate: float = key("Of that outer step (diloco).", 0.7, gt=0)
+    outer_learning_rate: float = key("Of that outer step (diloco).", 0.7, gt=0, le=1000)
     outer_momentum: float = key("Of that outer step (diloco).", 0.9, ge=0, lt=1)
     fragments: int = key(
         "Parts of the model, its blocks in turns, that are synchronized in different steps.", 1, ge=1

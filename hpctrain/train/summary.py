@@ -51,6 +51,11 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         each = f"{counted(replicas, 'replica')} of {counted(world.size // replicas, 'rank')}"
         keys = deck.communication
         lines.append(f"{each} meet every {counted(keys.local_steps, 'step')} ({keys.outer})")
+        if keys.fragments == 1 and (left := deck.run.steps % keys.local_steps):
+            lines[-1] += (
+                f"; the last {counted(left, 'step')} of {deck.run.steps} are after that, and not in the "
+                "model that is evaluated and saved"
+            )
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     nodes = engine.buckets[0].sharding.nodes

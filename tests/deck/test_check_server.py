@@ -9,6 +9,7 @@ from hpctrain.errors import HpctrainError
 from tests.engines import small_deck
 
 SERVER = "communication.server=async"
+SCALE = "communication.staleness_correction=scale"
 
 
 @pytest.mark.parametrize(
@@ -16,11 +17,15 @@ SERVER = "communication.server=async"
     [
         (["communication.server_ranks=2"], 'has no effect with communication.server = "none"'),
         (["communication.staleness=3"], 'has no effect with communication.server = "none"'),
-        (["communication.staleness_correction=scale"], 'has no effect with communication.server = "none"'),
+        ([SCALE], 'has no effect with communication.server = "none"'),
         ([SERVER, "communication.staleness=3"], 'is for communication.server = "stale", not "async"'),
         (
-            ["communication.server=sync", "communication.staleness_correction=scale"],
+            ["communication.server=sync", SCALE],
             'has no effect with communication.server = "sync", where nothing is stale',
+        ),
+        (
+            ["communication.server=stale", "communication.staleness=0", SCALE],
+            "has no effect with communication.staleness = 0, where nothing is stale",
         ),
         (
             [SERVER, "communication.compensation=0.5"],

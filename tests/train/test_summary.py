@@ -56,6 +56,22 @@ def test_one_node_that_compresses_nothing_is_said(
     assert not said()
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(("steps", "left"), [(8, ""), (10, "; the last 2 steps of 10 are after that, and")])
+def test_steps_after_the_last_meeting_are_said(
+    world: World, mpi_tmp_path: Path, steps: int, left: str
+) -> None:
+    if world.rank == 0:
+        (mpi_tmp_path / "a.txt").write_text("a" * 3200)
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
+    keys = ("layout.replicas=2", "communication.local_steps=4", f"run.steps={steps}")
+    deck = small_deck(f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", *keys)
+    lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+    told = [line for line in lines if line.startswith("2 replicas of 1 rank meet every 4 steps (average)")]
+    assert len(told) == 1
+    assert told[0].endswith(")") if not left else left in told[0]
+
+
 def test_a_second_warm_up_is_said() -> None:
     before = small_deck("learning_rate.warmup=1", "run.steps=10")
     longer = small_deck("learning_rate.warmup=20", "run.steps=200")
