@@ -20,6 +20,9 @@ PLAIN = {name: field.default for name, field in Communication.model_fields.items
 """The keys by which all bits travel in every step."""
 
 
+_OF_SUMS = ("rank", "ratio", "warmup", "error_feedback", "compress_between")
+"""Keys of a form of sums, which the deck's own keeps."""
+
 _WARMED = frozenset({"onebit", "topk"})
 """Forms whose papers begin with exact sums."""
 
@@ -35,13 +38,14 @@ def other_forms(deck: Deck, ranks: int) -> Iterator[tuple[str, tuple[str, ...]]]
     warm = max(1, deck.run.steps // 4)
     warmed = (f"communication.warmup={warm}",)
     for name in get_args(Communication.model_fields["compress"].annotation):
-        if name != "none":
-            yield (
-                name,
-                _changes(
-                    deck, [*replicas, f"communication.compress={name}", *(warmed if name in _WARMED else ())]
-                ),
+        if name == deck.communication.compress != "none":
+            own = (
+                f"communication.{key}={toml_value(deck.value(f'communication.{key}'))}" for key in _OF_SUMS
             )
+            yield name, _changes(deck, [*replicas, f"communication.compress={name}", *own])
+        elif name != "none":
+            warm_up = warmed if name in _WARMED else ()
+            yield name, _changes(deck, [*replicas, f"communication.compress={name}", *warm_up])
     for name in get_args(Communication.model_fields["server"].annotation):
         if name != "none":
             yield f"server {name}", _changes(deck, [*replicas, f"communication.server={name}"])

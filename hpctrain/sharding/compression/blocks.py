@@ -134,32 +134,35 @@ class Blocks:
         if scale and span[1] > span[0]:
             yield self.count * width + span[0] * scale, self.count * width + span[1] * scale
 
-    def state_of_ranks(self, kind: str, blocks: Tensor, bucket: Bucket) -> Iterator[StateTensor]:
-        """As `sharding.state.state_of_ranks`, of flat `blocks`."""
+    def state_of_ranks(
+        self, kind: str, blocks: Tensor, bucket: Bucket, owned: bool = False
+    ) -> Iterator[StateTensor]:
+        """As `sharding.state.state_of_ranks`, of flat `blocks`; where sums are `owned`, what their owners
+        have lies behind what all ranks have, see `state_of_owner`.
+        """
         group, replicas = bucket.sharding.group, bucket.sharding.replicas
-        number = replicas.rank * group.size + group.rank
+        rows = group.size + owned
+        number = replicas.rank * rows + group.rank
         for piece in self.pieces:
             values = blocks[piece.first : piece.first + piece.length]
-            shard = piece.segment.parameter.shard.stacked(number, bucket.sharding.ranks)
+            shard = piece.segment.parameter.shard.stacked(number, replicas.size * rows)
             copy = piece.segment.replication.copy(False, group, replicas)
             yield StateTensor(kind, shard, values, piece.offset, copy, True, "as a sum")
 
-    def state_of_owner(self, kind: str, blocks: Tensor) -> Iterator[StateTensor]:
-        """State of flat `blocks` that no other rank of their group has; each replica has its own where these
-        are apart.
+    def state_of_owner(self, kind: str, blocks: Tensor, bucket: Bucket) -> Iterator[StateTensor]:
+        """State of flat `blocks` that no other rank of their group has, as if it were that of one rank more:
+        on another number of ranks, or where sums are not owned, it goes on with one of them.
         """
+        group, replicas = bucket.sharding.group, bucket.sharding.replicas
+        rows = group.size + 1
         for piece in self.pieces:
             held = piece.segment.replication
-            replicas, holders, apart = held.sharding.replicas, held.holders, held.sharding.apart
-            shard, copy = piece.segment.parameter.shard, (holders.rank, holders.size)
-            if apart:
-                shard = shard.stacked(replicas.rank, replicas.size)
-            else:
-                copy = replicas.rank * holders.size + holders.rank, replicas.size * holders.size
+            shard = piece.segment.parameter.shard
+            shard = shard.stacked(replicas.rank * rows + group.size, replicas.size * rows)
             values = blocks[piece.first : piece.first + piece.length]
             # The ends of a pipeline cut tied embeddings at other places: one of them writes.
-            written = held.stage_copy == 0
-            yield StateTensor(kind, shard, values, piece.offset, copy, written, of_replicas=apart)
+            written, copy = held.stage_copy == 0, (held.holders.rank, held.holders.size)
+            yield StateTensor(kind, shard, values, piece.offset, copy, written, "as a sum")
 
     @staticmethod
     def _overlap(piece: Piece, part: slice) -> Span:

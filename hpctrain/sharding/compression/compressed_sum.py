@@ -20,6 +20,8 @@ from hpctrain.sharding.state import StateTensor
 AT_ONCE, AT_ONCE_ON_GPU = 1 << 10, 1 << 16
 """Blocks that are coded at a time."""
 
+_KIND = "reducer/residual"
+
 Encode = Callable[[Tensor, Tensor], Tensor]
 """As Codec.encode."""
 
@@ -88,9 +90,9 @@ class CompressedSum:
     def state(self) -> Iterator[StateTensor]:
         """See Stateful."""
         if self.residual is not None:
-            yield from self.blocks.state_of_ranks("reducer/residual", self.residual, self.bucket)
+            yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
         if self.own_residual is not None:
-            yield from self.own.state_of_owner("reducer/sum_residual", self.own_residual)
+            yield from self.own.state_of_owner(_KIND, self.own_residual, self.bucket)
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
         """The operations, and what is computed before, between and after them."""
