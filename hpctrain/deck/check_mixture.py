@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, Model
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import counted, either
 
 _OF_MIXTURES = (
-    "experts_per_token",
-    "shared_experts",
-    "expert_every",
-    "dense_first",
-    "router",
-    "router_normalize",
-    "router_scale",
-    "router_groups",
-    "router_groups_per_token",
+    *(name for name in MIXTURE_KEYS if name not in {"experts", "expert_mlp"}),
     "router_dtype",
     "router_z_loss",
     "balance",

@@ -141,13 +141,13 @@ class ServedTrainer(Trainer):
         last = None if self.book is None else self.book.last
         here = None
         if self.book is not None:
-            row = None if last is None else [asdict_of(last.result), last.seconds, last.payload]
+            row = None if last is None else (last.result, last.seconds, last.payload)
             here = [asdict(self.state), row]
         state, row = self.world.everyone.broadcast_object(here, HEAD)
         self.begin(TrainState(**state))
         if row is None:
             return None
-        done = last or StepDone(result_of(row[0]), self.state, row[1], row[1], row[2])
+        done = last or StepDone(row[0], self.state, row[1], row[1], row[2])
         for hook in self.hooks:
             hook.after_step(done)
         return done
@@ -188,16 +188,3 @@ def new_trainer(world: World, deck: Deck, batches: Batches) -> Trainer:
         return Trainer(deck, engine, batches)
     engine, _ = build_role_within_memory(deck, world, lambda: None)
     return ServedTrainer(deck, world, engine, batches)
-
-
-def asdict_of(result: StepResult) -> dict[str, object]:
-    """What travels of a result."""
-    return {
-        name: getattr(result, name)
-        for name in ("figures", "grad_norm", "learning_rate", "batch", "tokens", "skipped", "staleness")
-    }
-
-
-def result_of(row: dict[str, object]) -> StepResult:
-    """The result that has travelled so."""
-    return StepResult(**row)  # type: ignore[arg-type]
