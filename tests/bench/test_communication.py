@@ -54,7 +54,8 @@ def test_every_form_is_a_deck() -> None:
     assert list(forms)[:2] == ["exact", "bf16"]
     made = {name: small_deck(*changes) for name, changes in forms.items()}
     assert made["exact"] == small_deck()
-    assert made["sign"].communication.error_feedback
+    assert made["sign"] == deck
+    assert made["int8"].communication.error_feedback
     assert all(made[name].communication.compress == name for name in ("bf16", "int8", "onebit", "topk"))
 
 
