@@ -54,6 +54,14 @@ class Timing:
         """Those for which it takes effect then."""
         return self.begin(updates - self.delay)
 
+    def behind(self, updates: int) -> list[int]:
+        """Of each fragment, the updates so far that are in no synchronization which has taken effect."""
+        last = updates - self.delay
+        firsts = (fragment * self.local_steps // self.fragments for fragment in range(self.fragments))
+        met = (last - (last - first) % self.local_steps for first in firsts)
+        together = min(self.warmup, updates)
+        return [updates - (each if each > self.warmup else together) for each in met]
+
 
 def fragments_of(buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], count: int) -> list[list[Piece]]:
     """The pieces of each of `count` fragments: blocks by their numbers in turns, all else in the first one.

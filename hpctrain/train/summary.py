@@ -6,11 +6,13 @@ from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.sharding.fragments import Timing
 from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
 from hpctrain.words import command, counted
@@ -47,24 +49,50 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
             "more text or fewer steps would do"
         )
-    if (replicas := engine.replica[1]) > 1:
-        each = f"{counted(replicas, 'replica')} of {counted(world.size // replicas, 'rank')}"
-        keys = deck.communication
-        lines.append(f"{each} meet every {counted(keys.local_steps, 'step')} ({keys.outer})")
-        if keys.fragments == 1 and (left := deck.run.steps % keys.local_steps):
-            lines[-1] += (
-                f"; the last {counted(left, 'step')} of {deck.run.steps} are after that, and not in the "
-                "model that is evaluated and saved"
-            )
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    nodes = engine.buckets[0].sharding.nodes
-    if nodes is not None and nodes.between.size == 1:
-        lines.append(
-            'communication.compress_between = "nodes": all of these ranks are on one, where sums are exact'
-        )
+    lines += _sums(deck, engine) + _meetings(deck, engine)
     lines += introduce_recompute(deck, shape, engine.models, engine.schedule, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
+
+
+def _sums(deck: Deck, engine: Engine) -> list[str]:
+    """How gradients are summed where that is in fewer bits, or was to be and is not."""
+    keys, sharding = deck.communication, engine.buckets[0].sharding
+    if keys.compress == "none":
+        return []
+    form = f"communication.compress = {toml_value(keys.compress)}"
+    if sharding.group.size == 1:
+        return [f"{form} has no effect on one data rank: there is nothing to sum"]
+    if keys.warmup >= deck.run.steps:
+        warmup = f"communication.warmup = {keys.warmup}"
+        return [f"{form} has no effect: with {warmup} all {counted(deck.run.steps, 'step')} are exact"]
+    if sharding.nodes is not None and sharding.nodes.between.size == 1:
+        return [
+            'communication.compress_between = "nodes": all of these ranks are on one, where sums are exact'
+        ]
+    among = (
+        f"{sharding.group.size} ranks" if sharding.nodes is None else f"{sharding.nodes.between.size} nodes"
+    )
+    after = f", after {counted(keys.warmup, 'exact step')}" if keys.warmup else ""
+    return [f"gradients are summed over {among} by {keys.compress}{after}"]
+
+
+def _meetings(deck: Deck, engine: Engine) -> list[str]:
+    """When replicas meet, and which steps are after that."""
+    keys, replicas = deck.communication, engine.replica[1]
+    if replicas == 1:
+        return []
+    who = f"{counted(replicas, 'replica')} of {counted(engine.world.size // replicas, 'rank')}"
+    line = f"{who} meet every {counted(keys.local_steps, 'step')} ({keys.outer})"
+    timing = Timing(keys.local_steps, keys.fragments, keys.delay, keys.warmup)
+    if left := max(timing.behind(deck.run.steps)):
+        part = " of a part of the model" if keys.fragments > 1 else ""
+        line += (
+            f"; the last {counted(left, 'step')}{part} of {deck.run.steps} are after that, and not in the "
+            "model that is evaluated and saved"
+        )
+    return [line]
 
 
 def decay_ended(deck: Deck, step: int) -> str:

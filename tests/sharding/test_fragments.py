@@ -20,6 +20,10 @@ def test_fragments_take_turns() -> None:
         12: [0],
     }
     assert {step: timing.due(step) for step in range(1, 14) if timing.due(step)} == {8: [0], 10: [1], 12: [2]}
+    for updates in range(1, 40):
+        due = [(step, each) for step in range(1, updates + 1) for each in timing.due(step)]
+        met = [max([min(4, updates), *(s - 2 for s, each in due if each == f)]) for f in range(3)]
+        assert timing.behind(updates) == [updates - each for each in met]
     assert [step for step in range(1, 9) if Timing(2).begin(step)] == [2, 4, 6, 8]
     assert [Timing(1).begin(step) for step in range(1, 4)] == [[0]] * 3
 

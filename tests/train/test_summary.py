@@ -72,6 +72,29 @@ def test_steps_after_the_last_meeting_are_said(
     assert told[0].endswith(")") if not left else left in told[0]
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_how_gradients_are_summed_is_said(world: World, mpi_tmp_path: Path) -> None:
+    if world.rank == 0:
+        (mpi_tmp_path / "a.txt").write_text("a" * 3200)
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
+    tokens = (f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", "run.steps=8")
+
+    def said(*keys: str) -> list[str]:
+        deck = small_deck(*tokens, *keys)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        return [line for line in lines if line.startswith(("communication", "gradients"))]
+
+    onebit = ("communication.compress=onebit", "communication.warmup=1")
+    assert said() == []
+    assert said(*onebit) == ["gradients are summed over 2 ranks by onebit, after 1 exact step"]
+    assert said(*onebit[:1], "communication.warmup=8") == [
+        'communication.compress = "onebit" has no effect: with communication.warmup = 8 all 8 steps are exact'
+    ]
+    assert said("communication.compress=int8", "layout.tensor=2") == [
+        'communication.compress = "int8" has no effect on one data rank: there is nothing to sum'
+    ]
+
+
 def test_a_second_warm_up_is_said() -> None:
     before = small_deck("learning_rate.warmup=1", "run.steps=10")
     longer = small_deck("learning_rate.warmup=20", "run.steps=200")
