@@ -57,11 +57,14 @@ class Blocks:
             for piece in pieces
             if (rest := (piece.first + piece.length) % BLOCK)
         ]
-        self._tails = torch.tensor([block for block, _ in tails], dtype=torch.int64, device=device)
-        rests = torch.tensor([rest for _, rest in tails], dtype=torch.int64, device=device)
-        self._kept = torch.arange(BLOCK, device=device) < rests.unsqueeze(1)
-        self.counts = torch.full((count,), float(BLOCK), device=device)
-        self.counts[self._tails] = rests.float()
+        # Made in host memory: of what a plan computes by shapes alone, torch would load its compiler.
+        host = torch.device("cpu")
+        places = torch.tensor([block for block, _ in tails], dtype=torch.int64, device=host)
+        rests = torch.tensor([rest for _, rest in tails], dtype=torch.int64, device=host)
+        kept = torch.arange(BLOCK, device=host) < rests.unsqueeze(1)
+        counts = torch.full((count,), float(BLOCK), device=host)
+        counts[places] = rests.float()
+        self._tails, self._kept, self.counts = (each.to(device) for each in (places, kept, counts))
 
     @staticmethod
     def of(bucket: Bucket) -> Blocks:
