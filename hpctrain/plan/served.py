@@ -103,7 +103,8 @@ def plan_served(
     # Pushes that wait for others of their step, and parameters on their way to workers.
     kept = gradient * (1 if steps is None else steps * roles.workers)
     sent = value * (roles.workers if steps != 1 else 1)
-    backups = 4 * (roles.workers + 1) if keys.staleness_correction == "compensate" else 0
+    # What was pulled, of as many versions as may be told apart, and what it is compared with.
+    backups = 4 * ((steps or roles.workers) + 1) if keys.staleness_correction == "compensate" else 0
     server = Account(
         value_bytes(buckets),
         gradient_bytes(buckets),

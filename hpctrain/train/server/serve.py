@@ -32,10 +32,13 @@ SECONDS_PER_LOOK = 0.1
 
 @dataclass(frozen=True)
 class Parcel:
-    """A push with its gradients, flat, of this server's trained pieces; None where none were sent."""
+    """A push with its gradients, flat, of this server's trained pieces; None where none were sent. Where
+    that is made up for, also the weights that they were computed with.
+    """
 
     push: Push
     gradients: Tensor | None
+    pulled: Tensor | None = None
 
 
 class Server:
@@ -64,6 +67,7 @@ class Server:
         self._masters = [view for view, is_trained in zip(masters, trained, strict=True) if is_trained]
         self._backups: list[Tensor | None] = [None] * roles.workers
         self._packed: Tensor | None = None
+        self._weights: Tensor | None = None
         self._wanted: dict[int, tuple[bool, list[Tensor]]] = {}
         self._looked = 0.0
 
@@ -176,7 +180,9 @@ class Server:
                 self.wire.pack(self._trained, None) if self._packed is None else self._packed
             )
         if self.compensation:
-            self._backups[worker] = torch.cat(self._masters)
+            # The same for all who pull before the next update.
+            self._weights = torch.cat(self._masters) if self._weights is None else self._weights
+            self._backups[worker] = self._weights
         self.mailbox.hand(receiver, values)
 
     # Pushes
@@ -190,7 +196,8 @@ class Server:
             self._turns.ask(worker, pushed=True)
             self._interrupt(push.asked)
             self._answer()  # the next share can be read while this one is applied
-        for pushed in self._intake.push(worker, push.step, Parcel(push, gradients)):
+        pulled, self._backups[worker] = self._backups[worker], None
+        for pushed in self._intake.push(worker, push.step, Parcel(push, gradients, pulled)):
             self.most_kept = max(self.most_kept, self._intake.kept + len(pushed))
             self._apply(pushed)
 
@@ -231,7 +238,7 @@ class Server:
         if finite:
             clipped = clip_coefficient(norm, self.deck.optimizer.clip)
             self.engine.optimizer.step(rate, 1.0 / clipped)
-            self._packed = None
+            self._packed = self._weights = None
         if finite or self.distance is not None:
             self._intake.applied()
         ledger.phase = "other"
@@ -242,14 +249,17 @@ class Server:
     def _add(self, pushed: Sequence[Pushed[Parcel]], factors: Sequence[float]) -> None:
         """Put the sum of gradients, each times its factor, where the optimizer looks for it."""
         total: Tensor | None = None
+        tokens = sum(each.parcel.push.tokens for each in pushed)
         for each, factor in zip(pushed, factors, strict=True):
             assert each.parcel.gradients is not None
             gradients = each.parcel.gradients.float()
-            backup = self._backups[each.worker]
-            if self.compensation and backup is not None:
-                # Delay-compensated (arXiv 1609.08326): g + lambda g g (w_now - w_pulled).
-                drift = torch.cat(self._masters).sub_(backup)
-                gradients.addcmul_(gradients.square(), drift, value=self.compensation)
+            pulled = each.parcel.pulled
+            if pulled is not None and each.staleness:
+                # Delay-compensated (arXiv 1609.08326): g + lambda g g (w_now - w_pulled), with g the mean
+                # over a share; a push of several has that times its part of all tokens.
+                drift = torch.cat(self._masters).sub_(pulled)
+                weight = self.compensation * tokens / max(1, each.parcel.push.tokens)
+                gradients.addcmul_(gradients.square(), drift, value=weight)
             if factor != 1.0:
                 gradients.mul_(factor)
             total = gradients if total is None else total.add_(gradients)

@@ -122,44 +122,73 @@ def test_the_ledger_counts_pushes_and_pulls_by_the_closed_form(
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("correction", ["scale", "compensate"])
+@pytest.mark.parametrize("mode", ["async", "stale"])
 def test_stale_pushes_are_corrected_as_the_papers_say(
-    world: World, monkeypatch: pytest.MonkeyPatch, correction: str
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, correction: str
 ) -> None:
-    """With SGD, by the formula: every update is worked out from what was pulled and what was pushed."""
+    """With SGD, by the formula: every update is worked out from what was pulled and what was pushed.
+
+    A push that is a part of an update has a part of the step's mean: the mean over its share is that over
+    the part that its tokens are of all. The last worker begins when the two others have pushed three times.
+    """
     keys = [f"communication.staleness_correction={correction}", *SGD, "model.layers=1"]
-    keys += ["communication.compensation=5.0"] if correction == "compensate" else []
-    chance = Random(world.rank)
-    slowly(monkeypatch, lambda: chance.choice((0.0, 0.01)))
-    training = served(world, served_deck("async", 1, *keys))
+    keys += ["communication.compensation=500.0"] if correction == "compensate" else []
+    six_pushed = mpi_tmp_path / "six"
+
+    def until_six() -> float:
+        give_up = time.monotonic() + 60
+        while world.rank == 3 and not six_pushed.exists() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return 0.0
+
+    slowly(monkeypatch, until_six)
+    keys += ["communication.staleness=2"] if mode == "stale" else []
+    training = served(world, served_deck(mode, 1, *keys))
     server = training.server
     seen: list[int] = []
     if server is not None:
-        send, apply = server._send, server._apply
+        send, push, apply = server._send, server._push, server._apply
         pulled: dict[int, torch.Tensor] = {}
+        computed_with: dict[Push, torch.Tensor] = {}
 
         def sent(worker: int) -> None:
             pulled[worker] = torch.cat(server._masters)
             send(worker)
 
-        def applied(pushed: object) -> None:
-            (each,) = pushed  # type: ignore[misc]
-            before, gradient = torch.cat(server._masters), each.parcel.gradients.clone()
-            step = server._first + server._pushes // 3
+        def came(sender: int, pushed: Push) -> None:
+            computed_with[pushed] = pulled[sender - 1]
+            push(sender, pushed)
+            if len(computed_with) == 6:
+                six_pushed.touch()
+
+        def applied(pushed: Sequence[Pushed[Parcel]]) -> None:
+            before = torch.cat(server._masters)
+            of_step = pushed[0].parcel.push.step
+            step = server._first + server._pushes // 3 if mode == "async" else of_step
             rate = training.engine.learning_rate.at(step, 4)
-            if correction == "scale":
-                rate /= max(1, each.staleness)
-            if correction == "compensate":
-                gradient += 5.0 * gradient * gradient * (before - pulled[each.worker])
-            apply(pushed)  # type: ignore[arg-type]
-            seen.append(each.staleness)
+            tokens = sum(each.parcel.push.tokens for each in pushed)
+            change = torch.zeros_like(before)
+            for each in pushed:
+                assert each.parcel.gradients is not None
+                gradient, share = each.parcel.gradients.clone(), each.parcel.push.tokens / tokens
+                if correction == "scale":
+                    gradient /= max(1, each.staleness)
+                if correction == "compensate":
+                    drift = before - computed_with[each.parcel.push]
+                    gradient += share * 500.0 * (gradient / share) ** 2 * drift
+                    assert bool(drift.any()) == (each.staleness > 0)
+                change += gradient
+            apply(pushed)
+            seen.extend(each.staleness for each in pushed)
             torch.testing.assert_close(
-                torch.cat(server._masters), before - rate * gradient, rtol=1e-5, atol=1e-7
+                torch.cat(server._masters), before - rate * change, rtol=1e-5, atol=1e-7
             )
 
         monkeypatch.setattr(server, "_send", sent)
+        monkeypatch.setattr(server, "_push", came)
         monkeypatch.setattr(server, "_apply", applied)
     steps(training, 5)
-    assert server is None or (len(seen) == 15 and max(seen) > 1)
+    assert server is None or (len(seen) == 15 and max(seen) > 1), seen
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
