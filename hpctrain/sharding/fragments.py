@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -17,13 +18,14 @@ Kind = tuple[int, bool]
 class Piece:
     """Neighbouring elements `span` of what is this rank's own of a bucket, by its number among all.
 
-    `counted` are the spans of it that this rank counts, where each replica counts its own. What is `exact`
-    travels in fp32: of tied embeddings the two stages of a pipeline that hold them hold other neighbours,
-    and are to get the same bits.
+    `lengths` are those of each parameter, with what fills up behind it; `counted` are the spans that this
+    rank counts, where each replica counts its own. What is `exact` travels in fp32: of tied embeddings the
+    two stages of a pipeline that hold them hold other neighbours, and are to get the same bits.
     """
 
     bucket: int
     span: slice
+    lengths: tuple[int, ...]
     counted: tuple[slice, ...]
     exact: bool
 
@@ -70,20 +72,23 @@ def fragments_of(buckets: Sequence[Bucket], blocks: Mapping[Parameter, int], cou
     """
     fragments: list[list[Piece]] = [[] for _ in range(count)]
     for number, bucket in enumerate(buckets):
-        runs: list[tuple[Kind | None, int, list[BucketSegment]]] = []
+        runs: list[tuple[Kind | None, list[int], list[BucketSegment]]] = []
         for segment, first in _owned(bucket):
             parameter = segment.parameter
             kind: Kind | None = (blocks.get(parameter, 0) % count, segment.replication.ends is not None)
             if not parameter.requires_grad:
                 kind = None
             if not runs or runs[-1][0] != kind:
-                runs.append((kind, first if runs else 0, []))
+                runs.append((kind, [], []))
+            runs[-1][1].append(first if len(runs) > 1 or runs[-1][1] else 0)
             runs[-1][2].append(segment)
-        stops = [start for _, start, _ in runs[1:]] + [bucket.own.stop - bucket.own.start] * bool(runs)
-        for (kind, start, segments), stop in zip(runs, stops, strict=True):
+        stops = [starts[0] for _, starts, _ in runs[1:]] + [bucket.own.stop - bucket.own.start] * bool(runs)
+        for (kind, starts, segments), stop in zip(runs, stops, strict=True):
             if kind is not None:
                 counted = tuple(_counted(bucket, segments))
-                fragments[kind[0]].append(Piece(number, slice(start, stop), counted, kind[1]))
+                lengths = tuple(end - start for start, end in pairwise((*starts, stop)))
+                piece = Piece(number, slice(starts[0], stop), lengths, counted, kind[1])
+                fragments[kind[0]].append(piece)
     return fragments
 
 

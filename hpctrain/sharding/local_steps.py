@@ -99,8 +99,9 @@ class LocalSteps:
         if not timing.delay:
             return 0
         at_once = min(timing.fragments, -(-timing.delay * timing.fragments // timing.local_steps))
-        lengths = ([piece.span.stop - piece.span.start for piece in pieces] for pieces in self.fragments)
-        needs = (sum(sum_bytes(group, length, self.codec) for length in each) for each in lengths)
+        needs = (
+            sum(sum_bytes(group, piece.lengths, self.codec) for piece in each) for each in self.fragments
+        )
         return sum(sorted(needs)[-at_once:])
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
@@ -181,7 +182,7 @@ class LocalSteps:
         own = _read(weights.masters[piece.bucket][piece.span], gradient)
         torch.sub(self.outer[piece.bucket][piece.span], own, out=gradient).div_(self.replicas)
         replicas = self.buckets[piece.bucket].sharding.replicas
-        return start_sum(replicas, gradient, None if piece.exact else self.codec)
+        return start_sum(replicas, gradient, piece.lengths, None if piece.exact else self.codec)
 
     def _finish(self, piece: Piece, gradient: Tensor, weights: Weights, told: dict[str, Tensor]) -> None:
         """The outer step of a piece, and what each replica takes of it."""

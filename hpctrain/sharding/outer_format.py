@@ -1,14 +1,15 @@
 """How differences of weights travel between replicas, and become sums: whole, or in fewer bits.
 
 Each rank codes what it has, every owner of a share decodes what all have sent and adds in fp32, in rank
-order, and what the owners code of their sums is what all get, the same bits. Zeros stay zeros. What rounding
+order, and what the owners code of their sums is what all get, the same bits. Zeros stay zeros. Blocks begin
+at each parameter: beside what moves much, what moves little would be lost in every sum. What rounding
 loses is not kept for the next time, as in Streaming DiLoCo (arXiv 2501.18512): a replica that takes the
 outer weights as they are has no use for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Successive, Work
 from hpctrain.memory.compress import BLOCK
+from hpctrain.sharding.compression.blocks import Blocks
 from hpctrain.sharding.compression.codecs import Codec, Rounded
+from hpctrain.sharding.compression.compressed_sum import CodedSum
 
 
 class Halved:
@@ -54,45 +57,27 @@ FORMATS: Mapping[str, Codec | None] = {
 """The formats of a deck; None is fp32, of which all bits travel."""
 
 
-def start_sum(group: Group, values: Tensor, codec: Codec | None) -> Work[Tensor]:
-    """Start to sum `values`, fp32 [n], over the group, in place.
+def start_sum(group: Group, values: Tensor, lengths: Sequence[int], codec: Codec | None) -> Work[Tensor]:
+    """Start to sum `values`, fp32 [n], over the group, in place; `lengths` of them belong together each.
 
-    What has no block for every rank travels in fp32.
+    Less than a block for each rank travels in fp32.
     """
-    if not _coded(group, values.numel(), codec):
+    coded = _coded_sum(group, lengths, codec)
+    if coded is None:
         return group.start_all_reduce(values)
-    assert codec is not None
-    return Successive(_sum_of_codes(group, values, codec), values)
+    return Successive(coded.operations(values, values), values)
 
 
-def sum_bytes(group: Group, length: int, codec: Codec | None) -> int:
+def sum_bytes(group: Group, lengths: Sequence[int], codec: Codec | None) -> int:
     """Memory that the sum of so many values needs while it is under way, or on its way there."""
-    if not _coded(group, length, codec):
-        return group.host.scratch_bytes(length, torch.float32.itemsize)
-    assert codec is not None
-    count = _blocks_of_share(group, length) * group.size
-    return count * (2 * (codec.width + codec.scale) + 4 * BLOCK) + codec.working_bytes(count * BLOCK)
+    coded = _coded_sum(group, lengths, codec)
+    if coded is None:
+        return group.host.scratch_bytes(sum(lengths), torch.float32.itemsize)
+    return coded.scratch_bytes
 
 
-def _coded(group: Group, length: int, codec: Codec | None) -> bool:
-    return codec is not None and length >= group.size * BLOCK and group.size > 1
-
-
-def _blocks_of_share(group: Group, length: int) -> int:
-    return -(-length // (BLOCK * group.size))
-
-
-def _sum_of_codes(group: Group, values: Tensor, codec: Codec) -> Iterator[Work[Tensor]]:
-    count = _blocks_of_share(group, values.numel())
-    counts = torch.full((count,), BLOCK, device=values.device)
-    padded = values.new_zeros(count * BLOCK * group.size)
-    padded[: values.numel()] = values
-    sent = torch.cat([codec.encode(share, counts) for share in padded.chunk(group.size)])
-    received = torch.empty_like(sent)
-    yield group.start_all_to_all(sent, received)
-    total = values.new_zeros(count * BLOCK)
-    for code in received.chunk(group.size):
-        total.add_(codec.decode(code))
-    yield group.start_all_gather(codec.encode(total, counts), sent)
-    decoded = torch.cat([codec.decode(code) for code in sent.chunk(group.size)])
-    values.copy_(decoded[: values.numel()])
+def _coded_sum(group: Group, lengths: Sequence[int], codec: Codec | None) -> CodedSum | None:
+    if codec is None or group.size == 1 or sum(lengths) < group.size * BLOCK:
+        return None
+    blocks = Blocks.beside(lengths, group.device)
+    return CodedSum(blocks, group, codec, blocks.equal_spans(group.size))

@@ -26,10 +26,10 @@ Span = tuple[int, int]
 @dataclass(frozen=True)
 class Piece:
     """`length` elements of a parameter from its number `offset` on: they are the elements `start`, ... of the
-    bucket, and the elements `first`, ... of the blocks.
+    bucket, and the elements `first`, ... of the blocks. What has no state needs no `segment`.
     """
 
-    segment: BucketSegment
+    segment: BucketSegment | None
     offset: int
     start: int
     first: int
@@ -78,6 +78,16 @@ class Blocks:
                 pieces.append(Piece(segment, 0, segment.start, count * BLOCK, length))
                 count += -(-length // BLOCK)
         return Blocks(pieces, count, bucket.sharding.group.device)
+
+    @staticmethod
+    def beside(lengths: Iterable[int], device: torch.device) -> Blocks:
+        """Those of parts of so many elements, one behind the other."""
+        pieces, count, start = [], 0, 0
+        for length in lengths:
+            pieces.append(Piece(None, 0, start, count * BLOCK, length))
+            count += -(-length // BLOCK)
+            start += length
+        return Blocks(pieces, count, device)
 
     def part(self, span: Span) -> Blocks:
         """The blocks of a span of them, by themselves."""
@@ -147,6 +157,7 @@ class Blocks:
         rows = group.size + owned
         number = replicas.rank * rows + group.rank
         for piece in self.pieces:
+            assert piece.segment is not None
             values = blocks[piece.first : piece.first + piece.length]
             shard = piece.segment.parameter.shard.stacked(number, replicas.size * rows)
             copy = piece.segment.replication.copy(False, group, replicas)
@@ -159,6 +170,7 @@ class Blocks:
         group, replicas = bucket.sharding.group, bucket.sharding.replicas
         rows = group.size + 1
         for piece in self.pieces:
+            assert piece.segment is not None
             held = piece.segment.replication
             shard = piece.segment.parameter.shard
             shard = shard.stacked(replicas.rank * rows + group.size, replicas.size * rows)

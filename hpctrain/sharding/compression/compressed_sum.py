@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.device import on_host
+from hpctrain.comm.group import Group
 from hpctrain.comm.work import Successive, Work
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import BLOCK
@@ -26,40 +27,36 @@ Encode = Callable[[Tensor, Tensor], Tensor]
 """As Codec.encode."""
 
 
-class CompressedSum:
+class CodedSum:
     """A sum of codes, in two operations of a group of several ranks.
 
-    What each rank codes is its gradients and, with `feedback`, what was lost of them before: its residual,
-    which is kept. Blocks have owners: as many for each rank or, where ZeRO cuts and this is not `whole`, the
-    rank whose slice has elements of it, which are two where a slice ends. One all-to-all takes the codes to
-    them; they add in fp32, in the order of the ranks. Slices are done by that. Else owners code the sums,
-    with a residual of their own, and all ranks gather these: then sums are whole, with ZeRO too.
+    What each rank codes is its values and, where there is a `residual`, what was lost of them before, which
+    is kept. Of the `blocks`, `owned` are each rank's. One all-to-all takes the codes to these owners; they
+    add in fp32, in the order of the ranks. If no sum `returns` to others, each has its own by that: its part
+    `own_slice` of the flat values. Else owners code the sums, with an `own_residual` if there is one, and all
+    ranks gather these.
     """
 
-    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
-        self.bucket, self.codec, self.group = bucket, codec, bucket.sharding.group
-        self.returns = whole or bucket.sharding.zero == 0
-        self.blocks = blocks = Blocks.of(bucket)
-        size, share = self.group.size, bucket.length // self.group.size
-        slices = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
-        owned = blocks.equal_spans(size) if self.returns else list(map(blocks.span_of, slices))
-        self.own = blocks.part(owned[self.group.rank])
+    def __init__(
+        self,
+        blocks: Blocks,
+        group: Group,
+        codec: Codec,
+        owned: Sequence[Span],
+        returns: bool = True,
+        own_slice: slice = slice(0),
+    ) -> None:
+        self.blocks, self.group, self.codec = blocks, group, codec
+        self.returns, self._own_slice = returns, own_slice
+        self.own = blocks.part(owned[group.rank])
         of_owners = [list(blocks.code_spans(codec.width, codec.scale, span)) for span in owned]
         self._spans = [span for spans in of_owners for span in spans]
         self._own_spans = list(self.own.code_spans(codec.width, codec.scale, (0, self.own.count)))
         self._sizes = [sum(last - first for first, last in spans) for spans in of_owners]
-        device = self.group.device
-        self.residual = torch.zeros(blocks.elements, device=device) if feedback else None
-        self.own_residual = (
-            torch.zeros(self.own.elements, device=device) if feedback and self.returns else None
-        )
+        self.residual: Tensor | None = None
+        self.own_residual: Tensor | None = None
         self.summed: Tensor | None = None
-        self._at_once = AT_ONCE if on_host(device) else AT_ONCE_ON_GPU
-
-    @staticmethod
-    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedSum]:
-        """What makes one of a deck and a bucket."""
-        return lambda deck, bucket: CompressedSum(bucket, codec, deck.communication.error_feedback)
+        self._at_once = AT_ONCE if on_host(group.device) else AT_ONCE_ON_GPU
 
     @property
     def scratch_bytes(self) -> int:
@@ -70,29 +67,6 @@ class CompressedSum:
         values = 4 * self.blocks.elements if whole else 0
         piece = min(self.blocks.count, self._at_once) * BLOCK
         return max(2 * code + values, 3 * code) + 4 * self.own.elements + 2 * self.codec.working_bytes(piece)
-
-    def begin(self, updates: int) -> None:
-        """See Summation."""
-
-    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
-        """See Summation."""
-        return Successive(self.operations(gradients, sums), sums)
-
-    def after_step(self, updated: bool, factor: float) -> None:
-        """See Summation."""
-        self.summed = None
-        for residual in (self.residual, self.own_residual):
-            if residual is not None and not updated:
-                residual.zero_()
-            elif residual is not None and factor != 1:
-                residual.mul_(factor)
-
-    def state(self) -> Iterator[StateTensor]:
-        """See Stateful."""
-        if self.residual is not None:
-            yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
-        if self.own_residual is not None:
-            yield from self.own.state_of_owner(_KIND, self.own_residual, self.bucket)
 
     def operations(self, gradients: Tensor, sums: Tensor) -> Iterator[Work[Any]]:
         """The operations, and what is computed before, between and after them."""
@@ -111,7 +85,7 @@ class CompressedSum:
         del sent, received
         if not self.returns:
             total = self.own.clear_tails(self._added(self.own, codes))
-            mine, theirs = self.own.pairs(total, sums, self.bucket.slice)
+            mine, theirs = self.own.pairs(total, sums, self._own_slice)
             if mine:
                 torch._foreach_copy_(theirs, mine)
             return
@@ -124,10 +98,10 @@ class CompressedSum:
         self.decode_into(gradients)
 
     def decode_into(self, flat: Tensor) -> None:
-        """Fill `flat` [bucket's length] with the whole sums of this step."""
+        """Fill the flat values with the whole sums of this step."""
         assert self.summed is not None
         values = self.blocks.clear_tails(self._added(self.blocks, [self.summed]))
-        mine, theirs = self.blocks.pairs(values, flat, slice(0, self.bucket.length))
+        mine, theirs = self.blocks.pairs(values, flat, slice(0, flat.numel()))
         torch._foreach_copy_(theirs, mine)
 
     def add(self, codes: Sequence[Tensor]) -> Tensor:
@@ -143,7 +117,7 @@ class CompressedSum:
 
     def _values(self, gradients: Tensor) -> Tensor:
         """What this rank codes: in the residual's memory, where there is one."""
-        everything = slice(0, self.bucket.length)
+        everything = slice(0, gradients.numel())
         if self.residual is None:
             values = torch.zeros(self.blocks.elements, device=gradients.device)
             torch._foreach_copy_(*self.blocks.pairs(values, gradients, everything))
@@ -187,3 +161,52 @@ class CompressedSum:
 
     def _code_bytes(self, count: int) -> int:
         return count * (self.codec.width + self.codec.scale)
+
+
+class CompressedSum(CodedSum):
+    """The sum of a bucket's gradients, in codes; with `feedback` residuals are kept.
+
+    Blocks have owners: as many for each rank or, where ZeRO cuts and this is not `whole`, the rank whose
+    slice has elements of it, which are two where a slice ends. Slices are done when their owners have summed;
+    sums that are whole, with ZeRO too, return to all.
+    """
+
+    def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
+        self.bucket, group, device = bucket, bucket.sharding.group, bucket.sharding.group.device
+        returns, blocks = whole or bucket.sharding.zero == 0, Blocks.of(bucket)
+        size, share = group.size, bucket.length // group.size
+        slices = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
+        owned = blocks.equal_spans(size) if returns else list(map(blocks.span_of, slices))
+        super().__init__(blocks, group, codec, owned, returns, bucket.slice)
+        if feedback:
+            self.residual = torch.zeros(blocks.elements, device=device)
+        if feedback and returns:
+            self.own_residual = torch.zeros(self.own.elements, device=device)
+
+    @staticmethod
+    def of(codec: Codec) -> Callable[[Deck, Bucket], CompressedSum]:
+        """What makes one of a deck and a bucket."""
+        return lambda deck, bucket: CompressedSum(bucket, codec, deck.communication.error_feedback)
+
+    def begin(self, updates: int) -> None:
+        """See Summation."""
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """See Summation."""
+        return Successive(self.operations(gradients, sums), sums)
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """See Summation."""
+        self.summed = None
+        for residual in (self.residual, self.own_residual):
+            if residual is not None and not updated:
+                residual.zero_()
+            elif residual is not None and factor != 1:
+                residual.mul_(factor)
+
+    def state(self) -> Iterator[StateTensor]:
+        """See Stateful."""
+        if self.residual is not None:
+            yield from self.blocks.state_of_ranks(_KIND, self.residual, self.bucket, self.returns)
+        if self.own_residual is not None:
+            yield from self.own.state_of_owner(_KIND, self.own_residual, self.bucket)
