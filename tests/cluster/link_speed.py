@@ -2,13 +2,15 @@
 
 Two nodes of one rank each train the quickstart's model by exact sums, PowerSGD and DiLoCo, by turns over the
 link as it is and over one that `tc tbf` limits to 100 Mbit/s each way. Beside the measured step stands the
-one that `hpctrain plan` foretells from the step without the limit. Batches are small, lest computing hide the
-link.
+one that `hpctrain plan` foretells from the step without the limit: of the link at its own speed, and at the
+one that an all-reduce reaches there by itself (`hpctrain bench collectives`). Batches are small, lest
+computing hide the link.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -31,7 +33,10 @@ FORMS = {
     "diloco": ("layout.replicas=2", "communication.local_steps=20", "communication.outer=diloco"),
 }
 BATCH = ("batch.global_size=4", "batch.micro_size=2", "run.evaluate_sequences=2")
-HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "tokens/s", "over the link")
+HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "at MPI's speed", "off")
+HEAD = (*HEAD, "tokens/s", "over the link")
+REDUCED = "8 MB"
+"""About what the exact sums of a step are."""
 
 
 def main() -> int:
@@ -63,6 +68,10 @@ def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]
     library = Path(sys.modules["json"].__file__ or "").parents[1]
     hpctrain = ("python", "-m", "hpctrain")
     cluster.run(*hpctrain, "prepare", tokens, library / "email", library / "asyncio", "--glob", "*.py")
+    cluster.limit_link("n2", wish.rate)
+    reached = mpi_speed(cluster)
+    cluster.free_link("n2")
+    print(f"an all-reduce of {REDUCED} by itself moves {reached:.1f} Mbit/s each way over {wish.link}")
     base = (f"run.steps={wish.steps}", f"data.tokens={tokens}", "run.evaluate_every=0", "checkpoint.every=0")
     base = (*base, *BATCH, "machine.peak_flops=1e11")
     seconds: dict[tuple[str, bool], list[list[float]]] = {}
@@ -83,16 +92,30 @@ def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]
     for form, keys in FORMS.items():
         period = next((int(key.partition("=")[2]) for key in keys if "local_steps" in key), 1)
         free, over = (mean_step(seconds[form, limited], period) for limited in (False, True))
-        link = LinkWish(parse_link(wish.link), free)
-        plan = plan_deck(Path(wish.deck), RANKS, [*base, *keys], ranks_per_node=1, advised=False, wish=link)
-        assert plan.moved.over is not None
-        planned = plan.moved.over.own.seconds
+        told = []
+        for speed in (wish.link, f"{reached:.3f} Mbit/s"):
+            link = LinkWish(parse_link(speed), free)
+            plan = plan_deck(
+                Path(wish.deck), RANKS, [*base, *keys], ranks_per_node=1, advised=False, wish=link
+            )
+            assert plan.moved.over is not None
+            planned = plan.moved.over.own.seconds
+            told += [format_seconds(planned), f"{100 * (planned / over - 1):+.1f}%"]
         payload = format_bytes(sum(plan.moved.own.most.payload().values()))
         of_step = plan.deck.batch.global_size * plan.deck.batch.sequence
         rates = (format_count(of_step / each) for each in (free, over))
-        times = map(format_seconds, (free, over, planned))
-        found.append((form, payload, *times, f"{100 * (planned / over - 1):+.1f}%", *rates))
+        found.append((form, payload, *map(format_seconds, (free, over)), *told, *rates))
     return found
+
+
+def mpi_speed(cluster: Cluster) -> float:
+    """Mbit/s that pass each way of the link in an all-reduce between two nodes, whatever is lost to it."""
+    figures = cluster.folder / "collectives.json"
+    asked = ("--operations", "all_reduce", "--min-bytes", REDUCED, "--max-bytes", REDUCED, "--json", figures)
+    started = ("srun", "-N", "2", "-n", "2", "--mpi=pmix", "python", "-m", "hpctrain", "bench", "collectives")
+    cluster.run(*started, *asked, timeout=600)
+    (row,) = json.loads(figures.read_text())
+    return float(8e-6 * row["bytes"] / row["hpctrain"])
 
 
 def mean_step(runs: Sequence[Sequence[float]], period: int) -> float:
