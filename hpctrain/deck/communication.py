@@ -87,4 +87,5 @@ class Communication(Section):
         "Weight of that term: the gradient squared, times how far the parameters have moved.",
         0.04,
         ge=0,
+        le=1e6,
     )

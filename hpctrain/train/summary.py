@@ -128,6 +128,6 @@ def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list
         f"metrics     {folder / 'metrics.jsonl'} ({command('plot', folder)} draws them)",
         f"trace       {folder / TRACE_FILE} (ui.perfetto.dev opens it)" if trace else "",
         f"checkpoint  {saved} ({format_bytes(saved.stat().st_size)})" if saved else "",
-        f"skipped     {skipped} steps" if skipped else "",
+        f"skipped     {counted(skipped, 'step')}" if skipped else "",
     ]
     return [line for line in lines if line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ class Book:
 
     `names` are those of the figures, `moved` tells the bytes that this rank has sent and received, `tell`
     gets every step but the one after which all meet, which stays in `last`. `staleness` counts the pushes of
-    each staleness, those of all steps together.
+    each staleness, those of all steps together, `left_out` those that were not finite where others of their
+    step were applied.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Book:
         self.state, self.names, self.workers, self.tell = state, tuple(names), workers, tell
         self.moved = moved
         self.staleness: Counter[int] = Counter()
+        self.left_out = 0
         self.seconds: list[deque[float]] = [deque(maxlen=4 * WINDOW) for _ in range(workers)]
         """How long each worker computed its newest shares, until `SlowWorkers` takes them."""
         self.last: StepDone | None = None
@@ -89,11 +92,20 @@ class Book:
         state.step += 1
         state.samples += batch
         state.tokens += seen
-        state.skipped += self._skipped
         self.staleness.update(self._stale)
         histogram = tuple(self._stale[number] for number in range(max(self._stale) + 1))
         norm = (self._norms[0] if together else fmean(self._norms)) if self._norms else nan
         all_skipped = self._skipped == self._updates
+        state.skipped += all_skipped
+        if self._skipped and not all_skipped:
+            self.left_out += self._skipped
+            logging.getLogger("hpctrain").warning(
+                "step %d: %d of %d pushes were not finite, and are left out (%d so far)",
+                state.step,
+                self._skipped,
+                self.workers,
+                self.left_out,
+            )
         result = StepResult(figures, norm, rate, batch, seen, all_skipped, staleness=histogram)
         now = time.perf_counter()
         seconds, self._began = now - self._began, now

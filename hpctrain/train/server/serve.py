@@ -259,7 +259,9 @@ class Server:
                 # over a share; a push of several has that times its part of all tokens.
                 drift = torch.cat(self._masters).sub_(pulled)
                 weight = self.compensation * tokens / max(1, each.parcel.push.tokens)
-                gradients.addcmul_(gradients.square(), drift, value=weight)
+                corrected = torch.addcmul(gradients, gradients.square(), drift, value=weight)
+                # What has no finite square stays as it was pushed: servers skip together or not at all.
+                gradients = torch.where(corrected.isfinite(), corrected, gradients)
             if factor != 1.0:
                 gradients.mul_(factor)
             total = gradients if total is None else total.add_(gradients)

@@ -88,7 +88,9 @@ class ServedTrainer(Trainer):
     @property
     def outcome(self) -> list[str]:
         """See Trainer."""
-        return [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
+        lines = [f"staleness   pushes by staleness: {histogram_text(self.staleness)}"]
+        left_out = self.book.left_out if self.book is not None else 0
+        return [*lines, f"left out    {counted(left_out, 'push')}, not finite"] if left_out else lines
 
     @property
     def stage(self) -> int:

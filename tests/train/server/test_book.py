@@ -25,7 +25,7 @@ def book(workers: int, told: list[StepDone]) -> Book:
 
 
 def test_as_many_pushes_as_workers_are_a_step() -> None:
-    """The third one's is not finite: it counts as skipped, and not in the loss."""
+    """The third one's is not finite: it is left out, and does not count in the loss."""
     told: list[StepDone] = []
     made = book(3, told)
     made.enter([0], [push(10.0, 4)], [0], 1.0, 0.1, True, 12)
@@ -38,7 +38,7 @@ def test_as_many_pushes_as_workers_are_a_step() -> None:
     assert (result.grad_norm, result.tokens, result.staleness) == (2.0, 15, (1, 1, 0, 0, 1))
     assert not result.skipped
     state = made.state
-    assert (state.step, state.samples, state.tokens, state.skipped) == (4, 48, 115, 1)
+    assert (state.step, state.samples, state.tokens, state.skipped, made.left_out) == (4, 48, 115, 0, 1)
     assert histogram_text(made.staleness) == "0: 1, 1: 1, 4: 1"
 
 

@@ -217,10 +217,31 @@ def test_what_is_not_finite_is_skipped_and_counted(
         assert result.skipped and training.state.skipped == 1
         assert all(torch.equal(before[name], each) for name, each in after.items())
     else:
-        shares = world.everyone.broadcast_object(training.state.skipped)
-        assert not result.skipped and shares >= 1
+        left_out = world.everyone.broadcast_object(training.book.left_out if training.book else 0)
+        assert not result.skipped and training.state.skipped == 0 and left_out >= 1
         assert any(not torch.equal(before[name], each) for name, each in after.items())
     assert training.state.step == 2
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_no_correction_makes_a_push_infinite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gradient of 1e18 the square times how far the weights have moved is beyond fp32."""
+    keys = ("communication.staleness_correction=compensate", "communication.compensation=1e6")
+    training = served(world, served_deck("async", 1, *keys))
+    training.train_step()
+    if training.worker is not None:
+        accumulate = training.worker.step.accumulate
+
+        def huge(*arguments: object) -> tuple[torch.Tensor, int]:
+            sums, tokens = accumulate(*arguments)  # type: ignore[arg-type]
+            for bucket in training.engine.buckets:
+                bucket.gradients[::3] = 1e18
+            return sums, tokens
+
+        monkeypatch.setattr(training.worker.step, "accumulate", huge)
+    steps(training, 3)
+    assert all(bool(each.isfinite().all()) for each in values(training).values())
+    assert training.book is None or max(training.book.staleness) > 0
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
