@@ -71,6 +71,7 @@ class LocalSteps:
         self._velocity = [_zeros(bucket) for bucket in buckets] if rule.momentum else []
         self._sums = [_zeros(bucket) for bucket in buckets] if timing.delay else []
         self._works: dict[int, list[Work[Tensor]]] = {}
+        self._begun: dict[int, int] = {}
         self._updates = 0
 
     @property
@@ -83,10 +84,19 @@ class LocalSteps:
         self._updates = weights.updates
         self._follow(weights)
 
-    def resumed(self, weights: Weights, replicas: int) -> None:
-        """See Outer: another number of replicas begins with the outer model, whatever theirs were."""
+    @property
+    def under_way(self) -> dict[str, int]:
+        """See Outer: of fragments, of how many, after how many updates they were sent."""
+        return {f"{each}/{self.timing.fragments}": updates for each, updates in self._begun.items()}
+
+    def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
+        """See Outer: another number of replicas begins with the outer model, whatever theirs were. What was
+        sent of other fragments, or takes effect at no time now, is left: it will be sent once more.
+        """
         self._updates = weights.updates
         self._works.clear()
+        names = {f"{each}/{self.timing.fragments}": each for each in range(self.timing.fragments)}
+        self._begun = {names[name]: updates for name, updates in under_way.items() if name in names}
         if replicas != self.replicas:
             for master, outer in zip(weights.masters, self.outer, strict=True):
                 _write(master, outer)
@@ -125,6 +135,10 @@ class LocalSteps:
             self._follow(weights)
             return {}
         begin, due = timing.begin(self._updates), timing.due(self._updates)
+        self._begun |= dict.fromkeys(begin, self._updates)
+        due = [each for each in due if self._begun.get(each) == self._updates - timing.delay]
+        for fragment in due:
+            del self._begun[fragment]
         # On all ranks, those too that have no piece of a fragment.
         names = ("outer_gradient_norm", "replica_distance") if due else ()
         device = self.outer[0].device

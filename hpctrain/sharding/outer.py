@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -42,9 +42,13 @@ class Outer(Protocol):
     def begin(self, weights: Weights) -> None:
         """The weights are there, of a new run, or from another model; state that is resumed follows."""
 
-    def resumed(self, weights: Weights, replicas: int) -> None:
+    @property
+    def under_way(self) -> dict[str, int]:
+        """What a checkpoint is to say of what is on its way; the same on all ranks."""
+
+    def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
         """Weights, their updates and state are there as a checkpoint has them, which `replicas` were in, none
-        or several of them apart. Collective over each bucket's own group.
+        or several of them apart, and what it says is `under_way`. Collective over each bucket's own group.
         """
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:
@@ -78,11 +82,12 @@ class EveryStep:
 
     differs = False
     scratch_bytes = 0
+    under_way: ClassVar[dict[str, int]] = {}
 
     def begin(self, weights: Weights) -> None:
         """All have the same."""
 
-    def resumed(self, weights: Weights, replicas: int) -> None:
+    def resumed(self, weights: Weights, replicas: int, under_way: Mapping[str, int]) -> None:
         """All have the same."""
 
     def before_update(self, buckets: Sequence[Bucket]) -> None:

@@ -140,7 +140,8 @@ class Checkpoints(Hook):
             logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
         engine.optimizer.updates = int(state["updates"])
-        engine.outer.resumed(engine.optimizer, stored_replicas(structure.datasets))
+        replicas, under_way = stored_replicas(structure.datasets), state.get("under_way") or {}
+        engine.outer.resumed(engine.optimizer, replicas, under_way)
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
@@ -178,6 +179,7 @@ class Checkpoints(Hook):
         return {
             **asdict(state),
             "updates": engine.optimizer.updates,
+            "under_way": engine.outer.under_way,
             "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
             **deck_state(self.deck),

@@ -39,7 +39,12 @@ from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
-from hpctrain.train.start import require_same_blocks, require_training_state, start_from_source
+from hpctrain.train.start import (
+    require_no_second_warm_up,
+    require_same_blocks,
+    require_training_state,
+    start_from_source,
+)
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
 from hpctrain.train.summary import decay_ended, introduction, warms_again
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
@@ -365,6 +370,7 @@ def _go_on(
         makes, ranks = "", int(state.get("ranks", world.size))
         if follows:
             deck, makes = with_ranks(deck, before, ranks, world.size)
+        require_no_second_warm_up(deck, before, int(state.get("updates", step)))
         split = state.get("split") if deck.layout == before.layout else None
         if world.rank == 0:
             refuse_other_folder(deck, path)

@@ -67,3 +67,16 @@ def require_same_blocks(deck: Deck, before: Deck, path: Path) -> None:
         )
         sentence = f"{path} is {was} and does not go on as {becomes}{start}"
         raise HpctrainError(deck.problem("model.experts", sentence))
+
+
+def require_no_second_warm_up(deck: Deck, before: Deck, updates: int) -> None:
+    """Raise HpctrainError if replicas that have parted, each with moments of its own, are to be summed in
+    every step as if they had not.
+    """
+    keys, over = deck.communication, before.communication.warmup
+    if min(deck.layout.replicas, before.layout.replicas) > 1 and over < updates < keys.warmup:
+        sentence = (
+            f"replicas have parted after {over}, and after {updates} have moments of their own, with which "
+            f"no step sums them as one ({over} would do)"
+        )
+        raise HpctrainError(deck.problem("communication.warmup", sentence))

@@ -219,6 +219,25 @@ def restored(world: World, deck: Deck, path: Path) -> Trainer:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "before", [(), keys(local_steps=4, delay=1), keys(local_steps=4, fragments=2, delay=2)]
+)
+def test_what_was_not_sent_takes_no_effect(world: World, mpi_tmp_path: Path, before: tuple[str, ...]) -> None:
+    """After 5 steps a run goes on with a delay by which what was sent after 4 would be due after 7."""
+    folder = f"run.dir={mpi_tmp_path}"
+    first = trainer(world, small_deck(*(DILOCO if before else ()), *before, folder))
+    first.train(5)
+    path = saved(small_deck(*(DILOCO if before else ()), *before, folder), first)
+    losses = []
+    for delay in (0, 3):
+        deck = small_deck(*DILOCO, *keys(local_steps=4, delay=delay), folder)
+        training = restored(world, deck, path)
+        losses.append([each.loss for each in training.train(3)])
+        assert training.engine.outer.under_way == ({"0/1": 8} if delay else {})
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("steps", "form"), [(1, "fp32"), (2, "int8"), (3, "fp32"), (4, "int8")])
 def test_a_run_goes_on_bit_for_bit(world: World, mpi_tmp_path: Path, steps: int, form: str) -> None:
     """Between synchronizations, and with one under way."""

@@ -20,12 +20,14 @@ from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.start import start_from_source
+from hpctrain.train.start import require_no_second_warm_up, start_from_source
+from tests.engines import small_deck
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
 
 DECK = """
@@ -227,3 +229,23 @@ def test_a_mixture_goes_on_as_a_mixture_however_it_is_asked(world: World, mpi_tm
         resume(world, run, ["model.experts=0", "run.steps=2"])
     # What the stored deck says of biases has no effect any more, and cannot be left out.
     assert resume(world, run, ["model.balance=loss", "run.steps=2"]) == 0
+
+
+def test_replicas_that_have_parted_warm_up_no_more() -> None:
+    """Their moments differ, so that sums of gradients would not keep them together."""
+
+    def deck(warmup: int, *keys: str, replicas: int = 2) -> Deck:
+        apart = (f"layout.replicas={replicas}", "communication.local_steps=4") if replicas > 1 else ()
+        return small_deck(*apart, f"communication.warmup={warmup}" if warmup else "run.seed=1", *keys)
+
+    for after, before, updates in (
+        (deck(8), deck(8), 6),  # its first one goes on
+        (deck(20), deck(8), 6),
+        (deck(8), deck(0), 8),
+        (deck(8), deck(0, replicas=1), 6),
+        (deck(0, replicas=1), deck(0), 6),
+    ):
+        require_no_second_warm_up(after, before, updates)
+    for after, before, updates in ((deck(8), deck(0), 6), (deck(20), deck(8), 9), (deck(20), deck(8), 19)):
+        with pytest.raises(HpctrainError, match=r"communication.warmup=.*have parted after (0|8), and after"):
+            require_no_second_warm_up(after, before, updates)
