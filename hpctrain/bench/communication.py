@@ -94,6 +94,8 @@ def bench_communication(
         figures.append(_train(world, settle_vocabulary(changed, corpus.file), corpus, name, changes))
         if world.rank == 0:
             print(f"{name}: validation loss {figures[-1].validation:.4f}", flush=True)
+    if not figures:
+        raise HpctrainError(f"{path}: none of the forms asked for is one that this deck can have")
     if world.rank == 0:
         console = stdout_console()
         console.print("\n".join(table(rows(figures))), markup=False)

@@ -44,8 +44,8 @@ def begun_with(deck: Deck, ranks: int) -> tuple[Deck, str]:
 
 
 def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
-    """The deck with so many replicas, and a sentence of it. Its batch stays as it is where the data ranks
-    divide it, else that of a replica does.
+    """The deck with so many replicas, and a sentence of it. A size of its batch stays as it is where the data
+    ranks divide it, else that of a replica does.
     """
     layout, batch = deck.layout, deck.batch
     if replicas == layout.replicas:
@@ -54,8 +54,9 @@ def _with(deck: Deck, replicas: int, ranks: int) -> tuple[Deck, str]:
     sizes = {"global_size": batch.global_size, "ramp_from": batch.ramp_from}
     sentence = f"{counted(ranks, 'rank')} make{'s' * (ranks == 1)} {counted(replicas, 'replica')}"
     sentence += f", where layout.replicas was {layout.replicas}"
-    if data and any(size % (batch.micro_size * data) for size in sizes.values()):
-        sizes = {name: size * replicas // layout.replicas for name, size in sizes.items()}
-        sentence += f"; batch.global_size becomes {sizes['global_size']}, as much for each as before"
+    for name, size in sizes.items() if data else ():
+        if size % (batch.micro_size * data):
+            sizes[name] = size * replicas // layout.replicas
+            sentence += f"; batch.{name} becomes {sizes[name]}, as much for each as before"
     given = {} if layout.data is None else {"data": data}
     return deck.with_keys(layout={"replicas": replicas, **given}, batch=sizes), sentence

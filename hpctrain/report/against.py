@@ -38,6 +38,7 @@ _KEYS: Mapping[Cost, tuple[str, str]] = {
 }
 _DECK = "deck.toml"
 _NAMING = frozenset({"run.title", "run.dir"})
+_MOST = 1e30  # of a step: more is no measurement
 _SPREAD = 10  # from such a ratio of the runs' totals on, the smallest would vanish on a linear axis
 
 
@@ -50,13 +51,7 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
     told = labels(run_dirs)
     runs = [replace(run, name=label or run.name) for run, label in zip(runs, told, strict=True)]
     key, _ = _KEYS[cost]
-    lacking = [
-        f"{folder}: sent nothing, so that there is nothing to draw against bytes"
-        if cost == "bytes" and any(key in row for row in run.rows)
-        else f"{folder}: its metrics have no {key}; a run by this version writes them"
-        for folder, run in zip(run_dirs, runs, strict=True)
-        if not any(row.get(key) for row in run.rows)
-    ]
+    lacking = [why for folder, run in zip(run_dirs, runs, strict=True) if (why := _undrawn(folder, run, key))]
     if lacking:
         raise InputOutputError(lacking)
     folder = out_dir if out_dir is not None else (run_dirs[0] if len(runs) == 1 else Path()) / "plots"
@@ -66,6 +61,20 @@ def plot_against(cost: Cost, run_dirs: Sequence[Path], out_dir: Path | None, *, 
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DOTS_PER_INCH)
     return path
+
+
+def _undrawn(folder: Path, run: PlottedRun, key: str) -> str:
+    """Why a run cannot be drawn; "" where it can be."""
+    if not any(key in row for row in run.rows):
+        return f"{folder}: its metrics have no {key}; a run by this version writes them"
+    for row in run.rows:
+        value = row.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
+            told = "no" if value is None else "no number that could be its"
+            return f"{folder}: step {row['step']} has {told} {key}, so that what follows has an unknown cost"
+    if any(row[key] for row in run.rows):
+        return ""
+    return f"{folder}: sent nothing, so that there is nothing to draw against bytes"
 
 
 def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = False) -> Figure:
@@ -101,7 +110,7 @@ def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
     spent: dict[int, float] = {}
     total = 0.0
     for row in run.rows:
-        total += row.get(key) or 0
+        total += row[key]
         spent[row["step"]] = total
     return spent
 
@@ -119,7 +128,7 @@ def labels(run_dirs: Sequence[Path]) -> list[str]:
         return ", ".join(f"{name.partition('.')[2]} = {value}" for name, value in own)
 
     found = [told(deck) for deck in decks]
-    return found if len(set(found)) == len(found) else [""] * len(found)
+    return found if all(decks) and len(set(found)) == len(found) else [""] * len(found)
 
 
 def _keys(path: Path) -> dict[str, object]:

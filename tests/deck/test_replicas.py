@@ -30,7 +30,13 @@ def test_a_batch_that_does_not_divide_stays_for_each() -> None:
     deck = small_deck(*KEYS, "batch.global_size=16", "batch.ramp_from=8", "batch.ramp_steps=5")
     three, sentence = with_ranks(deck, deck, 4, 3)
     assert (three.batch.global_size, three.batch.ramp_from) == (12, 6)
-    assert "; batch.global_size becomes 12, as much for each as before; each goes on from" in sentence
+    ramp = "; batch.ramp_from becomes 6, as much for each as before; each goes on from"
+    assert f"; batch.global_size becomes 12, as much for each as before{ramp}" in sentence
+    small = ("batch.global_size=12", "batch.ramp_from=3", "batch.ramp_steps=5", "batch.micro_size=1")
+    deck = small_deck("layout.replicas=3", "communication.local_steps=4", *small)
+    two, sentence = with_ranks(deck, deck, 3, 2)
+    assert (two.batch.global_size, two.batch.ramp_from) == (12, 2)
+    assert "global_size" not in sentence
     check_world(three, 3)
 
 

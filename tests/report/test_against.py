@@ -88,6 +88,22 @@ def test_what_was_not_recorded_is_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [None, "12", -1, 10**400, True, float("nan"), float("inf")])
+def test_a_step_of_unknown_cost_is_told(tmp_path: Path, value: object) -> None:
+    run = write_run(tmp_path / "run", "none", 10)
+    odd = [row | ({"payload_bytes": value} if row["step"] == 3 else {}) for row in rows(10)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
+    with pytest.raises(InputOutputError, match=r"run: step 3 has no .*payload_bytes, so that what follows"):
+        plot_against("bytes", [run], None, log_loss=False)
+    assert plot_against("time", [run], None, log_loss=False).exists()
+
+
+def test_runs_without_decks_are_called_by_their_folders(tmp_path: Path) -> None:
+    exact, sign = (write_run(tmp_path / name, name, 10) for name in ("none", "sign"))
+    (exact / "deck.toml").unlink()
+    assert labels([exact, sign]) == ["", ""]
+
+
 def test_seconds_of_an_emulated_link_are_marked() -> None:
     slow = [row | {"emulated_link": "1 Gbit/s"} for row in rows(10)]
     assert [PlottedRun("small", table).label for table in (rows(10), slow)] == [
