@@ -42,7 +42,9 @@ def resumed_entries(
         found = stored.get(entry.dataset)
         if found is not None and found.kind != entry.kind and tensor.resumed != "always":
             found = None
-        if tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
+        if found is None and (whole := _whole(tensor, entry, stored)) is not None:
+            entries += [whole] if tensor.shard.start[0] == 0 else []
+        elif tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
             entries += _summed(entry, found.shape[0])
         elif tensor.resumed in {"if stored", "as a sum"} and (found is None or found.shape != entry.shape):
             left.add(tensor.kind)
@@ -80,6 +82,14 @@ def _stored_entry(
             shard = plain.stacked(tensor.shard.start[0] % count if tensor.of_replicas else 0, count)
         return replace(_entry(kind, tensor), dataset=found.dataset, shard=shard)
     return _entry(tensor.kind, tensor)
+
+
+def _whole(tensor: StateTensor, entry: Entry, stored: Mapping[str, StoredTensor]) -> Entry | None:
+    """What a file has of the kind that a sum is made of, for the first of all ranks to begin with."""
+    found = stored.get(_dataset(tensor.made_of, False, tensor.shard.name)) if tensor.made_of else None
+    if found is None or found.shape != entry.shape[1:]:
+        return None
+    return replace(entry, dataset=found.dataset, shard=tensor.shard.unstacked)
 
 
 def model_entries(buckets: Sequence[Bucket]) -> list[Entry]:

@@ -43,7 +43,8 @@ class StateTensor:
     with "if stored" or "as a sum", and makes by itself what it reads "never". What each of another number of
     ranks had of its own goes on "as a sum": that of several goes to one. Forward, backward or sums change
     what `changes_in_step`; all else is changed by the update alone. What is `of_replicas`, each one's own, is
-    stored beside what they have in common, if anything.
+    stored beside what they have in common, if anything. A sum that a file lacks is made of what it has of
+    another kind, which is the whole of it, if that is `made_of` one.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class StateTensor:
     resumed: Resumed = "if stored"
     changes_in_step: bool = True
     of_replicas: bool = False
+    made_of: str = ""
 
     @property
     def is_weight(self) -> bool:
@@ -95,9 +97,7 @@ def own_state(
         yield StateTensor(kind, shard, values, offset, copy, held.written, when, changes_in_step, apart)
 
 
-def state_of_ranks(
-    kind: str, flat: Tensor, bucket: Bucket, resumed: Resumed = "as a sum", changes_in_step: bool = True
-) -> Iterator[StateTensor]:
+def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -> Iterator[StateTensor]:
     """State that each rank which trains the bucket on other tokens has of its own, by parameter: `flat` has a
     value for each of the bucket's elements. It is stored as [ranks, ...], each one's behind the other's.
     """
@@ -106,7 +106,7 @@ def state_of_ranks(
     for segment, values, offset in bucket.cut(flat, slice(0, bucket.length)):
         shard = segment.parameter.shard.stacked(number, bucket.sharding.ranks)
         copy = segment.replication.copy(False, group, replicas)
-        yield StateTensor(kind, shard, values, offset, copy, True, resumed, changes_in_step)
+        yield StateTensor(kind, shard, values, offset, copy, True, "as a sum", made_of=made_of)
 
 
 @runtime_checkable

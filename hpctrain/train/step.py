@@ -117,8 +117,13 @@ class Step:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of a step's samples this rank reads."""
-        return self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
+        """Which of how many shares of a step's samples this rank reads.
+
+        Replicas take them in turns, so that one has the same samples on any number of ranks.
+        """
+        rank, ranks = self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
+        replica, replicas = self.engine.replica
+        return rank % (ranks // replicas) * replicas + replica, ranks
 
     def read_share(self, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
         """This rank's share of a step, as of `read`."""

@@ -205,6 +205,24 @@ def test_evaluation_is_of_the_outer_model(world: World, compute: str) -> None:
     assert found == plain.evaluate(plain.step.batches, 8)["loss"]
 
 
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("layout", [(), ("layout.zero=2",), ("layout.tensor=2",)])
+def test_a_replica_has_the_same_samples_on_any_ranks(world: World, layout: tuple[str, ...]) -> None:
+    """Micro-batches in turns, whatever ranks a replica has."""
+    if world.size == 2 and "layout.tensor=2" in layout:
+        pytest.skip("no two replicas of these")
+    deck = small_deck(*DILOCO, *keys(local_steps=2), *layout, "batch.micro_size=2", "batch.global_size=16")
+    training = trainer(world, deck)
+    step, state, read = training.step, training.state, []
+    for number, micro in enumerate(step.batches.step(state.samples, 16, *step.share, 2)):
+        first = step.first_sample(state, number)
+        read += list(range(first, first + len(micro.tokens)))
+    everyone = world.everyone.all_gather_object((training.engine.replica[0], read))
+    for replica in range(2):
+        samples = {sample for of, theirs in everyone for sample in theirs if of == replica}
+        assert samples == {sample for sample in range(16) if sample // 2 % 2 == replica}
+
+
 def saved(deck: Deck, training: Trainer) -> Path:
     checkpoints = Checkpoints(deck, training.engine, {})
     checkpoints.save(training.state)

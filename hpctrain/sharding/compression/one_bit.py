@@ -76,7 +76,7 @@ class OneBitMomentum:
 
     def state(self) -> Iterator[StateTensor]:
         """See Stateful."""
-        yield from state_of_ranks("reducer/mean", self.part, self.bucket)
+        yield from state_of_ranks("reducer/mean", self.part, self.bucket, "optimizer/exp_avg")
         if self.signs is not None:
             yield from self.signs.state()
 

@@ -86,7 +86,7 @@ class TopK:
     def state(self) -> Iterator[StateTensor]:
         """See Stateful."""
         if self.momentum:
-            yield from state_of_ranks("reducer/momentum", self.moving, self.bucket)
+            yield from state_of_ranks("reducer/momentum", self.moving, self.bucket, "optimizer/momentum")
         if self.group.size > 1:
             yield from state_of_ranks("reducer/residual", self.unsent, self.bucket)
 

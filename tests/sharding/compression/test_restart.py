@@ -26,6 +26,7 @@ NEEDED = {"onebit": ("communication.warmup=1", "optimizer.clip=0")}
 FORMS = {name: (f"communication.compress={name}", *NEEDED.get(name, ())) for name in NAMES}
 """All that there are and differ, with what some cannot do without."""
 
+SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
 RESIDUAL = "reducer/residual"
 BETWEEN = ("communication.compress=powersgd", "communication.compress_between=nodes")
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -191,3 +192,42 @@ def test_another_tensor_size_goes_on(world: World, mpi_tmp_path: Path, model: tu
     loss = training.train_step().loss
     assert cut.train_step().loss == pytest.approx(loss, rel=1e-4)
     check_replicas(cut.engine.buckets, world.everyone)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", ["layout.zero=0", "layout.zero=1"])
+@pytest.mark.parametrize(
+    ("before", "after", "kept", "kind"),
+    [
+        ((), FORMS["onebit"], "optimizer/exp_avg", "reducer/mean"),
+        (SGD, (*SGD, *FORMS["topk"]), "optimizer/momentum", "reducer/momentum"),
+    ],
+    ids=["onebit", "topk"],
+)
+def test_exact_runs_go_on_with_the_momentum_they_have(
+    world: World,
+    mpi_tmp_path: Path,
+    zero: str,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    kept: str,
+    kind: str,
+) -> None:
+    """The parts of all ranks add up to it, whoever has them."""
+    exact, checkpoints = made(world, mpi_tmp_path, zero, *before)
+    exact.train(3)
+    path = saved(exact, checkpoints)
+    momentum: dict[str, np.ndarray] = {}
+
+    def visit(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset):
+            momentum[name] = item[()]
+
+    with h5py.File(path) as file:
+        file[kept].visititems(visit)
+    assert len(momentum) == len(exact.parameters())
+    training, checkpoints = made(world, mpi_tmp_path, zero, *after)
+    training.state = checkpoints.restore(path)
+    with h5py.File(saved(training, checkpoints)) as file:
+        for name, values in momentum.items():
+            assert np.array_equal(file[f"{kind}/{name}"][()].sum(0), values) and values.any(), name
