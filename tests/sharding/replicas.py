@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from torch import Tensor
 
@@ -17,31 +16,27 @@ from tests.engines import Trainer
 
 
 class Share(Batches):
-    """The samples of some of `count` data ranks, for a rank that trains by itself."""
+    """The samples of data rank `number` of `count`, for a rank that trains by itself."""
 
-    def __init__(self, batches: Batches, ranks: Sequence[int], count: int) -> None:
+    def __init__(self, batches: Batches, number: int, count: int) -> None:
         super().__init__(batches.source, 1)
-        self.ranks, self.count = ranks, count
+        self.number, self.count = number, count
 
     def step(
         self, first_sample: int, global_size: int, data_rank: int, data_ranks: int, micro_size: int
     ) -> Iterator[MicroBatch]:
         assert (data_rank, data_ranks) == (0, 1)
-        begin = super().step
-        return chain.from_iterable(
-            begin(first_sample, global_size, rank, self.count, micro_size) for rank in self.ranks
-        )
+        return super().step(first_sample, global_size, self.number, self.count, micro_size)
 
 
-def singles(world: World, deck: Deck, batches: Batches, replicas: int, data: int) -> list[Trainer]:
-    """Trainers of one rank, each of the samples of one of so many replicas of `data` data ranks."""
-    each = data // replicas
+def singles(world: World, deck: Deck, batches: Batches, replicas: int) -> list[Trainer]:
+    """Trainers of one rank, each of the samples of one of so many replicas."""
     deck, one = on_one_rank(deck), world.alone()
     return [
         Trainer(
             deck,
             build_engine(deck, one, make_mesh(deck, one), roughness=ROUGHNESS),
-            Share(batches, range(number * each, number * each + each), data),
+            Share(batches, number, replicas),
         )
         for number in range(replicas)
     ]

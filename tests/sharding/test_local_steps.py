@@ -52,7 +52,7 @@ def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, dela
     """Streaming DiLoCo: two fragments, each every third step, a step apart."""
     deck = small_deck(*DILOCO, *keys(local_steps=3, fragments=2, delay=delay, blend=blend))
     training = trainer(world, deck, masked=0.0)
-    expected = Expected(deck, singles(world, deck, training.step.batches, 2, 2))
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for step in range(8):
         training.train_step()
         expected.train_step()
@@ -70,7 +70,7 @@ def test_local_sgd_is_the_mean_of_runs_of_one_rank(world: World, zero: int) -> N
     """Bit for bit the runs of one rank until they meet, clipped by norms of their own."""
     deck = small_deck(REPLICAS, CLIP, f"layout.zero={zero}", *keys(local_steps=3))
     training = trainer(world, deck, masked=0.0)
-    expected = Expected(deck, singles(world, deck, training.step.batches, 2, 2))
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for step in range(1, 5):
         figures = training.train_step().figures
         expected.train_step()
@@ -91,8 +91,7 @@ def test_replicas_of_two_ranks_train_as_those_of_one(world: World, layout: str) 
     streaming = keys(local_steps=2, fragments=2, delay=1, blend=0.25)
     deck = small_deck(*DILOCO, *streaming, layout, "batch.global_size=16")
     training = trainer(world, deck, masked=0.0)
-    data = training.engine.mesh.size("data")
-    expected = Expected(deck, singles(world, deck, training.step.batches, 2, data))
+    expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for _ in range(5):
         training.train_step()
         expected.train_step()
