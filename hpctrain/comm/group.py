@@ -74,11 +74,11 @@ class Comparer(Protocol):
 class Group:
     """The ranks of one axis of the mesh, or of several joined ones, in the mesh's order.
 
-    `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory
-    travel over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where
-    `empty` makes tensors. `under_way` are the operations that this rank has started in all groups; `told` are
-    the ranks by which a hang is told, where the world is a part of another one. A
-    `comparer`, where there is one, compares what the ranks call.
+    `ranks` are their ranks in the world, `rank` is this one's place among them. Tensors in host memory travel
+    over `host`, those of a GPU over `accelerator`, small values over `objects`. `device` is where `empty`
+    makes tensors, `computes_on` the same but where a plan has shapes alone. `under_way` are the operations
+    that this rank has started in all groups; `told` are the ranks by which a hang is told, where the world is
+    a part of another one. A `comparer`, where there is one, compares what the ranks call.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Group:
         self.objects = objects
         self.host = host
         self.accelerator = accelerator
-        self.device = device
+        self.device = self.computes_on = device
         self.ledger = ledger
         self.calls = ledger.calls.group(self.name, told or ranks)
         self.comparer: Comparer | None = None

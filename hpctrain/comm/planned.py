@@ -18,6 +18,7 @@ from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.comm.transport import Transport
 
 META = torch.device("meta")
+HOST = torch.device("cpu")
 
 Heard = Callable[[Call, Traffic], None]
 """What is told of every call that a planned group makes."""
@@ -69,17 +70,21 @@ def planned_group(
     ranks: tuple[int, ...] | None = None,
     transport: PlannedTransport | None = None,
     device: torch.device = META,
+    computes_on: torch.device = HOST,
 ) -> Group:
     """A group that knows its rank and size, or its `ranks` of the world too, on torch's device "meta"."""
     planned = transport or PlannedTransport(rank, size)
-    return Group(axes, ranks or tuple(range(size)), planned, planned, planned, device, ledger, set())
+    group = Group(axes, ranks or tuple(range(size)), planned, planned, planned, device, ledger, set())
+    group.computes_on = computes_on
+    return group
 
 
 class PlannedMesh:
     """What groups are asked of a mesh, at the place of the first rank of a pipeline stage.
 
-    A node has `ranks_per_node` of its ranks, in their order. `heard`, where there is one, is told of every
-    call. With `echo` groups have memory of the host, where calls give back what they are given.
+    A node has `ranks_per_node` of its ranks, in their order, which would compute on `device`. `heard`, where
+    there is one, is told of every call. With `echo` groups have memory of the host, where calls give back
+    what they are given.
     """
 
     def __init__(
@@ -89,10 +94,11 @@ class PlannedMesh:
         ranks_per_node: int,
         heard: Heard | None = None,
         echo: bool = False,
+        device: torch.device = HOST,
     ) -> None:
         self._sizes, self._stage, self._per_node = dict(sizes), stage, ranks_per_node
         self._along = {**expert_sizes(sizes), **sizes}
-        self._heard, self._echo = heard, echo
+        self._heard, self._echo, self._device = heard, echo, device
         self.ledger = Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
 
@@ -119,9 +125,9 @@ class PlannedMesh:
     def _planned(self, axes: tuple[str, ...], rank: int, ranks: tuple[int, ...]) -> Group:
         size = len(ranks)
         if self._echo:
-            host, echo = torch.device("cpu"), EchoTransport(rank, size)
-            return planned_group(axes, rank, size, self.ledger, ranks, echo, host)
-        return planned_group(axes, rank, size, self.ledger, ranks, PlannedTransport(rank, size, self._heard))
+            return planned_group(axes, rank, size, self.ledger, ranks, EchoTransport(rank, size), HOST)
+        transport = PlannedTransport(rank, size, self._heard)
+        return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks along axes, of the first rank of the stage."""

@@ -145,7 +145,7 @@ def plan_memory(
         if deck.model.frozen:
             kind = number
         if kind not in planned:
-            mesh = PlannedMesh(sizes, number, ranks_per_node or ranks)
+            mesh = PlannedMesh(sizes, number, ranks_per_node or ranks, device=device)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1

@@ -93,7 +93,9 @@ def plan_served(
     )
     (worker,) = plan.stages
     device, shape = device_named(deck.run.device), ModelShape.of(deck, vocabulary)
-    mesh = PlannedMesh({"pipeline": 1, "data": roles.servers, "context": 1, "tensor": 1}, 0, ranks)
+    mesh = PlannedMesh(
+        {"pipeline": 1, "data": roles.servers, "context": 1, "tensor": 1}, 0, ranks, device=device
+    )
     stage = plan_stage(serving(deck), shape, mesh, accumulation(1), [deck.model.layers], 0, device)
     buckets = stage.buckets
     own = sum(bucket.own.stop - bucket.own.start for bucket in buckets)

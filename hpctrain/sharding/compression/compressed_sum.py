@@ -56,7 +56,7 @@ class CodedSum:
         self.residual: Tensor | None = None
         self.own_residual: Tensor | None = None
         self.summed: Tensor | None = None
-        self._at_once = AT_ONCE if on_host(group.device) else AT_ONCE_ON_GPU
+        self._at_once = AT_ONCE if on_host(group.computes_on) else AT_ONCE_ON_GPU
 
     @property
     def scratch_bytes(self) -> int:

@@ -181,7 +181,7 @@ class PowerSgd:
         """Messages, factors in fp32 and fp64, a block of the result; and what reductions receive."""
         elements = sum(stack.elements for stack in self.stacks)
         held = 4 * sum(self.messages) + self._fresh.numel()
-        held += min(elements, BLOCK if on_host(self.group.device) else DEVICE_BLOCK)
+        held += min(elements, BLOCK if on_host(self.group.computes_on) else DEVICE_BLOCK)
         held += 0 if self._feedback else elements
         return 4 * held + max(self.group.host.scratch_bytes(each, 4) for each in self.messages)
 

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.communication import Communication
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import plan_stage
 from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.action import accumulation
 from hpctrain.sharding.synchronize import check_replicas
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -231,3 +236,20 @@ def test_exact_runs_go_on_with_the_momentum_they_have(
     with h5py.File(saved(training, checkpoints)) as file:
         for name, values in momentum.items():
             assert np.array_equal(file[f"{kind}/{name}"][()].sum(0), values) and values.any(), name
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_plan_knows_what_a_form_takes_beside_gradients(world: World, name: str) -> None:
+    """Of shapes alone as of the device that a run computes on; on a GPU larger pieces are coded at a time."""
+    wide = ("model.vocabulary=8191", "model.hidden=64", "batch.global_size=16")
+    deck = small_deck(f"communication.compress={name}", *NEEDED.get(name, ()), *wide)
+    engine = trainer(world, deck).engine
+    shape, schedule = ModelShape.of(deck, 8191), accumulation(1)
+    scratch = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        mesh = PlannedMesh(axis_sizes(deck, 2), 0, 2, device=device)
+        stage = plan_stage(deck, shape, mesh, schedule, [deck.model.layers], 0, torch.device("cpu"))
+        scratch.append(stage.synchronizer.scratch_bytes)
+    assert scratch[0] == max(world.everyone.all_gather_object(engine.synchronizer.scratch_bytes))
+    assert (scratch[0] < scratch[1]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})
