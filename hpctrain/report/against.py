@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +21,6 @@ from hpctrain.report.plots import (
     DOTS_PER_INCH,
     Array,
     PlottedRun,
-    add_legend,
     draw_curve,
     load_runs,
     logarithmic,
@@ -38,6 +39,7 @@ _KEYS: Mapping[Cost, tuple[str, str]] = {
 }
 _DECK = "deck.toml"
 _NAMING = frozenset({"run.title", "run.dir"})
+_LETTERS, _INCHES_OF_ROW = 90, 0.25  # of a legend
 _MOST = 1e30  # of a step: more is no measurement
 _SPREAD = 10  # from such a ratio of the runs' totals on, the smallest would vanish on a linear axis
 
@@ -101,8 +103,19 @@ def draw_against(cost: Cost, runs: Sequence[PlottedRun], *, log_loss: bool = Fal
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value) if value else "0"))
     if log_loss:
         logarithmic(axes)
-    add_legend(axes)
+    _legend_below(figure)
     return figure
+
+
+def _legend_below(figure: Figure) -> None:
+    """What curves are, where there are several, below them: the keys of a deck may take lines."""
+    (axes,) = figure.axes
+    curves, names = axes.get_legend_handles_labels()
+    if len(names) > 1:
+        told = [fill(name, _LETTERS, subsequent_indent="  ") for name in names]
+        rows = sum(each.count("\n") + 1 for each in told)
+        figure.set_figheight(figure.get_figheight() + _INCHES_OF_ROW * rows)
+        figure.legend(curves, told, loc="outside lower left", fontsize=10, frameon=False)
 
 
 def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
@@ -116,16 +129,24 @@ def spent_until(run: PlottedRun, key: str) -> dict[int, float]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """What tells the decks of runs apart, of each what is not the default; "" where nothing does."""
+    """What tells the decks of runs apart, of each what is not the default; "" where nothing does. Keys are
+    named without their sections where that names one.
+    """
     decks = [_keys(run_dir / _DECK) for run_dir in run_dirs]
     names = {name for deck in decks for name in deck} - _NAMING
     differing = sorted(name for name in names if len({toml_value(deck.get(name)) for deck in decks}) > 1)
     keys = {section: fields(section) for section in sections()}
     usual = {f"{section}.{name}": own[name].default for section, own in keys.items() for name in own}
 
+    short = Counter(name.partition(".")[2] for name in differing)
+
+    def called(name: str) -> str:
+        key = name.partition(".")[2]
+        return key if short[key] == 1 else name
+
     def told(deck: Mapping[str, object]) -> str:
         own = ((name, deck[name]) for name in differing if name in deck and deck[name] != usual.get(name))
-        return ", ".join(f"{name.partition('.')[2]} = {value}" for name, value in own)
+        return ", ".join(f"{called(name)} = {value}" for name, value in own)
 
     found = [told(deck) for deck in decks]
     return found if all(decks) and len(set(found)) == len(found) else [""] * len(found)

@@ -104,6 +104,19 @@ def test_runs_without_decks_are_called_by_their_folders(tmp_path: Path) -> None:
     assert labels([exact, sign]) == ["", ""]
 
 
+def test_keys_of_two_sections_are_told_apart_below_the_picture(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name, 10) for name in ("none", "sign")]
+    for number, run in enumerate(runs, 3):
+        more = f"warmup = {number}\n[learning_rate]\nwarmup = {2 * number}\n"
+        (run / "deck.toml").write_text((run / "deck.toml").read_text() + more)
+    named = labels(runs)
+    assert named[1] == "compress = sign, communication.warmup = 4, learning_rate.warmup = 8"
+    figure = draw_against("bytes", [PlottedRun(name, rows(10)) for name in named])
+    (legend,) = figure.legends
+    assert [each.get_text() for each in legend.get_texts()] == named
+    assert not draw_against("bytes", [PlottedRun("one", rows(10))]).legends
+
+
 def test_seconds_of_an_emulated_link_are_marked() -> None:
     slow = [row | {"emulated_link": "1 Gbit/s"} for row in rows(10)]
     assert [PlottedRun("small", table).label for table in (rows(10), slow)] == [
