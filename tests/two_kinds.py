@@ -11,7 +11,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Block, Surroundings
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import apart_bytes
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Saving, Storage, Waiting
 
 FACTOR = 3
 
@@ -33,6 +33,11 @@ class WideBlock(Block):
 
     def saved(self, at: Saving) -> list[Storage]:
         return [*super().saved(at), at.row_features(self.hidden), *self.wide.saved(at)]
+
+    def waiting(self, at: Saving) -> Waiting:
+        """See Layer: while its first feed-forward goes, the gradient before the second one is there, too."""
+        held, passing = super().waiting(at)
+        return Waiting(held, passing + at.features(self.hidden).bytes)
 
     def workspace(self, at: Saving) -> int:
         widest = sum(self.wide.up.split_sizes)
