@@ -11,6 +11,7 @@ from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
+from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
@@ -37,6 +38,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *server_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),
+        *_learning_rate(deck),
         *_optimizer(deck),
         *_run(deck),
         *_offload(deck),
@@ -172,12 +174,6 @@ def _batch(deck: Deck, ranks: int | None) -> Iterator[Problem]:
 
 def _run(deck: Deck) -> Iterator[Problem]:
     run, limit, margin = deck.run, deck.run.time_limit, deck.run.time_margin
-    # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
-    rate = deck.learning_rate
-    if rate.decay != "constant" and rate.warmup > rate.decay_steps:
-        sentence = f"must be at most learning_rate.decay_steps = {rate.decay_steps}"
-        others = ("learning_rate.decay_steps", "learning_rate.decay", "run.steps")
-        yield Problem("learning_rate.warmup", sentence, others)
     if run.evaluate_every and not deck.data.validation:
         sentence = "evaluates on held-out sequences, but data.validation = 0 holds none out"
         would = f"{sentence} (0.01 would; or leave the key out)"
@@ -194,6 +190,26 @@ def _run(deck: Deck) -> Iterator[Problem]:
     if deck.communication.emulate is not None and deck.communication.transport == "nccl":
         sentence = 'delays what the host sends, but communication.transport = "nccl" ("mpi" would do)'
         yield Problem("communication.emulate", sentence, ("communication.transport",))
+
+
+def _learning_rate(deck: Deck) -> Iterator[Problem]:
+    rate, others = deck.learning_rate, ("learning_rate.decay", "learning_rate.decay_steps", "run.steps")
+    no_effect = f'has no effect with learning_rate.decay = "{rate.decay}" (leave it out)'
+    # A warm-up or ramp longer than the run is no mistake: a trial run stops early.
+    if rate.decay not in ENDLESS and rate.warmup > rate.decay_steps:
+        sentence = f"must be at most learning_rate.decay_steps = {rate.decay_steps}"
+        yield Problem("learning_rate.warmup", sentence, others)
+    elif rate.decay == "wsd" and rate.cooldown > rate.decay_steps - rate.warmup:
+        sentence = (
+            f"must be at most {rate.decay_steps - rate.warmup}, which learning_rate.warmup = {rate.warmup} "
+            f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
+        )
+        yield Problem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
+    if rate.decay != "wsd" and rate.cooldown:
+        yield Problem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), idle=True)
+    # "constant" has let it stand from the beginning.
+    if rate.decay == "inverse-sqrt" and "learning_rate.decay_steps" not in deck.sources.defaulted:
+        yield Problem("learning_rate.decay_steps", no_effect, ("learning_rate.decay",), idle=True)
 
 
 def _optimizer(deck: Deck) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
+from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.schedules import TWO_CHUNKS
 
@@ -90,10 +91,14 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
     steps = run.get("steps")
     rate = tables["learning_rate"]
     if _is_integer(steps):
-        end = rate.get("decay_steps") if rate.get("decay") != "constant" else None
+        end = rate.get("decay_steps") if rate.get("decay") not in ENDLESS else None
         default("learning_rate", "warmup", min(100, min(steps, end if _is_integer(end) else steps) // 10))
         warmup = rate["warmup"]
         default("learning_rate", "decay_steps", max(steps, warmup) if _is_integer(warmup) else steps)
+        if rate.get("decay") != "wsd":
+            default("learning_rate", "cooldown", 0)
+        elif _is_integer(warmup) and _is_integer(end := rate["decay_steps"]):
+            default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))
 
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS

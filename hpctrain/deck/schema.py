@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
+from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
 
@@ -326,32 +327,6 @@ class OptimizerSection(Section):
     nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
     weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0, le=1000)
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
-
-
-class LearningRateSection(Section):
-    """The rate of every step: linear warm-up to the peak, then decay to the floor."""
-
-    peak: float = key("Highest learning rate.", 3e-4, gt=0, le=1000)
-    warmup: int = key(
-        "Steps of linear warm-up.",
-        unit="steps",
-        derived="100, at most a tenth of run.steps and decay_steps",
-        ge=0,
-    )
-    decay: Literal["cosine", "linear", "constant"] = key("Form of the decay after the warm-up.", "cosine")
-    decay_steps: int = key(
-        "Steps after which the rate is at the floor and stays there.",
-        unit="steps",
-        derived="run.steps, at least warmup",
-        ge=1,
-    )
-    floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
-    reference_batch: int = key(
-        "Batch that the peak is meant for: it is multiplied by the step's batch over this one; 0: it is not.",
-        0,
-        unit="sequences",
-        ge=0,
-    )
 
 
 class PrecisionSection(Section):

@@ -46,7 +46,7 @@ from hpctrain.train.start import (
     start_from_source,
 )
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
-from hpctrain.train.summary import decay_ended, introduction, warms_again
+from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
@@ -374,5 +374,6 @@ def _go_on(
         split = state.get("split") if deck.layout == before.layout else None
         if world.rank == 0:
             refuse_other_folder(deck, path)
-    opening = prepare_ranks(world, deck), warms_again(deck, before, step)
-    return open_run(world, deck, path, split, replayed=replayed).train(signals, (*opening, makes))
+    rates = warms_again(deck, before, step), rate_jumps(deck, before, step)
+    opening = prepare_ranks(world, deck), *rates, makes
+    return open_run(world, deck, path, split, replayed=replayed).train(signals, opening)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.comm.mesh import sizes_text
+from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
+from hpctrain.optim.schedule import LearningRate
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.fragments import Timing
@@ -98,7 +100,7 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
 def decay_ended(deck: Deck, step: int) -> str:
     """What to warn of where the learning rate has ended its decay after `step` steps; "" where it has not."""
     rate = deck.learning_rate
-    if rate.decay == "constant" or not rate.decay_steps <= step < deck.run.steps:
+    if rate.decay in ENDLESS or not rate.decay_steps <= step < deck.run.steps:
         return ""
     return deck.problem(
         "learning_rate.decay_steps",
@@ -120,6 +122,29 @@ def warms_again(deck: Deck, before: Deck, step: int) -> str:
         f"the rate warms up again: steps {step + 1} to {warmup} lie within it, and the run had warmed up "
         f"(--set learning_rate.warmup={before.learning_rate.warmup} leaves it as it was)",
     )
+
+
+def rate_jumps(deck: Deck, before: Deck, step: int) -> str:
+    """What to warn of where a run goes on after `step` steps and its "wsd" rate does not; "" where it does.
+
+    `before` is its deck as it was.
+    """
+    rate, old = deck.learning_rate, before.learning_rate
+    if rate.decay != "wsd" or not max(rate.warmup, old.warmup) <= step < rate.decay_steps:
+        return ""
+    was, now = (
+        LearningRate(**(keys.model_dump() | {"peak": 1.0, "reference_batch": 0})).at(step, 1)
+        for keys in (old, rate)
+    )
+    if was == now:
+        return ""
+    how = ""
+    if was == 1:
+        how = f" (--set learning_rate.cooldown={rate.decay_steps - step} begins the decay here)"
+    elif old.decay == "wsd":
+        how = f" (checkpoints of up to step {old.decay_steps - old.cooldown} are from before the decay)"
+    sentence = f"the rate jumps: step {step + 1} is at {now:.3g} of the peak, where it was to be at {was:.3g}"
+    return deck.problem("learning_rate.cooldown", sentence + how)
 
 
 def outcome(folder: Path, trace: bool, saved: Path | None, skipped: int) -> list[str]:

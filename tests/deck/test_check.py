@@ -56,6 +56,9 @@ def problems(*overrides: str, ranks: int | None = None) -> list[str]:
         ["learning_rate.warmup=30"],  # a trial run may end before
         ["batch.ramp_from=4", "batch.ramp_steps=30"],
         ["learning_rate.decay=constant", "learning_rate.decay_steps=1", "learning_rate.warmup=20"],
+        ["learning_rate.decay=wsd", "learning_rate.warmup=5", "learning_rate.cooldown=15"],
+        ["learning_rate.decay=wsd", "learning_rate.warmup=30"],
+        ["learning_rate.decay=inverse-sqrt", "learning_rate.warmup=30"],
         ["communication.transport=nccl", "run.device=cuda"],
         ["model.vocabulary=257", "layout.tensor=2"],  # padded, so it need not divide
         ["memory.recompute=2"],
@@ -255,6 +258,24 @@ def test_what_fits(overrides: list[str]) -> None:
             ["learning_rate.warmup=15: must be at most learning_rate.decay_steps = 10"],
         ),
         (
+            ["learning_rate.decay=wsd", "learning_rate.warmup=5", "learning_rate.cooldown=16"],
+            [
+                "learning_rate.cooldown=16: must be at most 15, which learning_rate.warmup = 5 leaves of "
+                "learning_rate.decay_steps = 20"
+            ],
+        ),
+        (
+            ["learning_rate.cooldown=5"],
+            ['learning_rate.cooldown=5: has no effect with learning_rate.decay = "cosine" (leave it out)'],
+        ),
+        (
+            ["learning_rate.decay=inverse-sqrt", "learning_rate.decay_steps=20", "learning_rate.cooldown=5"],
+            [
+                f'learning_rate.{key}: has no effect with learning_rate.decay = "inverse-sqrt" (leave it out)'
+                for key in ("decay_steps=20", "cooldown=5")
+            ],
+        ),
+        (
             ["communication.transport=nccl", "run.device=cpu"],
             [
                 'communication.transport=nccl: works between GPUs only, but run.device = "cpu" ("auto" '
@@ -266,6 +287,18 @@ def test_what_fits(overrides: list[str]) -> None:
 )
 def test_what_does_not_fit(overrides: list[str], told: list[str]) -> None:
     assert problems(*overrides) == [sentence.replace("{deck}", "deck.toml:13: ") for sentence in told]
+
+
+def test_what_another_decay_had_of_its_own_may_stay_in_a_stored_deck() -> None:
+    def gone_on(before: str, *changes: str) -> int:
+        stored = deck_text(parse_deck(DECK, [f"learning_rate.{key}" for key in before.split()]))
+        return parse_deck(stored, changes, includes=False).learning_rate.cooldown
+
+    assert gone_on("decay=wsd cooldown=5", "learning_rate.decay=constant") == 5
+    inverse = "learning_rate.decay=inverse-sqrt"
+    assert gone_on("decay_steps=20", inverse) == 0
+    with pytest.raises(HpctrainError, match="decay_steps=30: has no effect"):
+        gone_on("decay_steps=20", inverse, "learning_rate.decay_steps=30")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,22 @@ def test_defaults_that_follow_other_keys() -> None:
     assert (llama.model.mlp, llama.model.tied) == (1536, False)
 
 
+def test_the_last_decay_is_a_tenth_of_what_the_warm_up_leaves_room_for() -> None:
+    def cooldown(*keys: str) -> int:
+        return parse_deck(SMALL, [f"learning_rate.{key}" for key in keys]).learning_rate.cooldown
+
+    assert [cooldown(f"decay={name}") for name in ("cosine", "linear", "constant", "inverse-sqrt")] == [0] * 4
+    assert cooldown("decay=wsd") == 2
+    assert cooldown("decay=wsd", "decay_steps=700") == 70
+    assert cooldown("decay=wsd", "decay_steps=7") == 1
+    assert cooldown("decay=wsd", "warmup=19") == 1
+    assert cooldown("decay=wsd", "warmup=30") == 0
+    text = deck_text(parse_deck(SMALL, ["learning_rate.decay=wsd"]))
+    assert "\n# cooldown = 2  # a tenth of decay_steps (wsd), else 0\n" in text
+    assert parse_deck(text, ["run.steps=90"]).learning_rate.cooldown == 9
+    assert parse_deck(text, ["run.steps=90", "learning_rate.decay=cosine"]).learning_rate.cooldown == 0
+
+
 def test_defaults_that_follow_the_largest_sizes_are_allowed() -> None:
     for family in ("gpt2", "llama"):
         assert parse_deck(SMALL, ["model.hidden=10000000", f"model.family={family}"]).model.mlp > 10**7

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,35 @@ def test_linear_and_constant() -> None:
     assert linear.at(7, 1) == pytest.approx(0.75)
     constant = LearningRate(peak=1.0, warmup=2, decay="constant", decay_steps=12, floor=0.5)
     assert constant.at(99, 1) == 1.0
+
+
+def test_wsd_stays_at_the_peak_until_it_falls_in_a_line() -> None:
+    rate = LearningRate(peak=3.0, warmup=4, decay="wsd", decay_steps=20, floor=0.1, cooldown=6)
+    # The n-th step, from 1, has made n of the warm-up; the decay is drawn through steps from 0.
+    expected = [3.0 * n / 4 for n in range(1, 5)] + list(np.interp(range(4, 40), [14, 20], [3.0, 0.3]))
+    assert [rate.at(step, 1) for step in range(40)] == pytest.approx(expected, rel=1e-12)
+    assert {rate.at(step, 1) for step in range(3, 15)} == {3.0}
+
+
+def test_wsd_of_a_cooldown_that_is_all_is_linear() -> None:
+    of = {
+        name: LearningRate(1.0, 3, name, 17, 0.2, cooldown=14 if name == "wsd" else 0)
+        for name in ("wsd", "linear")
+    }
+    assert [of["wsd"].at(step, 1) for step in range(30)] == [of["linear"].at(step, 1) for step in range(30)]
+
+
+def test_inverse_square_root_is_that_of_the_paper() -> None:
+    width, warmup = 512, 40
+    peak = width**-0.5 * warmup**-0.5
+    rate = LearningRate(peak, warmup, "inverse-sqrt", 1, floor=0.0)
+    paper = [width**-0.5 * min(n**-0.5, n * warmup**-1.5) for n in range(1, 400)]
+    assert [rate.at(n - 1, 1) for n in range(1, 400)] == pytest.approx(paper, rel=1e-12)
+
+
+def test_inverse_square_root_ends_at_the_floor_and_needs_no_warm_up() -> None:
+    rate = LearningRate(2.0, 0, "inverse-sqrt", 1, floor=0.25)
+    assert [rate.at(step, 1) for step in (0, 3, 15, 16, 10**6)] == [2.0, 1.0, 0.5, 0.5, 0.5]
 
 
 def test_rate_follows_the_batch_if_asked() -> None:

@@ -1,0 +1,47 @@
+"""The keys of `[learning_rate]`: the rate of every step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpctrain.deck.key import Section, key
+
+Decay = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
+
+ENDLESS = ("constant", "inverse-sqrt")
+"""Decays that know no last step: `decay_steps` says nothing of them."""
+
+
+class LearningRateSection(Section):
+    """The rate of every step: linear warm-up to the peak, then decay to the floor."""
+
+    peak: float = key("Highest learning rate.", 3e-4, gt=0, le=1000)
+    warmup: int = key(
+        "Steps of linear warm-up.",
+        unit="steps",
+        derived="100, at most a tenth of run.steps and decay_steps",
+        ge=0,
+    )
+    decay: Decay = key(
+        "Form after the warm-up; wsd: at the peak, then down in the cooldown; inverse-sqrt: 1 / sqrt(step).",
+        "cosine",
+    )
+    decay_steps: int = key(
+        "Steps after which the rate is at the floor and stays there (cosine, linear, wsd).",
+        unit="steps",
+        derived="run.steps, at least warmup",
+        ge=1,
+    )
+    cooldown: int = key(
+        "Last steps of decay_steps, in which the rate falls from the peak to the floor in a line (wsd).",
+        unit="steps",
+        derived="a tenth of decay_steps (wsd), else 0",
+        ge=0,
+    )
+    floor: float = key("Lowest rate after the warm-up, as a share of the peak.", 0.1, ge=0, le=1)
+    reference_batch: int = key(
+        "Batch that the peak is meant for: it is multiplied by the step's batch over this one; 0: it is not.",
+        0,
+        unit="sequences",
+        ge=0,
+    )
