@@ -11,6 +11,7 @@ from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
+from hpctrain.deck.defaults import second_beta
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
@@ -21,6 +22,13 @@ _TITLE_BYTES = 200  # names of files may have 255, and some are the title and mo
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
+
+_OF_OPTIMIZERS = {
+    "adamw": ("beta1", "beta2", "epsilon"),
+    "sgd": ("momentum", "nesterov"),
+    "lion": ("beta1", "beta2"),
+}
+"""The keys that are for some optimizers alone."""
 
 
 def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
@@ -214,9 +222,10 @@ def _learning_rate(deck: Deck) -> Iterator[Problem]:
 
 def _optimizer(deck: Deck) -> Iterator[Problem]:
     keys = deck.optimizer
-    others = {"adamw": ("momentum", "nesterov"), "sgd": ("beta1", "beta2", "epsilon")}[keys.name]
-    for name in others:
-        if getattr(keys, name) != type(keys).model_fields[name].default:
+    usual = {name: field.default for name, field in type(keys).model_fields.items()}
+    usual["beta2"] = second_beta(keys.name)
+    for name in dict.fromkeys(name for names in _OF_OPTIMIZERS.values() for name in names):
+        if name not in _OF_OPTIMIZERS[keys.name] and getattr(keys, name) != usual[name]:
             sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'
             yield Problem(f"optimizer.{name}", sentence, ("optimizer.name",), idle=True)
     if keys.nesterov and not keys.momentum:

@@ -79,6 +79,11 @@ def is_default(tables: Tables, key: str) -> bool:
     return key in followed and without[section][name] == tables[section][name]
 
 
+def second_beta(optimizer: object) -> float:
+    """The usual optimizer.beta2 of an optimizer."""
+    return 0.99 if optimizer == "lion" else 0.95
+
+
 def _follow_others(tables: Tables, filled: set[str]) -> None:
     def default(section: str, name: str, value: object) -> None:
         if name not in tables[section]:
@@ -99,6 +104,8 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
             default("learning_rate", "cooldown", 0)
         elif _is_integer(warmup) and _is_integer(end := rate["decay_steps"]):
             default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))
+
+    default("optimizer", "beta2", second_beta(tables["optimizer"].get("name")))
 
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS

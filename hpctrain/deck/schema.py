@@ -319,9 +319,17 @@ class Batch(Section):
 class OptimizerSection(Section):
     """How parameters follow gradients."""
 
-    name: Literal["adamw", "sgd"] = key("Which optimizer.", "adamw")
-    beta1: float = key("Decay of the gradient's mean (adamw).", 0.9, ge=0, lt=1)
-    beta2: float = key("Decay of the gradient's square (adamw).", 0.95, ge=0, lt=1)
+    name: Literal["adamw", "sgd", "lion"] = key(
+        "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
+        "adamw",
+    )
+    beta1: float = key("Decay of the gradient's mean (adamw), as steps go by it (lion).", 0.9, ge=0, lt=1)
+    beta2: float = key(
+        "Decay of the gradient's square (adamw), or of its mean as it is kept (lion).",
+        derived="0.95, with lion 0.99",
+        ge=0,
+        lt=1,
+    )
     epsilon: float = key("Added to the root of the square (adamw).", 1e-8, gt=0)
     momentum: float = key("Decay of the sum of gradients that parameters follow (sgd).", 0.0, ge=0, lt=1)
     nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)

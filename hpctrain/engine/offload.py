@@ -18,6 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
 from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.lion import Lion
 from hpctrain.optim.matrices import MatrixOptimizer
 from hpctrain.optim.offload import Home, OffloadedOptimizer
 from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
@@ -37,7 +38,12 @@ def _sgd(deck: Deck) -> UpdateRule:
     return SGD(keys.momentum, keys.nesterov, keys.weight_decay, momentum_given_after(deck))
 
 
-RULES: Mapping[str, Callable[[Deck], UpdateRule]] = {"adamw": _adamw, "sgd": _sgd}
+def _lion(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return Lion((keys.beta1, keys.beta2), keys.weight_decay)
+
+
+RULES: Mapping[str, Callable[[Deck], UpdateRule]] = {"adamw": _adamw, "sgd": _sgd, "lion": _lion}
 """What makes each optimizer of a deck, by its name."""
 
 

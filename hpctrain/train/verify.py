@@ -43,6 +43,9 @@ _EXPERTS, _CHOSEN = 4, 2
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
 _STEPS = 2
 
+_SMOOTH: Mapping[str, Mapping[str, object]] = {"lion": {"name": "sgd", "momentum": 0.9}}
+"""What stands in for optimizers that make whole steps of rounding, and keeps as much state."""
+
 _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
 """Axes over which a sum may be missing or doubled, the likeliest first."""
 
@@ -89,7 +92,7 @@ def miniature(deck: Deck) -> Deck:
         layout={"split": None},
         batch={"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
         precision={"compute": "fp32"},
-        optimizer={"clip": _CLIP, "epsilon": _EPSILON},
+        optimizer={"clip": _CLIP, "epsilon": _EPSILON, **_SMOOTH.get(deck.optimizer.name, {})},
         learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
         communication={"bucket_bytes": 4096, "compress": "none", "warmup": _STEPS},
         memory={"activations": "keep", "activation_format": "exact"},

@@ -251,6 +251,17 @@ def test_what_fits(overrides: list[str]) -> None:
                 "optimizer.weight_decay=1e9: must be a number from 0 to 1000",
             ],
         ),
+        (
+            ["optimizer.name=lion", "optimizer.epsilon=1e-6", "optimizer.momentum=0.9"],
+            [
+                'optimizer.epsilon=1e-6: has no effect on optimizer.name = "lion" (leave it out)',
+                'optimizer.momentum=0.9: has no effect on optimizer.name = "lion" (leave it out)',
+            ],
+        ),
+        (
+            ["optimizer.name=sgd", "optimizer.beta2=0.99"],
+            ['optimizer.beta2=0.99: has no effect on optimizer.name = "sgd" (leave it out)'],
+        ),
         (["batch.ramp_from=4"], ["batch.ramp_from=4: needs batch.ramp_steps of at least 1"]),
         (["batch.ramp_steps=4"], ["batch.ramp_steps=4: needs batch.ramp_from of at least 1"]),
         (

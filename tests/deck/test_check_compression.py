@@ -82,6 +82,11 @@ def test_compression_that_can_be(overrides: list[str]) -> None:
             "would do)",
         ),
         (
+            [*ONE_BIT, "optimizer.name=lion"],
+            'optimizer.name=lion: must be "adamw" with communication.compress = "onebit", which is its '
+            "momentum in one bit an element",
+        ),
+        (
             [*ONE_BIT, "optimizer.name=sgd"],
             'optimizer.name=sgd: must be "adamw" with communication.compress = "onebit", which is its '
             "momentum in one bit an element",

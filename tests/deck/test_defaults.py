@@ -19,6 +19,9 @@ def test_defaults_that_follow_other_keys() -> None:
     assert deck.layout.data is None
     llama = parse_deck(SMALL, ["model.family=llama", "model.hidden=512"])
     assert (llama.model.mlp, llama.model.tied) == (1536, False)
+    assert deck.optimizer.beta2 == parse_deck(SMALL, ["optimizer.name=sgd"]).optimizer.beta2 == 0.95
+    assert parse_deck(deck_text(deck), ["optimizer.name=lion"]).optimizer.beta2 == 0.99
+    assert parse_deck(SMALL, ["optimizer.name=lion", "optimizer.beta2=0.95"]).optimizer.beta2 == 0.95
 
 
 def test_the_last_decay_is_a_tenth_of_what_the_warm_up_leaves_room_for() -> None:
