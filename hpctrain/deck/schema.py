@@ -335,6 +335,9 @@ class OptimizerSection(Section):
     nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
     weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0, le=1000)
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
+    restart: bool = key(
+        "Whether to go on from a checkpoint of another optimizer, with new state of this one.", False
+    )
 
 
 class PrecisionSection(Section):

@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.state import MASTER, MODEL, StateTensor, own_state
+from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
 
 BucketState = Mapping[str, Flat]
 """What belongs to the elements of a bucket that are this rank's (`Bucket.own`), by name: flat, fp32, a value
@@ -111,7 +111,7 @@ class Optimizer(ABC):
                 yield from own_state(MODEL, bucket.own_values, bucket, "never", False)
             for name, flat in state.items():
                 weights = MODEL if single else MASTER
-                kind = weights if name == MASTER else f"optimizer/{name}"
+                kind = weights if name == MASTER else f"{OPTIMIZER}{name}"
                 yield from own_state(kind, flat, bucket, "always", False)
 
     def publish(self) -> None:

@@ -24,6 +24,9 @@ MODEL = "model"
 MASTER = "master"
 """The kind of the fp32 weights that are updated, where the parameters have another format."""
 
+OPTIMIZER = "optimizer/"
+"""What kinds begin with that an UpdateRule names."""
+
 REDUCER = "reducer"
 """Kinds that begin so, "reducer/...", are of Summations: a run may leave what it does not ask for."""
 

@@ -19,12 +19,14 @@ from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
 from hpctrain.checkpoint.read import load
 from hpctrain.checkpoint.snapshot import HostBuffer
-from hpctrain.checkpoint.stored_deck import deck_state
+from hpctrain.checkpoint.stored_deck import deck_state, stored_deck
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.sharding.state import OPTIMIZER
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.start import begins_anew
 from hpctrain.train.step import TrainState
 
 
@@ -32,10 +34,14 @@ class Checkpoints(Hook):
     """Writes the state of an engine into the folder of a run, and reads it."""
 
     def __init__(self, deck: Deck, engine: Engine, known: Mapping[str, Any]) -> None:
-        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on."""
+        """`deck` is resolved; `known` is what the files tell of the tokens that are trained on.
+
+        `heeded` will be a sentence of what was noticed of a checkpoint that was read, if anything.
+        """
         self.deck, self.engine, self.known = deck, engine, known
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
+        self.heeded = ""
         self.longest = 0.0  # seconds from beginning to end of the slowest one so far
         replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
         self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
@@ -129,18 +135,29 @@ class Checkpoints(Hook):
         self.poll(wait=True)
 
     def restore(self, path: Path) -> TrainState:
-        """Read parameters, moments and state of a checkpoint that any number of ranks wrote."""
+        """Read parameters, moments and state of a checkpoint that any number of ranks wrote.
+
+        HpctrainError on all ranks where another optimizer did, and this one is not to begin anew.
+        """
         engine = self.engine
         structure = examine(path, engine.world.everyone)
         state = structure.state
-        entries, left = resumed_entries(engine.state(), structure.datasets)
+        before = stored_deck(state, path)
+        wanted = list(engine.state())
+        if anew := begins_anew(self.deck, before, path):
+            wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
+            name = self.deck.optimizer.name
+            self.heeded = f"{path}: was trained by {before.optimizer.name}; {name} begins with new state"
+        entries, left = resumed_entries(wanted, structure.datasets)
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             sentence = "%s: not all of its %s suits this run: the rest begins anew"
             logging.getLogger("hpctrain").info(sentence, path, kind)
         engine.optimizer.publish()
-        engine.optimizer.updates = int(state["updates"])
-        replicas, under_way = stored_replicas(structure.datasets), state.get("under_way") or {}
+        engine.optimizer.updates = 0 if anew else int(state["updates"])
+        replicas = stored_replicas(structure.datasets)
+        # By how many updates what is under way was begun, those that begin anew do not tell.
+        under_way = {} if anew else state.get("under_way") or {}
         engine.outer.resumed(engine.optimizer, replicas, under_way)
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])

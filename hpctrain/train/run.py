@@ -40,6 +40,7 @@ from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
 from hpctrain.train.start import (
+    begins_anew,
     require_no_second_warm_up,
     require_same_blocks,
     require_training_state,
@@ -248,7 +249,7 @@ def open_run(
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
-    heeded = (stays, checked, started_from, follows, *compared)
+    heeded = (stays, checked, started_from, checkpoints.heeded, follows, *compared)
     return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing)
 
 
@@ -277,7 +278,8 @@ def _open_served(
         trainer.begin(checkpoints.restore(checkpoint))
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, (stays, started_from, *compared))
+    heeded = (stays, started_from, checkpoints.heeded, *compared)
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded)
 
 
 def run_deck(
@@ -367,6 +369,7 @@ def _go_on(
         return EXIT_DONE
     with world.agreement():
         before = stored_deck(state, path)
+        begins_anew(deck, before, path)
         makes, ranks = "", int(state.get("ranks", world.size))
         if follows:
             deck, makes = with_ranks(deck, before, ranks, world.size)

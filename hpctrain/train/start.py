@@ -10,9 +10,13 @@ from hpctrain.checkpoint.entries import master_entries, training_entries
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.source import load_source
+from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
+from hpctrain.engine.offload import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.sharding.compression.warmed import momentum_given_after
 from hpctrain.sharding.synchronize import check_replicas
 
 
@@ -67,6 +71,30 @@ def require_same_blocks(deck: Deck, before: Deck, path: Path) -> None:
         )
         sentence = f"{path} is {was} and does not go on as {becomes}{start}"
         raise HpctrainError(deck.problem("model.experts", sentence))
+
+
+def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
+    """Whether the optimizer of a run that goes on from `path`, with the deck `before`, begins with new state,
+    since another one has written that, or the same one has kept less.
+
+    HpctrainError without optimizer.restart, or where what is kept beside its state counts on it.
+    """
+    own, theirs = (RULES[each.optimizer.name](each) for each in (deck, before))
+    other = deck.optimizer.name != before.optimizer.name
+    if not other and set(own.names) <= set(theirs.names):
+        return False
+    if not deck.optimizer.restart:
+        key = "optimizer.name" if other else "optimizer.momentum"
+        held = f"the state of {toml_value(before.optimizer.name)}" if other else "no momentum"
+        would = "optimizer.restart = true begins with new state"
+        raise HpctrainError(deck.problem(key, f"{path} holds {held} to go on from ({would})"))
+    if deck.communication.warmup and (momentum_given_after(deck) or in_replicas(deck)):
+        sentence = (
+            "counts updates of the whole run, but those of an optimizer that begins anew "
+            f'(optimizer.restart) begin at 0; a run of its own starts from it with [model] from = "{path}"'
+        )
+        raise HpctrainError(deck.problem("communication.warmup", sentence))
+    return True
 
 
 def require_no_second_warm_up(deck: Deck, before: Deck, updates: int) -> None:

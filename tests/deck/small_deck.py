@@ -92,6 +92,7 @@ VALUES: dict[str, list[str]] = {
     "optimizer.epsilon": ["1e-300", "1e300"],
     "optimizer.weight_decay": ["0", "1e300"],
     "optimizer.clip": ["0", "1e-300", "1e300"],
+    "optimizer.restart": ["true"],
     "learning_rate.peak": ["1e-300", "1e300"],
     "learning_rate.warmup": ["0", "1", "5"],
     "learning_rate.decay": ['"linear"', '"constant"', '"wsd"', '"inverse-sqrt"'],

@@ -26,9 +26,10 @@ from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.deck import plan_deck
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.start import require_no_second_warm_up, start_from_source
+from hpctrain.train.start import begins_anew, require_no_second_warm_up, start_from_source
 from tests.engines import small_deck
 from tests.model.test_against_transformers import gpt2_reference, llama_reference
+from tests.train.test_run import contents, write_deck
 
 DECK = """
 [run]
@@ -249,3 +250,69 @@ def test_replicas_that_have_parted_warm_up_no_more() -> None:
     for after, before, updates in ((deck(8), deck(0), 6), (deck(20), deck(8), 9), (deck(20), deck(8), 19)):
         with pytest.raises(HpctrainError, match=r"communication.warmup=.*have parted after (0|8), and after"):
             require_no_second_warm_up(after, before, updates)
+
+
+ANEW = "optimizer.restart=true"
+LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
+TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
+WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "anew"),
+    [
+        ([], [], False),
+        ([], [ANEW], False),
+        ([], ["optimizer.beta1=0.8"], False),
+        ([], [LION, ANEW], True),
+        ([LION], [SGD, ANEW], True),
+        ([SGD], [SGD, MOMENTUM, ANEW], True),
+        ([SGD, MOMENTUM], [SGD], False),
+        ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], False),
+        ([], [SGD, MOMENTUM, TOP_K, ANEW], True),
+        ([], [LION, ANEW, *APART], True),
+        ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to go'),
+        ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to go on from'),
+        ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to go on from \(optimizer.restart"),
+        ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts updates of the whole run"),
+        ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts updates"),
+        ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts updates"),
+    ],
+)
+def test_state_of_another_optimizer_is_no_state(
+    before: list[str], after: list[str], anew: bool | str
+) -> None:
+    decks = small_deck(*after), small_deck(*before)
+    if isinstance(anew, str):
+        with pytest.raises(HpctrainError, match=anew):
+            begins_anew(*decks, Path("x.h5"))
+    else:
+        assert begins_anew(*decks, Path("x.h5")) is anew
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tmp_path: Path) -> None:
+    """Lion's first mean has the signs of its first steps, as it has not if it goes on from AdamW's."""
+    path, run = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run"
+    assert run_deck(world, path, [f"run.dir={run}", "run.steps=3", "learning_rate.decay=constant"]) == 0
+    lion = [LION, "optimizer.weight_decay=0", "layout.zero=1", "run.steps=4"]
+    with pytest.raises(HpctrainError, match=r"optimizer.name=lion: .*00000003.h5 holds .*restart") as no:
+        resume(world, run, lion)
+    assert no.value.exit_code == 2 and len(no.value.problems) == 1
+    assert resume(world, run, [*lion, ANEW]) == 0
+    old, new = (contents(run / f"checkpoints/step-0000000{step}.h5") for step in (3, 4))
+    assert not [name for name in new if "exp_avg_sq" in name]
+    for name, before in old.items():
+        if name.startswith("model/"):
+            mean = new[name.replace("model/", "optimizer/exp_avg/")]
+            assert np.array_equal(np.sign(before - new[name]), np.sign(mean)) and mean.any(), name
+    with pytest.raises(HpctrainError, match=r"optimizer.name = .adamw. .*the state of .lion. to go on from"):
+        run_deck(world, path, [f"run.dir={run}", "run.steps=6"], again=True)
+    assert resume(world, run, ["run.steps=6"]) == 0
+    with h5py.File(run / "checkpoints/step-00000006.h5") as file:
+        state = json.loads(file["state"][()])
+    assert (state["step"], state["updates"]) == (6, 3)
+    if world.rank == 0:
+        assert (
+            "00000003.h5: was trained by adamw; lion begins with new state" in (run / "log.txt").read_text()
+        )
