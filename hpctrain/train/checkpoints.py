@@ -36,12 +36,12 @@ class Checkpoints(Hook):
     def __init__(self, deck: Deck, engine: Engine, known: Mapping[str, Any]) -> None:
         """`deck` is resolved; `known` is what the files tell of the tokens that are trained on.
 
-        `heeded` will be a sentence of what was noticed of a checkpoint that was read, if anything.
+        `heeded` will be sentences of what was noticed of a checkpoint that was read, on all ranks.
         """
         self.deck, self.engine, self.known = deck, engine, known
         self.folder = Path(deck.run.dir) / "checkpoints"
         self.newest: Path | None = None
-        self.heeded = ""
+        self.heeded: list[str] = []
         self.longest = 0.0  # seconds from beginning to end of the slowest one so far
         replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
         self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
@@ -147,12 +147,11 @@ class Checkpoints(Hook):
         if anew := begins_anew(self.deck, before, path):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
             name = self.deck.optimizer.name
-            self.heeded = f"{path}: was trained by {before.optimizer.name}; {name} begins with new state"
+            self.heeded = [f"{path}: was trained by {before.optimizer.name}; {name} begins with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
-            sentence = "%s: not all of its %s suits this run: the rest begins anew"
-            logging.getLogger("hpctrain").info(sentence, path, kind)
+            self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
         engine.optimizer.publish()
         engine.optimizer.updates = 0 if anew else int(state["updates"])
         replicas = stored_replicas(structure.datasets)

@@ -249,7 +249,7 @@ def open_run(
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
-    heeded = (stays, checked, started_from, checkpoints.heeded, follows, *compared)
+    heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared)
     return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing)
 
 
@@ -278,7 +278,7 @@ def _open_served(
         trainer.begin(checkpoints.restore(checkpoint))
     source = deck.model.source if checkpoint is None else None
     started_from = checkpoints.start_from(deck) if source is not None else ""
-    heeded = (stays, started_from, checkpoints.heeded, *compared)
+    heeded = (stays, started_from, *checkpoints.heeded, *compared)
     return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded)
 
 
