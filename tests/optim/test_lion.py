@@ -20,6 +20,7 @@ from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 from tests.optim.test_adamw import master, setup
+from tests.train.server.served import plain, served, served_deck, values
 from tests.train.test_run import contents
 
 NAME = "optimizer.name=lion"
@@ -130,3 +131,25 @@ def test_a_layout_is_verified(world: World) -> None:
     """Where rounding alone would make steps of its own."""
     deck = small_deck(NAME, "layout.tensor=2")
     assert verify_layout(deck, world, make_mesh(deck, world))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_server_updates_as_a_run_without_any(world: World) -> None:
+    deck = served_deck("sync", 1, *KEYS)
+    training, alone = served(world, deck), reference(world, plain(deck))
+    for _ in range(3):
+        assert training.train_step().loss == pytest.approx(alone.train_step().loss, rel=1e-5)
+    found, expected = values(training), alone.parameters()
+    assert found.keys() == expected.keys()
+    apart = sum(int(((each - expected[name]).abs() > 1e-5).sum()) for name, each in found.items())
+    assert apart <= 1e-3 * sum(each.numel() for each in expected.values())
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_replicas_have_means_of_their_own_and_meet(world: World) -> None:
+    deck = small_deck(*KEYS, "layout.replicas=2", "communication.local_steps=2")
+    training = trainer(world, deck)
+    training.train(2)
+    for states in training.engine.optimizer.states:
+        means, weights = (world.everyone.all_gather(states[name][None]) for name in (MEAN, MASTER))
+        assert not torch.equal(means[0], means[1]) and torch.equal(weights[0], weights[1])
