@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from hpctrain.optim.optimizer import Elements
+from hpctrain.optim.optimizer import Elements, by_treatment
 from hpctrain.sharding.state import MASTER
 
 _PIECE = 1 << 20
@@ -36,15 +36,12 @@ class AdamW:
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
-        """Update in place, all that decays alike in one call."""
+        """Update in place, all that is treated alike in one call."""
         if self.given_after is not None and parts and parts[0].updates.item() >= self.given_after:
             for part in parts:
                 self._follow(part, learning_rate, gradient_divisor, 1 - self.betas[1] ** self.given_after)
             return
-        for decayed in (True, False):
-            alike = [part for part in parts if part.decayed is decayed]
-            if not alike:
-                continue
+        for (decayed, factor), alike in by_treatment(parts).items():
             device = alike[0].gradients.device
             adamw(
                 [part.state[MASTER] for part in alike],
@@ -60,7 +57,7 @@ class AdamW:
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                lr=learning_rate,
+                lr=learning_rate * factor,
                 weight_decay=self.weight_decay if decayed else 0.0,
                 eps=self.epsilon,
                 maximize=False,
@@ -68,10 +65,11 @@ class AdamW:
 
     def _follow(self, part: Elements, learning_rate: float, divisor: float, grown: float) -> None:
         """Update with the mean that is given, and a square's mean that has `grown` to that share."""
+        learning_rate *= part.treatment.rate
         weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
         begun = 1 - self.betas[0] ** part.updates.add_(1)
         mean.copy_(part.gradients.div_(divisor))
-        if part.decayed:
+        if part.treatment.decayed:
             weights.mul_(1 - learning_rate * self.weight_decay)
         for first in range(0, weights.numel(), _PIECE):
             piece = slice(first, first + _PIECE)

@@ -37,12 +37,13 @@ class Lion:
         ahead, kept = self.betas
         for part in parts:
             part.updates.add_(1)
+            rate = learning_rate * part.treatment.rate
             weights, mean = part.state[MASTER], part.state[MEAN]
             gradients = part.gradients.div_(gradient_divisor)
-            if part.decayed and self.weight_decay:
-                weights.mul_(1 - learning_rate * self.weight_decay)
+            if part.treatment.decayed and self.weight_decay:
+                weights.mul_(1 - rate * self.weight_decay)
             for first in range(0, weights.numel(), _PIECE):
                 piece = slice(first, first + _PIECE)
                 step = (mean[piece] * ahead).add_(gradients[piece], alpha=1 - ahead).sign_()
-                weights[piece].sub_(step, alpha=learning_rate)
+                weights[piece].sub_(step, alpha=rate)
                 mean[piece].mul_(kept).add_(gradients[piece], alpha=1 - kept)

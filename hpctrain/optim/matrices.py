@@ -72,8 +72,8 @@ class MatrixOptimizer(Optimizer):
         whole = {name: tensor.join(segment.view(flat)) for name, flat in gathered.items()}
         updated = {name: values for name, values in whole.items() if name != _GRADIENTS}
         updates = torch.tensor(float(self.updates), device=whole[_GRADIENTS].device)
-        decayed = segment.parameter.decayed
-        self.rule.update([Elements(updated, whole[_GRADIENTS], updates, decayed, tensor.shard)], *how)
+        how_treated = segment.parameter.treatment
+        self.rule.update([Elements(updated, whole[_GRADIENTS], updates, how_treated, tensor.shard)], *how)
         return whole
 
 

@@ -23,10 +23,10 @@ from hpctrain.optim.optimizer import (
     Elements,
     Optimizer,
     UpdateRule,
-    decay_ranges,
     is_master,
     refresh,
 )
+from hpctrain.parallel.shard import Treatment
 from hpctrain.sharding.bucket import Bucket, Store
 from hpctrain.sharding.bucket_layout import ALIGNMENT
 from hpctrain.sharding.state import MASTER
@@ -42,12 +42,12 @@ _VALUES = "values"
 
 @dataclass(frozen=True)
 class OffloadSlice:
-    """Neighbouring elements of one bucket's own that are updated at a time, all decayed or none."""
+    """Neighbouring elements of one bucket's own that are updated at a time, and alike."""
 
     bucket: Bucket
     state: BucketState
     part: slice
-    decayed: bool
+    treatment: Treatment
 
 
 class OffloadedOptimizer(Optimizer):
@@ -73,10 +73,11 @@ class OffloadedOptimizer(Optimizer):
         state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
         most = piece_elements(state_bytes + buckets[0].dtype.itemsize, buffer_bytes)
         self._pieces = [
-            OffloadSlice(bucket, state, slice(first, min(first + most, span.stop)), decayed)
+            OffloadSlice(bucket, state, slice(first, min(first + most, part.stop)), treated.treatment)
             for bucket, state in zip(buckets, states, strict=True)
-            for span, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
-            for first in range(span.start, span.stop, most)
+            for treated in bucket.layout.own_treated
+            for part in [treated.part]
+            for first in range(part.start, part.stop, most)
         ]
         self._slots = [_Slot(self._pieces[first::SLOTS], home == "disk") for first in range(SLOTS)]
 
@@ -117,7 +118,7 @@ class OffloadedOptimizer(Optimizer):
     def _update(self, piece: OffloadSlice, slot: _Slot, learning_rate: float, divisor: float) -> None:
         gradient = piece.bucket.own_gradients[piece.part].to(device="cpu", dtype=torch.float32)
         updates = torch.tensor(float(self.updates))
-        self.rule.update([Elements(slot.state, gradient, updates, piece.decayed)], learning_rate, divisor)
+        self.rule.update([Elements(slot.state, gradient, updates, piece.treatment)], learning_rate, divisor)
 
 
 class _Slot:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, to_read
-from hpctrain.parallel.shard import Shard
+from hpctrain.parallel.shard import Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import Treated
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
 
 BucketState = Mapping[str, Flat]
@@ -39,15 +40,24 @@ class Elements:
     """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
     flat or, of a rule that is not `by_element`, of a whole parameter's shape.
 
-    `updates` is a scalar there that counts the updates before this one; the rule adds it. Of a whole
-    parameter, `shard` says which.
+    `updates` is a scalar there that counts the updates before this one; the rule adds it. The learning rate
+    of these elements is `treatment.rate` times that of the step, and what else is relative to it, such as
+    decoupled weight decay, follows. Of a whole parameter, `shard` says which.
     """
 
     state: Mapping[str, Tensor]
     gradients: Tensor
     updates: Tensor
-    decayed: bool
+    treatment: Treatment
     shard: Shard | None = None
+
+
+def by_treatment(parts: Sequence[Elements]) -> dict[Treatment, list[Elements]]:
+    """Those that are updated alike together, decayed ones first."""
+    found: dict[Treatment, list[Elements]] = {}
+    for part in sorted(parts, key=lambda part: (not part.treatment.decayed, part.treatment.rate)):
+        found.setdefault(part.treatment, []).append(part)
+    return found
 
 
 class UpdateRule(Protocol):
@@ -126,11 +136,10 @@ class Optimizer(ABC):
 
 @dataclass(frozen=True)
 class _Part:
-    """The decayed or the other elements of one bucket's own: `span` of them, and views of their state."""
+    """Elements of one bucket's own that are updated alike, and views of their state."""
 
     bucket: Bucket
-    span: slice
-    decayed: bool
+    treated: Treated
     state: Mapping[str, Tensor]
     updates: Tensor
 
@@ -143,11 +152,10 @@ class ResidentOptimizer(Optimizer):
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
         self._parts = [
-            _Part(bucket, span, decayed, {name: flat[span] for name, flat in state.items()}, updates)
+            _Part(bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates)
             for bucket, state in zip(buckets, states, strict=True)
-            for span, decayed in zip(decay_ranges(bucket), (True, False), strict=True)
+            for treated in bucket.layout.own_treated
             for updates in [torch.zeros((), device=state[MASTER].device)]
-            if span.stop > span.start
         ]
         single = all(bucket.gradient_dtype == torch.float32 for bucket in buckets)
         # Of another type, one bucket after the other has its gradients in fp32, for as long.
@@ -168,8 +176,9 @@ class ResidentOptimizer(Optimizer):
         """See Optimizer."""
         for parts in self._together:
             elements = [
-                Elements(part.state, part.bucket.own_gradients[part.span].float(), part.updates, part.decayed)
+                Elements(part.state, gradients.float(), part.updates, part.treated.treatment)
                 for part in parts
+                for gradients in [part.bucket.own_gradients[part.treated.part]]
             ]
             self.rule.update(elements, learning_rate, gradient_divisor)
             del elements
@@ -181,13 +190,6 @@ def refresh(buckets: Sequence[Bucket]) -> None:
     for work in [bucket.start_refresh() for bucket in buckets]:
         if work is not None:
             work.wait()
-
-
-def decay_ranges(bucket: Bucket) -> tuple[slice, slice]:
-    """The decayed and the other elements of the bucket's own."""
-    own = bucket.own
-    border = min(max(bucket.decayed - own.start, 0), own.stop - own.start)
-    return slice(0, border), slice(border, own.stop - own.start)
 
 
 def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:

@@ -40,12 +40,13 @@ class SGD:
         """See UpdateRule."""
         for part in parts:
             part.updates.add_(1)
+            rate = learning_rate * part.treatment.rate
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
-            if part.decayed and self.weight_decay:
-                weights.mul_(1 - learning_rate * self.weight_decay)
+            if part.treatment.decayed and self.weight_decay:
+                weights.mul_(1 - rate * self.weight_decay)
             follows = self.momentum and (self.given_after is None or part.updates.item() <= self.given_after)
             if follows:
                 velocity = part.state[VELOCITY].mul_(self.momentum).add_(gradients)
-                weights.sub_(velocity, alpha=learning_rate * (self.momentum if self.nesterov else 1.0))
+                weights.sub_(velocity, alpha=rate * (self.momentum if self.nesterov else 1.0))
             if self.nesterov or not follows:
-                weights.sub_(gradients, alpha=learning_rate)
+                weights.sub_(gradients, alpha=rate)

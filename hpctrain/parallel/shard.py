@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +88,29 @@ class Shard:
         return padded
 
 
+class Treatment(NamedTuple):
+    """How elements are updated: whether weight decay applies, and by how many times the learning rate."""
+
+    decayed: bool = True
+    rate: float = 1.0
+
+
 class Parameter(nn.Parameter):
     """A model parameter with its Shard, its gradient buffer and its share in the schedule.
 
     It is made without memory of its own; its Bucket gives it some. `gradient` is the buffer, of the
     parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
     parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
-    `decayed` says whether weight decay applies, `uses` how many additions to `gradient` one
-    backward pass of one micro-batch makes. A table whose two uses add in an order that depends on the
-    schedule is `apart`: its Bucket gives it `lookups`, a second buffer for one of them.
+    `decayed` says whether weight decay applies, `rate` by what the learning rate is multiplied, and `uses`
+    how many additions to `gradient` one backward pass of one micro-batch makes. A table whose two uses add
+    in an order that depends on the schedule is `apart`: its Bucket gives it `lookups`, a second buffer for
+    one of them.
     """
 
     shard: Shard
     decayed: bool
     initial: Initial
+    rate: float = 1.0
     uses: int = 1
     apart: bool = False
     lookups: Tensor | None = None
@@ -118,6 +127,11 @@ class Parameter(nn.Parameter):
         self: Parameter = super().__new__(cls, data, requires_grad=True)
         self.shard, self.decayed, self.initial = shard, decayed, initial
         return self
+
+    @property
+    def treatment(self) -> Treatment:
+        """How it is updated."""
+        return Treatment(self.decayed, self.rate)
 
     @property
     def gradient(self) -> Tensor | None:

@@ -47,7 +47,7 @@ class Bucket:
     ) -> None:
         self.layout, self.sharding, self.dtype = layout, layout.sharding, dtype
         self.gradient_dtype = gradient_dtype
-        self.segments, self.decayed, self.length = layout.segments, layout.decayed, layout.length
+        self.segments, self.length = layout.segments, layout.length
         self.slice, self.own = layout.share, layout.own
         group, zero = self.sharding.group, self.sharding.zero
         share = self.slice.stop - self.slice.start

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from torch import Tensor
 
-from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.shard import Parameter, Treatment
 from hpctrain.sharding.replication import Replication, Replications, Sharding
 
 ALIGNMENT = 64
 """Buckets are padded to a multiple of so many elements times the ranks that share them.
 
-So is their decayed part: every slice begins and ends where vector instructions do, and an element's
-update has the same bits in whatever slice it lies.
+So are the parts of them that are treated alike: every slice begins and ends where vector instructions do,
+and an element's update has the same bits in whatever slice it lies.
 """
 
 
@@ -33,16 +34,25 @@ class BucketSegment:
 
 
 @dataclass(frozen=True)
+class Treated:
+    """Neighbouring elements of a bucket that are updated alike."""
+
+    part: slice
+    treatment: Treatment
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """Where parameters lie in a bucket that the ranks of `sharding` share; needs no memory.
 
-    Decayed parameters come first: elements `0 .. decayed`, padded to ALIGNMENT, take weight decay. `used`
-    counts the elements of parameters, the rest is padding and stays zero.
+    Parameters that are updated alike lie together, in the parts `treated`, which begin at multiples of
+    ALIGNMENT and leave nothing out; decayed ones come first. `used` counts the elements of parameters, the
+    rest is padding and stays zero.
     """
 
     sharding: Sharding
     segments: tuple[BucketSegment, ...]
-    decayed: int
+    treated: tuple[Treated, ...]
     length: int
     used: int
 
@@ -64,31 +74,48 @@ class BucketLayout:
         """The elements whose optimizer state is this rank's: all where ZeRO cuts nothing, else its slice."""
         return self.share if self.sharding.zero > 0 else slice(0, self.length)
 
+    @property
+    def own_treated(self) -> list[Treated]:
+        """The parts of the own elements that are updated alike, counted from the first of these."""
+        own, parts = self.own, []
+        for treated in self.treated:
+            first, last = max(treated.part.start, own.start), min(treated.part.stop, own.stop)
+            if first < last:
+                parts.append(Treated(slice(first - own.start, last - own.start), treated.treatment))
+        return parts
+
     @staticmethod
     def of(
         leaves: Sequence[Sequence[Parameter]], sharding: Sharding, replications: Replications
     ) -> BucketLayout:
         """Lay out some layers' parameters, all of one Sharding.
 
-        Decayed before the others, weights before biases, layers with whole gradients before those with
-        partial ones; each layer's parameters of a kind, which may be fused, stay behind each other.
+        Decayed before the others, both by rate, weights before biases, layers with whole gradients before
+        those with partial ones; each layer's parameters of a kind, which may be fused, stay behind each
+        other.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
         parameters = sorted(
             (parameter for leaf in by_kind for parameter in leaf),
-            key=lambda parameter: (not parameter.decayed, parameter.dim() < 2),
+            key=lambda parameter: (not parameter.decayed, parameter.rate, parameter.dim() < 2),
         )
-        decayed = _round_up(sum(p.shard.elements for p in parameters if p.decayed), ALIGNMENT)
         segments: list[BucketSegment] = []
+        borders: list[int] = []
+        treatments: list[Treatment] = []
         start = 0
-        for parameter in parameters:
-            start = start if parameter.decayed else max(start, decayed)
-            replication = replications.of(parameter.shard)
-            segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
-            start += parameter.shard.elements
+        for treatment, alike in groupby(parameters, lambda parameter: parameter.treatment):
+            start = _round_up(start, ALIGNMENT)
+            borders.append(start)
+            treatments.append(treatment)
+            for parameter in alike:
+                replication = replications.of(parameter.shard)
+                segments.append(BucketSegment(parameter, start, parameter.shard.elements, replication))
+                start += parameter.shard.elements
         used = sum(segment.length for segment in segments)
         length = _round_up(start, ALIGNMENT * sharding.group.size)
-        return BucketLayout(sharding, tuple(segments), decayed, length, used)
+        parts = (slice(first, last) for first, last in pairwise([*borders, length]))
+        treated = tuple(Treated(part, how) for part, how in zip(parts, treatments, strict=True))
+        return BucketLayout(sharding, tuple(segments), treated, length, used)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -53,7 +53,9 @@ class Orthogonalized:
             part.gradients.div_(gradient_divisor)
             velocity = part.state["velocity"].mul_(0.9).add_(part.gradients)
             step = orthogonal(velocity) if velocity.dim() == 2 else velocity
-            part.state[MASTER].mul_(1 - 0.1 * learning_rate * part.decayed).sub_(learning_rate * step)
+            part.state[MASTER].mul_(1 - 0.1 * learning_rate * part.treatment.decayed).sub_(
+                learning_rate * step
+            )
 
 
 @pytest.fixture

@@ -8,11 +8,18 @@ from typing import ClassVar
 import pytest
 import torch
 
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.optim.optimizer import Elements, ResidentOptimizer, decay_ranges
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.lion import Lion
+from hpctrain.optim.matrices import MatrixOptimizer
+from hpctrain.optim.optimizer import Elements, ResidentOptimizer, UpdateRule
+from hpctrain.optim.sgd import SGD
+from hpctrain.parallel.shard import Parameter, Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
-from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.bucket_layout import BucketLayout
+from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.state import MASTER
 from tests.engines import alone, make_buckets
 
@@ -27,9 +34,9 @@ class Momentum:
         for part in parts:
             part.gradients.div_(gradient_divisor)
             part.state["velocity"].add_(part.gradients)
-            if part.decayed:
+            if part.treatment.decayed:
                 part.state[MASTER].mul_(0.5)
-            part.state[MASTER].sub_(learning_rate * part.state["velocity"])
+            part.state[MASTER].sub_(learning_rate * part.treatment.rate * part.state["velocity"])
             part.updates.add_(1)
 
 
@@ -81,9 +88,71 @@ def test_master_weights_are_published(world: World, dtype: torch.dtype) -> None:
 
 def test_every_element_is_decayed_or_not(world: World) -> None:
     _, (bucket,) = made(world, torch.float32)
-    decayed, others = decay_ranges(bucket)
-    assert (decayed.start, decayed.stop, others.stop) == (0, others.start, bucket.length)
-    assert bucket.decayed == decayed.stop >= 18
+    decayed, others = bucket.layout.own_treated
+    assert (decayed.treatment, others.treatment) == (Treatment(True), Treatment(False))
+    assert (decayed.part, others.part) == (slice(0, 64), slice(64, bucket.length))
+
+
+def test_what_is_updated_alike_lies_together() -> None:
+    """Padded to a multiple of 64, and the whole for two ranks: the second has parts of three rates."""
+    sizes = {"a": (70, 0.5), "b": (3, 1.0), "c": (60, 0.5), "d": (5, 2.0)}
+    parameters = [Parameter(Shard.whole(name, (size, 1))) for name, (size, _) in sizes.items()]
+    for parameter, (_, rate) in zip(parameters, sizes.values(), strict=True):
+        parameter.rate = rate
+    group = planned_group(("data",), 1, 2, Ledger())
+    sharding = Sharding(1, group, group)
+    layout = BucketLayout.of([[each] for each in parameters], sharding, Replications.alone(group))
+    starts = {segment.parameter.shard.name: segment.start for segment in layout.segments}
+    assert (starts, layout.length) == (
+        {"a": 0, "c": 70, "b": 192, "d": 256},
+        384,
+    )
+    assert [(each.part, each.treatment.rate) for each in layout.treated] == [
+        (slice(0, 192), 0.5),
+        (slice(192, 256), 1.0),
+        (slice(256, 384), 2.0),
+    ]
+    assert layout.own == slice(192, 384)
+    assert [(each.part, each.treatment.rate) for each in layout.own_treated] == [
+        (slice(0, 64), 1.0),
+        (slice(64, 192), 2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AdamW((0.9, 0.95), 1e-8, 0.1),
+        AdamW((0.9, 0.95), 1e-8, 0.1, given_after=1),
+        SGD(0.9, True, 0.1),
+        Lion((0.9, 0.95), 0.1),
+        ByMatrix(),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_rate_of_its_own_is_that_of_the_step(world: World, rule: UpdateRule) -> None:
+    """A quarter of the rate 0.5 is 0.125 to the last bit, decay included, and other parameters have 0.5."""
+    results = []
+    for factor, learning_rate in ((0.25, 0.5), (1.0, 0.125), (1.0, 0.5)):
+        weight, bias = Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)
+        weight.rate = factor
+        buckets = make_buckets(
+            [[[weight], [bias]]], Replications.alone(alone(world).tensor), torch.float32, 10_000
+        )
+        optimizer = (ResidentOptimizer if rule.by_element else MatrixOptimizer)(rule, buckets)
+        torch.manual_seed(3)
+        for parameter in (weight, bias):
+            parameter.data.copy_(torch.randn(parameter.shape))
+        for _ in range(3):
+            for parameter in (weight, bias):
+                assert parameter.gradient is not None
+                parameter.gradient.copy_(torch.randn(parameter.shape))
+            optimizer.step(learning_rate, 2.0)
+        results.append((weight.detach().clone(), bias.detach().clone()))
+    (scaled, as_said), (slow, _), (fast, plain) = results
+    assert torch.equal(scaled, slow)
+    assert torch.equal(as_said, plain)
+    assert not torch.equal(scaled, fast)
 
 
 def test_a_rule_of_matrices_needs_whole_ones(world: World) -> None:
