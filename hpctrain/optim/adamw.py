@@ -58,14 +58,13 @@ class AdamW:
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 lr=learning_rate * factor,
-                weight_decay=self.weight_decay if decayed else 0.0,
+                weight_decay=self.weight_decay / factor if decayed else 0.0,
                 eps=self.epsilon,
                 maximize=False,
             )
 
     def _follow(self, part: Elements, learning_rate: float, divisor: float, grown: float) -> None:
         """Update with the mean that is given, and a square's mean that has `grown` to that share."""
-        learning_rate *= part.treatment.rate
         weights, mean, square = part.state[MASTER], part.state["exp_avg"], part.state["exp_avg_sq"]
         begun = 1 - self.betas[0] ** part.updates.add_(1)
         mean.copy_(part.gradients.div_(divisor))
@@ -75,4 +74,4 @@ class AdamW:
             piece = slice(first, first + _PIECE)
             size = (square[piece] / grown).sqrt_().add_(self.epsilon).mul_(begun)
             size.masked_fill_(square[piece] == 0, inf)
-            weights[piece].addcdiv_(mean[piece], size, value=-learning_rate)
+            weights[piece].addcdiv_(mean[piece], size, value=-learning_rate * part.treatment.rate)

@@ -41,7 +41,7 @@ class Lion:
             weights, mean = part.state[MASTER], part.state[MEAN]
             gradients = part.gradients.div_(gradient_divisor)
             if part.treatment.decayed and self.weight_decay:
-                weights.mul_(1 - rate * self.weight_decay)
+                weights.mul_(1 - learning_rate * self.weight_decay)
             for first in range(0, weights.numel(), _PIECE):
                 piece = slice(first, first + _PIECE)
                 step = (mean[piece] * ahead).add_(gradients[piece], alpha=1 - ahead).sign_()

@@ -40,9 +40,9 @@ class Elements:
     """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
     flat or, of a rule that is not `by_element`, of a whole parameter's shape.
 
-    `updates` is a scalar there that counts the updates before this one; the rule adds it. The learning rate
-    of these elements is `treatment.rate` times that of the step, and what else is relative to it, such as
-    decoupled weight decay, follows. Of a whole parameter, `shard` says which.
+    `updates` is a scalar there that counts the updates before this one; the rule adds it. They are moved by
+    `treatment.rate` times the learning rate, but what decays does so by the learning rate itself times the
+    weight decay. Of a whole parameter, `shard` says which.
     """
 
     state: Mapping[str, Tensor]

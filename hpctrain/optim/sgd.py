@@ -43,7 +43,7 @@ class SGD:
             rate = learning_rate * part.treatment.rate
             weights, gradients = part.state[MASTER], part.gradients.div_(gradient_divisor)
             if part.treatment.decayed and self.weight_decay:
-                weights.mul_(1 - rate * self.weight_decay)
+                weights.mul_(1 - learning_rate * self.weight_decay)
             follows = self.momentum and (self.given_after is None or part.updates.item() <= self.given_after)
             if follows:
                 velocity = part.state[VELOCITY].mul_(self.momentum).add_(gradients)

@@ -89,7 +89,10 @@ class Shard:
 
 
 class Treatment(NamedTuple):
-    """How elements are updated: whether weight decay applies, and by how many times the learning rate."""
+    """How elements are updated: whether weight decay applies, and what multiplies their learning rate.
+
+    Weight decay, where it applies, takes the learning rate as it is.
+    """
 
     decayed: bool = True
     rate: float = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -120,20 +120,21 @@ def test_what_is_updated_alike_lies_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule",
+    "make",
     [
-        AdamW((0.9, 0.95), 1e-8, 0.1),
-        AdamW((0.9, 0.95), 1e-8, 0.1, given_after=1),
-        SGD(0.9, True, 0.1),
-        Lion((0.9, 0.95), 0.1),
-        ByMatrix(),
+        lambda decay: AdamW((0.9, 0.95), 1e-8, decay),
+        lambda decay: AdamW((0.9, 0.95), 1e-8, decay, given_after=1),
+        lambda decay: SGD(0.9, True, decay),
+        lambda decay: Lion((0.9, 0.95), decay),
+        lambda _: ByMatrix(),
     ],
-    ids=lambda rule: type(rule).__name__,
+    ids=["adamw", "one-bit", "sgd", "lion", "matrices"],
 )
-def test_a_rate_of_its_own_is_that_of_the_step(world: World, rule: UpdateRule) -> None:
-    """A quarter of the rate 0.5 is 0.125 to the last bit, decay included, and other parameters have 0.5."""
+def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[float], UpdateRule]) -> None:
+    """A quarter of the rate 0.5 is 0.125 to the last bit, other parameters have 0.5, and decay is by that."""
     results = []
-    for factor, learning_rate in ((0.25, 0.5), (1.0, 0.125), (1.0, 0.5)):
+    for factor, learning_rate, decay in ((0.25, 0.5, 0.1), (1.0, 0.125, 0.4), (1.0, 0.5, 0.1)):
+        rule = make(decay)
         weight, bias = Parameter(Shard.whole("w", (6, 3))), Parameter(Shard.whole("b", (6,)), decayed=False)
         weight.rate = factor
         buckets = make_buckets(
