@@ -1,0 +1,135 @@
+"""Matrices in 8 bits an element, with a scale for each block of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.parallel.fp8.formats import (
+    FORMATS,
+    Format,
+    expanded,
+    expanded_exponents,
+    exponents_of,
+    scales_of,
+    to_format,
+)
+
+
+class Blocks(NamedTuple):
+    """So many rows and columns of a matrix that share a scale; None: all. The last ones may be smaller."""
+
+    rows: int | None = None
+    columns: int | None = None
+
+    def counts(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """How many of them a matrix has below and beside each other."""
+        rows, columns = (
+            1 if size is None else -(-count // size) for count, size in zip(shape, self, strict=True)
+        )
+        return rows, columns
+
+    def cut(self, matrix: Tensor) -> Tensor:
+        """[m, k] -> [M, rows, K, columns]: a view, or a copy where blocks have to be filled up, by zeros."""
+        (rows, columns), (below, beside) = matrix.shape, self.counts((matrix.shape[0], matrix.shape[1]))
+        each_rows = max(1, rows) if self.rows is None else self.rows
+        each_columns = max(1, columns) if self.columns is None else self.columns
+        missing = (below * each_rows - rows, beside * each_columns - columns)
+        if any(missing):
+            matrix = functional.pad(matrix, (0, missing[1], 0, missing[0]))
+        blocks: Tensor = matrix.unflatten(1, (beside, each_columns)).unflatten(0, (below, each_rows))
+        return blocks
+
+    def joined(self, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+        """What `cut` made of a matrix of this shape as one again, row after row."""
+        rows, columns = shape
+        return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
+
+    @property
+    def transposed(self) -> Blocks:
+        """Those of the transposed matrix."""
+        return Blocks(self.columns, self.rows)
+
+
+def block_maxima(matrix: Tensor, blocks: Blocks) -> Tensor:
+    """The largest magnitude of each block of [m, k], fp32 [M, K]; NaN where a block has one."""
+    return blocks.cut(matrix).abs().amax((1, 3)).float()
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix [m, k], row after row, in 8 bits an element: `values`, and `scales` [M, K] of its `blocks`,
+    powers of two in fp32 or as bytes.
+    """
+
+    values: Tensor
+    scales: Tensor
+    blocks: Blocks
+
+    @property
+    def factors(self) -> Tensor:
+        """The scales, fp32 [M, K]."""
+        return expanded_exponents(self.scales) if self.scales.dtype == torch.uint8 else self.scales
+
+    @property
+    def form(self) -> Format:
+        """Of the values."""
+        return FORMATS[self.values.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory of both."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
+    def scaled_alike(self) -> bool:
+        """Whether a row has one scale, which can be multiplied by after a product."""
+        return self.blocks.columns is None
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix [m, k] that this stands for, exactly in fp32, and in bf16 but for what is less than its
+        least normal number.
+        """
+        factors = self.factors.to(dtype)
+        blocks = self.blocks.cut(expanded(self.values, dtype)).mul_(factors[:, None, :, None])
+        return self.blocks.joined(blocks, (self.values.shape[0], self.values.shape[1]))
+
+    def transposed(self) -> Quantized:
+        """The same numbers as the transposed matrix, its blocks transposed, too.
+
+        Unless these are square, it is not what quantizing the transposed matrix by the same blocks gives.
+        """
+        return Quantized(self.values.t().contiguous(), self.scales.t().contiguous(), self.blocks.transposed)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How matrices of one kind are scaled: `blocks` that share a scale, and whether scales are kept as bytes
+    of an exponent.
+    """
+
+    blocks: Blocks
+    as_bytes: bool = False
+
+    @property
+    def transposed(self) -> Scaling:
+        """What scales a matrix as this scales the transposed one."""
+        return replace(self, blocks=self.blocks.transposed)
+
+    def maxima(self, matrix: Tensor) -> Tensor:
+        """The largest magnitude of each block of [m, k], fp32 [M, K]."""
+        return block_maxima(matrix, self.blocks)
+
+    def quantized(self, matrix: Tensor, form: Format, maxima: Tensor | None = None) -> Quantized:
+        """[m, k] in a format. `maxima` [M, K] are the blocks' where other ranks have parts of them, or are
+        of steps before; what is larger becomes the format's largest number.
+        """
+        maxima = self.maxima(matrix) if maxima is None else maxima
+        scales = scales_of(maxima, form)
+        blocks = to_format(self.blocks.cut(matrix) / scales[:, None, :, None], form)
+        values = self.blocks.joined(blocks, (matrix.shape[0], matrix.shape[1]))
+        return Quantized(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
