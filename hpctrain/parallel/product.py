@@ -56,13 +56,17 @@ class Product:
         """[..., n] -> [..., k], into `out` where there is one."""
         return torch.matmul(output_gradient, self.weight(), out=out)
 
+    def gradient(self) -> tuple[Tensor, bool]:
+        """The buffer [n, k] of all weights' gradients, and whether it is to be overwritten."""
+        first = [buffer for weight in self.weights if (buffer := weight.first_gradient()) is not None]
+        assert len(first) in {0, len(self.weights)}, "fused weights have their gradients added together"
+        return joined(first or [gradient_of(weight) for weight in self.weights]), bool(first)
+
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """[n, k] += output_gradient [..., n]^T inputs [..., k]; not yet told as added."""
         left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
         right = inputs.reshape(-1, inputs.shape[-1])
-        first = [buffer for weight in self.weights if (buffer := weight.first_gradient()) is not None]
-        assert len(first) in {0, len(self.weights)}, "fused weights have their gradients added together"
-        gradient = joined(first or [gradient_of(weight) for weight in self.weights])
+        gradient, first = self.gradient()
         if left.dtype == gradient.dtype:
             gradient.addmm_(left, right, beta=0 if first else 1)
             return

@@ -1,0 +1,211 @@
+"""The three products of a layer in 8 bits, against numpy, on one rank and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import planned_group
+from hpctrain.comm.world import World
+from hpctrain.parallel import vocabulary
+from hpctrain.parallel.fp8 import product as product_module
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.multiply import multiplied
+from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import Product
+from hpctrain.parallel.products import PRODUCTS
+from hpctrain.parallel.shard import Parameter, Shard
+from tests.engines import LLAMA, small_deck, trainer
+from tests.parallel.fp8.given import normal, quantized
+
+ONE = planned_group(("tensor",), 0, 1, Ledger())
+ALONE = LayerGroups(tensor=ONE, context=ONE)
+M, N, K = 256, 256, 512
+CURRENT = {name: recipe for name, recipe in RECIPES.items() if not recipe.delayed}
+
+
+def given() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, a matrix and a gradient, larger to their ends, so that no piece has the maxima of another."""
+    inputs, weight, gradient = normal(M, K), normal(N, K, seed=1) * 0.02, normal(M, N, seed=2) * 1e-6
+    inputs *= torch.linspace(1, 30, K) * torch.linspace(1, 30, M)[:, None]
+    weight *= torch.linspace(1, 30, K) * torch.linspace(30, 1, N)[:, None]
+    gradient *= torch.linspace(30, 1, N) * torch.linspace(1, 30, M)[:, None]
+    return inputs, weight, gradient
+
+
+def parameter(weight: Tensor, shard: Shard) -> Parameter:
+    made = Parameter(shard)
+    made.data = shard.take(weight)
+    made.gradient = torch.ones(shard.local)
+    return made
+
+
+def passes(product: Product, inputs: Tensor, gradient: Tensor) -> list[Tensor]:
+    product.add_weight_gradient(gradient, inputs)
+    weight = product.weights[0].gradient
+    assert weight is not None
+    return [product.forward(inputs), product.input_gradient(gradient), weight - 1]
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
+def test_each_product_is_of_operands_quantized_for_it(recipe: Recipe, form: Format) -> None:
+    whole = given()
+    m, n, k = 40, 72, 160
+    inputs, weight, gradient = whole[0][:m, :k], whole[1][:n, :k], whole[2][:m, :n]
+    product = QuantizedProduct([parameter(weight, Shard.whole("a", (n, k)))], ALONE, recipe, form)
+    found = passes(product, inputs.reshape(10, 4, k), gradient.reshape(10, 4, n))
+    x, w, g = (each.double().numpy() for each in (inputs, weight, gradient))
+    tokens, weights = recipe.tokens.blocks, recipe.weights.blocks
+    expected = (
+        quantized(x, E4M3, *tokens) @ quantized(w, E4M3, *weights).T,
+        quantized(g, form, *tokens) @ quantized(w.T, E4M3, *weights).T,
+        quantized(g.T, form, *tokens) @ quantized(x.T, E4M3, *tokens).T,
+    )
+    for one, other in zip(found, expected, strict=True):
+        apart = np.abs(one.double().numpy().reshape(other.shape) - other).max()
+        assert apart <= 1e-6 * np.abs(other).max()
+
+
+def test_the_first_gradient_is_written_and_others_are_added() -> None:
+    inputs, weight, gradient = given()
+    own = parameter(weight, Shard.whole("a", (N, K)))
+    product = QuantizedProduct([own], ALONE, RECIPES["block"])
+    own.forget_gradient()
+    assert own.gradient is not None
+    own._gradient.fill_(torch.nan)  # type: ignore[union-attr]
+    own.forget_gradient()
+    product.add_weight_gradient(gradient, inputs)
+    once = own.gradient.clone()
+    product.add_weight_gradient(gradient, inputs)
+    assert bool(once.isfinite().all()) and torch.equal(own.gradient, 2 * once)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("split", ["columns", "rows", "tokens"])
+@pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
+def test_ranks_scale_parts_as_the_whole(
+    world: World, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, split: str
+) -> None:
+    inputs, weight, gradient = given()
+    operands: list[Quantized] = []
+
+    def watched(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+        operands.extend((left, right))
+        return multiplied(left, right, dtype)
+
+    monkeypatch.setattr(product_module, "multiplied", watched)
+    alone = QuantizedProduct([parameter(weight, Shard.whole("a", (N, K)))], ALONE, recipe)
+    whole = passes(alone, inputs, gradient)
+    of_whole, operands = operands, []
+    mesh = Mesh(world, {"context" if split == "tokens" else "tensor": 2})
+    both = mesh.group("context", "tensor")
+    groups = LayerGroups(tensor=mesh.group("tensor"), context=mesh.group("context"), micro_batch=both)
+    m, n, k = (slice(world.rank * size // 2, (world.rank + 1) * size // 2) for size in (M, N, K))
+    everything = slice(None)
+    shard = Shard.whole("a", (N, K))
+    if split == "columns":
+        m = k = everything
+        shard = Shard("a", (N, K), (n.start, 0), (N // 2, K), frozenset({"tensor"}))
+    elif split == "rows":
+        m = n = everything
+        shard = Shard("a", (N, K), (0, k.start), (N, K // 2), frozenset({"tensor"}))
+    else:
+        n = k = everything
+    product = QuantizedProduct([parameter(weight, shard)], groups, recipe)
+    own = passes(product, inputs[m, k].contiguous(), gradient[m, n].contiguous())
+    summed = {"columns": 1, "rows": 0, "tokens": 2}[split]
+    both.all_reduce(own[summed])
+    pieces = (whole[0][m, n], whole[1][m, k], whole[2][n, k])
+    for one, other in zip(own, pieces, strict=True):
+        assert float((one - other).abs().max()) <= 2e-6 * float(other.abs().max())
+    cuts = ((n, m), (k, m), (m, k), (n, k), (m, n), (k, n))
+    for part, other, cut in zip(operands, of_whole, cuts, strict=True):
+        assert torch.equal(part.dequantized(), other.dequantized()[cut])
+        assert torch.equal(scales(part), scales(other)[cut])
+
+
+def scales(operand: Quantized) -> Tensor:
+    """Of each element."""
+    ones = torch.ones(operand.values.shape).to(operand.values.dtype)
+    return replace(operand, values=ones).dequantized()
+
+
+KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "layout.schedule=1f1b", "precision.compute=bf16")
+SCHEDULED = {
+    "data": ("layout.zero=3", "memory.recompute=full"),
+    "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "memory.recompute=full"),
+}
+
+
+@pytest.fixture
+def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in bf16 are delayed ones, but for the head's."""
+    make: Callable[..., Product] = partial(DelayedProduct, recipe=RECIPES["delayed"], steps=2)
+    monkeypatch.setitem(PRODUCTS, torch.bfloat16, make)  # type: ignore[misc]
+    monkeypatch.setattr(vocabulary, "make_product", Product)
+
+
+def maxima(world: World, *keys: str) -> dict[str, list[Tensor]]:
+    """Histories by name after each of some steps."""
+    run = trainer(world, small_deck(*KEYS, *keys))
+    found: dict[str, list[Tensor]] = {}
+    for _ in range(3):
+        run.train_step()
+        for kind, shard, values in (each for one in run.engine.modules.learning for each in one.state()):  # type: ignore[attr-defined]
+            found.setdefault(f"{kind}/{shard.name}", []).append(values.clone())
+    assert {tensor.kind for tensor in run.engine.modules.state()} == {
+        "fp8/inputs",
+        "fp8/weights",
+        "fp8/gradients",
+    }
+    return found
+
+
+def alike(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> bool:
+    assert all(bool((values[-1] > 0).all()) for values in one.values())
+    return all(torch.equal(*pair) for name in one for pair in zip(one[name], other[name], strict=True))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.usefixtures("delayed")
+@pytest.mark.parametrize("layout", SCHEDULED)
+def test_delayed_scales_are_the_same_however_a_step_is_made(world: World, layout: str) -> None:
+    expected, found = maxima(world.alone()), maxima(world, *SCHEDULED[layout])
+    assert len(expected) == 3 * 4 * 4
+    assert len(found) == len(expected) // (2 if layout == "pipeline" else 1)
+    assert alike(found, expected)
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.usefixtures("delayed")
+@pytest.mark.parametrize(
+    "keys", [("memory.recompute=full",), ("batch.micro_size=8",), ("batch.micro_size=1",)]
+)
+def test_delayed_scales_do_not_see_micro_batches(world: World, keys: tuple[str, ...]) -> None:
+    still = "learning_rate.peak=1e-12"  # micro-batches add up gradients in another order
+    assert alike(maxima(world.alone(), still, *keys), maxima(world.alone(), still))
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = [step.loss for step in trainer(world.alone(), small_deck(*KEYS)).train(3)]
+    monkeypatch.setattr(vocabulary, "make_product", Product)
+    make = partial(DelayedProduct, recipe=RECIPES["delayed"], steps=2)
+    monkeypatch.setitem(PRODUCTS, torch.bfloat16, make)  # type: ignore[misc]
+    found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS)).train(3)]
+    assert found[0] == exact[0] and found[1] != exact[1]
+    assert found == pytest.approx(exact, rel=2e-2)
