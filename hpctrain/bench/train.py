@@ -278,7 +278,7 @@ def _show(deck: Deck, world: World, figures: Sequence[TrainingFigures], peak: fl
     console = stdout_console()
     console.print(
         f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
-        f"{deck.precision.compute}, {world.size} ranks, batch {deck.batch.global_size} x "
+        f"{deck.precision.words}, {world.size} ranks, batch {deck.batch.global_size} x "
         f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
     )
     rates = [["variant", "tokens/s", "lowest", "highest", "mfu", "ratio"]]

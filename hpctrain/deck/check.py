@@ -9,6 +9,7 @@ from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
+from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.defaults import second_beta
@@ -43,6 +44,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *mixture_problems(deck),
         *layout_problems(deck),
         *compression_problems(deck),
+        *precision_problems(deck),
         *server_problems(deck),
         *_memory(deck),
         *_batch(deck, ranks),

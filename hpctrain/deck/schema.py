@@ -23,6 +23,7 @@ _LONGEST = 1_000_000_000
 _MOST_LAYERS = 10_000
 _MOST_THREADS = 4096
 _MOST_EXPERTS = 100_000
+_LONGEST_HISTORY = 100_000
 
 
 class RunSection(Section):
@@ -343,17 +344,42 @@ class OptimizerSection(Section):
 class PrecisionSection(Section):
     """Number formats. Master weights and moments are always fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = key(
-        "Format of weights and activations in forward and backward.", "fp32"
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] = key(
+        "Format of weights and activations; fp8: bf16, but linear layers (no experts) multiply in 8 bits.",
+        "fp32",
     )
     gradients: Literal["fp32", "compute"] = key(
         "Format of gradient buffers; compute: that of precision.compute, with half the memory and traffic.",
         "fp32",
     )
+    fp8: Literal["tensor", "delayed", "row", "block", "mx"] = key(
+        "What has a scale of its own: a tensor (delayed: by maxima of steps before), a row, or parts of it.",
+        "delayed",
+    )
+    fp8_history: int = key(
+        "Steps before whose largest maximum gives the scale (delayed).",
+        16,
+        unit="steps",
+        ge=1,
+        le=_LONGEST_HISTORY,
+    )
+    fp8_gradients: Literal["e5m2", "e4m3"] = key(
+        "Format in 8 bits of gradients of what layers put out; inputs and weights are in E4M3.", "e5m2"
+    )
+    fp8_exclude: tuple[str, ...] = key(
+        'Layers that multiply in bf16, by name, as embedding and head do anyway: ["blocks.0.*"].',
+        (),
+        strict=False,
+    )
     initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
     )
+
+    @property
+    def words(self) -> str:
+        """In what is computed: `bf16`, `fp8 (delayed)`."""
+        return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
 
 
 class Checkpoint(Section):

@@ -31,6 +31,7 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
 from hpctrain.model.build import build_parts
 from hpctrain.model.count import count
+from hpctrain.model.eight_bits import excluded_problems, find_excluded
 from hpctrain.model.frozen import freeze_parameters, frozen_problems
 from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part
@@ -177,6 +178,7 @@ def assemble(
     number = mesh.coordinate("pipeline")
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
     freeze(deck, world, models)
+    check_excluded(deck, world, models)
     replications = make_replications(deck, mesh)
     offload = Offload()
     if deck.memory.optimizer != "device":
@@ -222,6 +224,18 @@ def freeze(deck: Deck, world: World, models: Sequence[Part]) -> None:
         problems = frozen_problems(patterns, frozen)
         if problems:
             raise HpctrainError([deck.problem("model.frozen", problem) for problem in problems])
+
+
+def check_excluded(deck: Deck, world: World, models: Sequence[Part]) -> None:
+    """HpctrainError on all ranks for a pattern of `precision.fp8_exclude` that names no linear layer of the
+    whole model, or only some of several that are one matrix in memory. Collective.
+    """
+    how = Precision.of(deck).eight_bits
+    if how is not None and how.exclude:
+        excluded = world.everyone.all_gather_object(find_excluded(models, how))
+        problems = excluded_problems(how.exclude, excluded)
+        if problems:
+            raise HpctrainError([deck.problem("precision.fp8_exclude", problem) for problem in problems])
 
 
 def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int, roughness: float) -> None:

@@ -141,13 +141,15 @@ class TrainedStage(Stage):
 
 def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch.device) -> LayerGroups:
     """The groups of the deck's layers, for a run on `device`."""
+    formats = Precision.of(deck)
     return LayerGroups(
         tensor=mesh.group("tensor"),
         context=mesh.group("context"),
         sequence_parallel=deck.layout.sequence_parallel,
         context_form=deck.layout.context_form,
         saved_policy=saved_policy,
-        product_format=Precision.of(deck).product,
+        product_format=formats.product,
+        eight_bits=formats.eight_bits,
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),

@@ -241,7 +241,9 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     layout: dict[str, object] = {"data": None, "context": 1, "tensor": ranks, "sequence_parallel": False}
     # Experts lie spread over as many of the ranks as divide them.
     layout |= {"expert": gcd(ranks, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
-    deck = deck.with_keys(layout=layout)
+    # In 8 bits a row would take longer, and its text would depend on those beside it.
+    compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
+    deck = deck.with_keys(layout=layout, precision={"compute": compute})
     problems = [problem for problem in check_deck(deck) if not (problem.for_writers or problem.idle)]
     if problems:
         begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"

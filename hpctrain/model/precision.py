@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from hpctrain.deck.schema import Deck
+from hpctrain.parallel.eight_bits import EightBits
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -15,19 +16,25 @@ DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16"
 @dataclass(frozen=True)
 class Precision:
     """Formats: `storage` of parameters, activations, messages; `product`, in which matrices are multiplied;
-    `gradient` of the buffers in which weight gradients are summed.
+    `gradient` of the buffers in which weight gradients are summed. `eight_bits` says how matrices of layers
+    are multiplied in 8 bits, where they are; what is not is multiplied as `product`.
     """
 
     storage: torch.dtype
     product: torch.dtype
     gradient: torch.dtype
+    eight_bits: EightBits | None = None
 
     @staticmethod
     def of(deck: Deck) -> Precision:
         """What a deck asks for."""
-        compute = DTYPES[deck.precision.compute]
-        gradient = compute if deck.precision.gradients == "compute" else torch.float32
-        return Precision(compute, compute, gradient)
+        keys = deck.precision
+        eight_bits = None
+        if keys.compute == "fp8":
+            eight_bits = EightBits(keys.fp8, keys.fp8_gradients, keys.fp8_history, keys.fp8_exclude)
+        compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
+        gradient = compute if keys.gradients == "compute" else torch.float32
+        return Precision(compute, compute, gradient, eight_bits)
 
     @property
     def scales_loss(self) -> bool:

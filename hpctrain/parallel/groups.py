@@ -12,6 +12,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
+from hpctrain.parallel.eight_bits import EightBits
 from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.weight_grad import WeightGradientQueue
@@ -31,9 +32,10 @@ class LayerGroups:
     `sequence_parallel` splits what lies between the tensor-parallel layers by sequence over the
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
-    chooses the layers' Products; `noted` takes what layers and Products note of a step; of a table split
-    over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and each
-    of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the same micro-batches.
+    chooses the layers' Products, and `eight_bits` says how some are multiplied in 8 bits, if any; `noted`
+    takes what layers and Products note of a step; of a table split over the vocabulary every rank has a
+    multiple of `table_rows`. Experts are spread over `expert` and each of them split over `expert_tensor`;
+    the ranks of `micro_batch` train on tokens of the same micro-batches.
     """
 
     tensor: Group
@@ -43,6 +45,7 @@ class LayerGroups:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     saved_policy: SavedPolicy = field(default_factory=SavedPolicy)
     product_format: torch.dtype = torch.float32
+    eight_bits: EightBits | None = None
     noted: Noted = field(default_factory=Noted)
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import gradient_of, joined
+from hpctrain.parallel.product import Product, gradient_of, joined
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.saved import Saving, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
@@ -93,7 +93,7 @@ class SplitLinear(Multiplying):
         super().__init__()
         self.groups = groups
         self.weights: list[Parameter] = []
-        self.product = make_product(self.weights, groups)
+        self.product: Product
         self.biases: list[Parameter] = []
 
     def declare(self, weight: Shard, bias: Shard | None, initial: Initial = "normal") -> None:
@@ -101,6 +101,8 @@ class SplitLinear(Multiplying):
         index = len(self.weights)
         self.weights.append(Parameter(weight, initial=initial))
         self.register_parameter(f"weight{index}", self.weights[-1])
+        if not index:
+            self.product = make_product(self.weights, self.groups)
         if bias is not None:
             self.biases.append(Parameter(bias, decayed=False, initial="zeros"))
             self.register_parameter(f"bias{index}", self.biases[-1])

@@ -22,8 +22,8 @@ BLOCK_ROWS = 2048
 class Product:
     """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored.
 
-    One for each layer, so that what a format needs to remember of its matrix has a place; it is made before
-    the weights are. What it sees in the passes of a step goes into the `noted` of its groups.
+    One for each layer, so that what a format needs to remember of its matrix has a place; it is made with
+    the first of the weights. What it sees in the passes of a step goes into the `noted` of its groups.
     """
 
     def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:

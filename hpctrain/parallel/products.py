@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter
@@ -17,5 +19,11 @@ PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
 
 
 def make_product(weights: Sequence[Parameter], groups: LayerGroups) -> Product:
-    """The products of a layer's matrix, in the format of the groups."""
-    return PRODUCTS[groups.product_format](weights, groups)
+    """The products of a layer's matrix, in the format of the groups; the first of its weights is there."""
+    how = groups.eight_bits
+    if how is None or how.excludes(weights[0].shard.name):
+        return PRODUCTS[groups.product_format](weights, groups)
+    recipe, form = RECIPES[how.recipe], GRADIENT_FORMS[how.gradients]
+    if recipe.delayed:
+        return DelayedProduct(weights, groups, recipe, how.history, form)
+    return QuantizedProduct(weights, groups, recipe, form)

@@ -1,4 +1,5 @@
-"""What a deck names outside of itself: token file, parameters that it freezes, the file of its schedule.
+"""What a deck names outside of itself: token file, parameters that it freezes, layers that it leaves out of
+8 bits, the file of its schedule.
 
 A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
 """
@@ -25,6 +26,8 @@ def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
         yield from _tokens(deck)
     if deck.model.frozen:
         yield from _frozen(deck)
+    if deck.precision.compute == "fp8" and deck.precision.fp8_exclude:
+        yield from _excluded(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
 
@@ -50,6 +53,19 @@ def _frozen(deck: Deck) -> Iterator[Problem]:
     model = bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))
     frozen = freeze_parameters([model], deck.model.frozen)
     yield from (Problem("model.frozen", each) for each in frozen_problems(deck.model.frozen, [frozen]))
+
+
+def _excluded(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.model.build import bare_model
+    from hpctrain.model.eight_bits import excluded_problems, find_excluded
+    from hpctrain.model.precision import Precision
+    from hpctrain.model.shape import ModelShape
+
+    how = Precision.of(deck).eight_bits
+    if how is not None:
+        excluded = find_excluded([bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))], how)
+        problems = excluded_problems(how.exclude, [excluded])
+        yield from (Problem("precision.fp8_exclude", each) for each in problems)
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:

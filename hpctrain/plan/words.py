@@ -35,7 +35,7 @@ def plan_text(plan: DeckPlan) -> str:
     )
     lines = [
         f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, {active}"
-        f"{deck.precision.compute}, {counted(plan.ranks, 'rank')} ({ranks}), "
+        f"{deck.precision.words}, {counted(plan.ranks, 'rank')} ({ranks}), "
         f"layout.zero = {deck.layout.zero}",
         "",
         *memory_table(memory),

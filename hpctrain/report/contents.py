@@ -52,7 +52,7 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
         "model": deck.model.model_dump(mode="json") if deck else None,
         "sequence": deck.batch.sequence if deck else None,
-        "precision": deck.precision.compute if deck else None,
+        "precision": deck.precision.words if deck else None,
         "deck_problem": problem,
         "ranks": state.get("ranks"),
         "layout": last.layout if last else None,

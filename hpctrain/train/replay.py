@@ -28,7 +28,7 @@ from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run, open_run
 
 STEPS = 10  # replayed at most, where no number is asked for
-ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
 """Relative difference of a loss that counts as rounding, by precision."""
 
 # Keys that decide which samples a step takes, and sections on which the last bits of a loss depend.

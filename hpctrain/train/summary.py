@@ -33,7 +33,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
     active = active_words(numbers.parameters, numbers.active_parameters)
     lines = [
         f"{deck.run.title}: {shape.family}, {format_count(numbers.parameters)} parameters, {active}"
-        f"{deck.precision.compute}, {ranks or engine_ranks} "
+        f"{deck.precision.words}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
         f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "

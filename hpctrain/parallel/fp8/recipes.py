@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
 from hpctrain.parallel.fp8.quantize import Blocks, Scaling
 
 BLOCK = 128
@@ -51,3 +52,6 @@ RECIPES: Mapping[str, Recipe] = {
     "mx": Recipe(_MX, _MX),
 }
 """By the name that a deck has for each."""
+
+GRADIENT_FORMS: Mapping[str, Format] = {"e5m2": E5M2, "e4m3": E4M3}
+"""Of gradients of outputs, by the name that a deck has for each."""

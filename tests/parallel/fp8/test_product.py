@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,16 +13,14 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
-from hpctrain.parallel import vocabulary
 from hpctrain.parallel.fp8 import product as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.product import QuantizedProduct
 from hpctrain.parallel.fp8.quantize import Quantized
 from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
-from hpctrain.parallel.products import PRODUCTS
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import LLAMA, small_deck, trainer
 from tests.parallel.fp8.given import normal, quantized
@@ -142,19 +138,18 @@ def scales(operand: Quantized) -> Tensor:
     return replace(operand, values=ones).dequantized()
 
 
-KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "layout.schedule=1f1b", "precision.compute=bf16")
+KEYS = (
+    *LLAMA,
+    "model.layers=4",
+    "model.tied=false",
+    "layout.schedule=1f1b",
+    "precision.compute=fp8",
+    "precision.fp8_history=2",
+)
 SCHEDULED = {
     "data": ("layout.zero=3", "memory.recompute=full"),
     "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "memory.recompute=full"),
 }
-
-
-@pytest.fixture
-def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in bf16 are delayed ones, but for the head's."""
-    make: Callable[..., Product] = partial(DelayedProduct, recipe=RECIPES["delayed"], steps=2)
-    monkeypatch.setitem(PRODUCTS, torch.bfloat16, make)  # type: ignore[misc]
-    monkeypatch.setattr(vocabulary, "make_product", Product)
 
 
 def maxima(world: World, *keys: str) -> dict[str, list[Tensor]]:
@@ -179,7 +174,6 @@ def alike(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> bool:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.usefixtures("delayed")
 @pytest.mark.parametrize("layout", SCHEDULED)
 def test_delayed_scales_are_the_same_however_a_step_is_made(world: World, layout: str) -> None:
     expected, found = maxima(world.alone()), maxima(world, *SCHEDULED[layout])
@@ -189,7 +183,6 @@ def test_delayed_scales_are_the_same_however_a_step_is_made(world: World, layout
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-@pytest.mark.usefixtures("delayed")
 @pytest.mark.parametrize(
     "keys", [("memory.recompute=full",), ("batch.micro_size=8",), ("batch.micro_size=1",)]
 )
@@ -199,13 +192,9 @@ def test_delayed_scales_do_not_see_micro_batches(world: World, keys: tuple[str, 
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
-def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = [step.loss for step in trainer(world.alone(), small_deck(*KEYS)).train(3)]
-    monkeypatch.setattr(vocabulary, "make_product", Product)
-    make = partial(DelayedProduct, recipe=RECIPES["delayed"], steps=2)
-    monkeypatch.setitem(PRODUCTS, torch.bfloat16, make)  # type: ignore[misc]
+def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(world: World) -> None:
+    stored = small_deck(*KEYS).with_keys(precision={"compute": "bf16"})
+    exact = [step.loss for step in trainer(world.alone(), stored).train(3)]
     found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS)).train(3)]
     assert found[0] == exact[0] and found[1] != exact[1]
     assert found == pytest.approx(exact, rel=2e-2)

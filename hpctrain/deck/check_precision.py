@@ -1,0 +1,80 @@
+"""Checks of what is multiplied in 8 bits: its keys against each other, the layout and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.check_mixture import dense_blocks
+from hpctrain.deck.problem import Problem, multiples
+from hpctrain.deck.schema import Deck, PrecisionSection
+
+_COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
+
+BLOCK_SIZES = {"block": 128, "mx": 32}
+"""Of the recipes in which a scale is of some elements along a dim."""
+
+
+def precision_problems(deck: Deck) -> Iterator[Problem]:
+    """Everything that is wrong with how a deck multiplies in 8 bits, or what it says of that in vain."""
+    keys = deck.precision
+    if keys.compute != "fp8":
+        said = f'precision.compute = "{keys.compute}"'
+        yield from _in_vain(keys, ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude"), said, _COMPUTE)
+        return
+    if keys.fp8 != "delayed":
+        yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
+    elif deck.communication.server != "none":
+        sentence = (
+            f'does not go with communication.server = "{deck.communication.server}": its scales follow steps '
+            'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
+        )
+        yield Problem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
+    if keys.fp8 in BLOCK_SIZES:
+        yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
+
+
+def _in_vain(
+    keys: PrecisionSection, names: tuple[str, ...], said: str, others: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Those of these keys that are given, and have no effect with what is said."""
+    for name in names:
+        if getattr(keys, name) != PrecisionSection.model_fields[name].default:
+            sentence = f"has no effect with {said} (leave it out)"
+            yield Problem(f"precision.{name}", sentence, others, idle=True)
+
+
+def _cuts_within_blocks(deck: Deck, block: int) -> Iterator[Problem]:
+    """What ranks share so that a block of elements with one scale would have parts on two of them: scales,
+    and so losses, would depend on the layout.
+    """
+    model, layout, batch = deck.model, deck.layout, deck.batch
+    tensor, context = layout.tensor, layout.context
+    recipe = f'precision.fp8 = "{deck.precision.fp8}", whose scales are of blocks of {block}'
+    sizes = {
+        "model.heads x model.head_size": model.heads * model.head_size,
+        "model.key_value_heads x model.head_size": model.key_value_heads * model.head_size,
+    }
+    sizes |= {"model.mlp": model.mlp} if dense_blocks(deck) else {}
+    if model.experts and model.shared_experts:
+        sizes["model.shared_experts x model.expert_mlp"] = model.shared_experts * model.expert_mlp
+    for name, size in sizes.items():
+        unit = block * tensor
+        if tensor > 1 and size % unit:
+            sentence = (
+                f"cuts {name} = {size}, which must be a multiple of {block} x layout.tensor = {unit} with "
+                f'{recipe} ({multiples(size, unit)} would; "tensor", "delayed" and "row" do not ask '
+                "for it)"
+            )
+            others = (*_COMPUTE, *_RECIPE, *name.split(" x "))
+            yield Problem("layout.tensor", sentence, others)
+    pieces = 2 * context if layout.context_form == "ring" else context
+    unit = block * pieces
+    tokens = batch.micro_size * batch.sequence
+    if context > 1 and tokens % unit:
+        sentence = (
+            f"cuts batch.micro_size x batch.sequence = {tokens} into {pieces} pieces, each of which must be "
+            f'a multiple of {block} with {recipe} ({multiples(tokens, unit)} in all would; "tensor", '
+            '"delayed" and "row" do not ask for it)'
+        )
+        others = (*_COMPUTE, *_RECIPE, "batch.micro_size", "batch.sequence", "layout.context_form")
+        yield Problem("layout.context", sentence, others)
