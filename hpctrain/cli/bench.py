@@ -179,3 +179,22 @@ def communication(
     from hpctrain.comm.verb import run_verb
 
     run_verb(lambda world: bench_communication(world, deck, overrides, only, variants, path))
+
+
+@command.command()
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="MxNxK",
+    help="Of M tokens by a matrix of N outputs and K inputs; by default those of a small block.",
+)
+@click.option("--device", default="auto", show_default=True, help="As run.device.")
+@in_rounds
+@figures_file
+def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:
+    """Time the three products of a matrix in 8 bits, by every recipe and in their parts, beside bf16."""
+    from hpctrain.bench.fp8 import SHAPES, bench_fp8
+    from hpctrain.comm.verb import run_verb
+
+    run_verb(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), device)

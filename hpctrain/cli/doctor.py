@@ -34,6 +34,10 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
     from hpctrain.comm.doctor import examination
 
     with examination() as report:
+        if report.fit:  # else torch may be what is broken
+            from hpctrain.parallel.fp8.found import found_products
+
+            report.add([found_products(report.ranks[report.rank].local_rank)])
         if deck is not None and report.fit:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 

@@ -39,6 +39,7 @@ BENCHMARKS = {
         *("deck.toml", *ONCE, "--steps", "1", "--no-sync", "--data-parallel", "--variant", "layout.zero=1"),
         *("--set", "layout.tensor=2"),
     ),
+    "fp8": ("--shape", "32x48x64", *ONCE),
     "offload": ("deck.toml", *ONCE, "--set", "memory.optimizer=disk", "--set", "model.hidden=32"),
     "checkpoint": (
         "deck.toml",
@@ -91,6 +92,7 @@ def test_counts_begin_at_one(benchmark: str, option: str) -> None:
         (("train", "gone.toml"), "gone.toml: cannot be read"),
         (("train", "deck.toml", "--against", "megatron"), "--against"),
         (("checkpoint", "deck.toml", "--rounds", "0"), "--rounds"),
+        (("fp8", "--shape", "32x0x64"), "--shape 32x0x64: must be tokens x outputs x inputs"),
     ],
 )
 def test_a_mistake_is_one_sentence(

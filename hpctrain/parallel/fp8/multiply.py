@@ -59,8 +59,8 @@ def has_native(device: torch.device, by_row: bool, dtype: torch.dtype) -> bool:
 def native_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
     """left [m, k] right [n, k]^T by `torch._scaled_mm`, of one scale for a matrix or for each row."""
     return torch._scaled_mm(
-        left.values,
-        right.values.t(),
+        left.values.contiguous(),
+        right.values.contiguous().t(),
         scale_a=left.factors,
         scale_b=right.factors.t().contiguous(),
         out_dtype=dtype,

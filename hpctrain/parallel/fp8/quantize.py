@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.parallel.fp8.formats import (
+    AT_ONCE,
     FORMATS,
     Format,
     expanded,
     expanded_exponents,
     exponents_of,
+    lies_transposed,
     scales_of,
     to_format,
 )
@@ -49,6 +51,11 @@ class Blocks(NamedTuple):
         rows, columns = shape
         return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
 
+    def height(self, matrix: Tensor) -> int:
+        """Rows of [m, k] that the CPU converts at a time, of whole blocks where these have some rows."""
+        rows = max(1, AT_ONCE // max(1, matrix.shape[1]))
+        return rows if self.rows is None else -(-rows // self.rows) * self.rows
+
     @property
     def transposed(self) -> Blocks:
         """Those of the transposed matrix."""
@@ -57,13 +64,29 @@ class Blocks(NamedTuple):
 
 def block_maxima(matrix: Tensor, blocks: Blocks) -> Tensor:
     """The largest magnitude of each block of [m, k], fp32 [M, K]; NaN where a block has one."""
-    return blocks.cut(matrix).abs().amax((1, 3)).float()
+    if not matrix.is_cpu:
+        return blocks.cut(matrix).abs().amax((1, 3)).float()
+    if lies_transposed(matrix):
+        return block_maxima(matrix.t(), blocks.transposed).t()
+    parts = [_largest(blocks.cut(part)) for part in matrix.split(blocks.height(matrix))]
+    together = torch.cat(parts)
+    return (together.amax(0, keepdim=True) if blocks.rows is None else together).float()
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude of [M, rows, K, columns], [M, K], on the CPU.
+
+    Of 16 bits by these as integers, which order magnitudes, and NaN above them: a fifth of the time.
+    """
+    if blocks.dtype not in {torch.bfloat16, torch.float16}:
+        return blocks.abs().amax((1, 3))
+    return blocks.view(torch.int16).bitwise_and(0x7FFF).amax((1, 3)).view(blocks.dtype)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix [m, k], row after row, in 8 bits an element: `values`, and `scales` [M, K] of its `blocks`,
-    powers of two in fp32 or as bytes.
+    """A matrix [m, k] in 8 bits an element: `values`, whose rows or columns lie behind each other, and
+    `scales` [M, K] of its `blocks`, powers of two in fp32 or as bytes.
     """
 
     values: Tensor
@@ -94,6 +117,8 @@ class Quantized:
         """The matrix [m, k] that this stands for, exactly in fp32, and in bf16 but for what is less than its
         least normal number.
         """
+        if self.values.is_cpu and lies_transposed(self.values):
+            return self.transposed().dequantized(dtype).t()
         factors = self.factors.to(dtype)
         blocks = self.blocks.cut(expanded(self.values, dtype)).mul_(factors[:, None, :, None])
         return self.blocks.joined(blocks, (self.values.shape[0], self.values.shape[1]))
@@ -103,7 +128,7 @@ class Quantized:
 
         Unless these are square, it is not what quantizing the transposed matrix by the same blocks gives.
         """
-        return Quantized(self.values.t().contiguous(), self.scales.t().contiguous(), self.blocks.transposed)
+        return Quantized(self.values.t(), self.scales.t().contiguous(), self.blocks.transposed)
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,25 @@ class Scaling:
         of steps before; what is larger becomes the format's largest number.
         """
         maxima = self.maxima(matrix) if maxima is None else maxima
+        if matrix.is_cpu and lies_transposed(matrix):
+            return self.transposed.quantized(matrix.t(), form, maxima.t()).transposed()
         scales = scales_of(maxima, form)
-        blocks = to_format(self.blocks.cut(matrix) / scales[:, None, :, None], form)
-        values = self.blocks.joined(blocks, (matrix.shape[0], matrix.shape[1]))
+        values = self._rounded(matrix, scales, form)
         return Quantized(values, exponents_of(scales) if self.as_bytes else scales, self.blocks)
+
+    def _rounded(self, matrix: Tensor, scales: Tensor, form: Format) -> Tensor:
+        """On the CPU some rows after others."""
+        blocks, columns = self.blocks, matrix.shape[1]
+        if not matrix.is_cpu:
+            rounded = to_format(blocks.cut(matrix) / scales[:, None, :, None], form)
+            return blocks.joined(rounded, (matrix.shape[0], columns))
+        values = torch.empty(matrix.shape, dtype=form.dtype)
+        height = blocks.height(matrix)
+        for first in range(0, len(matrix), height):
+            part = matrix[first : first + height]
+            shape = (len(part), columns)
+            row = 0 if blocks.rows is None else first // blocks.rows
+            own = scales[row : row + blocks.counts(shape)[0]]
+            rounded = to_format(blocks.cut(part) / own[:, None, :, None], form)
+            values[first : first + height] = blocks.joined(rounded, shape)
+        return values

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
 from hpctrain.parallel.fp8.quantize import Blocks, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import RECIPES
@@ -58,7 +59,7 @@ def test_half_precision_and_transposed_memory_are_quantized_alike(scaling: Scali
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_a_transposed_matrix_is_quantized_as_it_lies(scaling: Scaling) -> None:
     values = wide(260, 390)
-    anew = scaling.quantized(values.t(), E4M3)
+    anew = scaling.quantized(values.t().contiguous(), E4M3)
     lying = scaling.transposed.quantized(values, E4M3).transposed()
     assert lying.blocks == anew.blocks and torch.equal(lying.scales, anew.scales)
     assert torch.equal(lying.values.view(torch.uint8), anew.values.view(torch.uint8))
@@ -117,6 +118,25 @@ def test_every_recipe_scales_as_it_is_called() -> None:
     ]
     assert [name for name, scaling in SCALINGS.items() if scaling.as_bytes] == ["mx"]
     assert [name for name, recipe in RECIPES.items() if recipe.delayed] == ["delayed"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_rows_after_others_are_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, scaling: Scaling, dtype: torch.dtype
+) -> None:
+    """Also where columns lie behind each other, and where the last rows are not as many."""
+    values = wide(300, 200).to(dtype)
+    lying = values.t().contiguous().t()
+    whole = scaling.quantized(values, E4M3)
+    for module in (formats, quantize):
+        monkeypatch.setattr(module, "AT_ONCE", 1000)
+    for matrix in (values, lying):
+        found = scaling.quantized(matrix, E4M3)
+        assert found.values.stride() == matrix.stride()
+        assert torch.equal(found.scales, whole.scales)
+        assert torch.equal(found.values.view(torch.uint8), whole.values.view(torch.uint8))
+        assert torch.equal(found.dequantized(), whole.dequantized())
 
 
 def test_no_rows_are_no_error() -> None:

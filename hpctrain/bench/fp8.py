@@ -1,0 +1,197 @@
+"""`hpctrain bench fp8`: what the products of a layer cost in 8 bits, beside those in bf16.
+
+Everything takes turns in one run: forward, input gradient and weight gradient of a matrix by each recipe, and
+what they consist of, each by itself: quantizing the six operands, and multiplying them once they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hpctrain.bench.timing import seconds_of, write_json
+from hpctrain.comm.device import name_of, wait
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.fp8.formats import E4M3, E5M2
+from hpctrain.parallel.fp8.found import native
+from hpctrain.parallel.fp8.multiply import multiplied
+from hpctrain.parallel.fp8.product import KINDS, DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.product import Product
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.table import table
+from hpctrain.units import format_seconds
+
+SHAPES = ("2048x768x768", "2048x3072x768", "2048x768x3072")
+"""Of a small block's products."""
+
+PASSES = ("forward", "input gradient", "weight gradient")
+
+PARTS = ("quantizing", "multiplying")
+
+SECONDS = 0.02
+"""That a measurement takes at least, by repetition."""
+
+BASE = "bf16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of m tokens by a matrix [n, k], from k features to n."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+
+    @staticmethod
+    def of(text: str) -> Shape:
+        """From "MxNxK"; HpctrainError where it is none."""
+        sizes = text.split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+            raise HpctrainError(f"--shape {text}: must be tokens x outputs x inputs, e.g. {SHAPES[0]}")
+        return Shape(*map(int, sizes))
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.outputs}x{self.inputs}"
+
+
+@dataclass(frozen=True)
+class ProductFigures:
+    """Seconds of one shape by one recipe, or of "bf16": medians over the rounds, of the slowest rank.
+
+    `native` says which products the device makes in 8 bits (`found.native`), None of bf16; `parts_s` is of
+    "quantizing" and "multiplying", each by itself; `of_bf16` the median of all three passes over bf16's.
+    """
+
+    shape: str
+    recipe: str
+    native: str | None
+    passes_s: Mapping[str, float]
+    parts_s: Mapping[str, float]
+    of_bf16: float
+
+
+def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | None) -> None:
+    """Time products of these shapes ("MxNxK") on the world's device, on every rank at once. Collective."""
+    figures = [each for text in shapes for each in measured(world, Shape.of(text), rounds)]
+    with world.agreement():
+        if world.rank == 0:
+            print("\n".join(lines(figures, name_of(world.device) or "CPU")), flush=True)
+            if output is not None:
+                write_json(output, [asdict(each) for each in figures])
+
+
+def measured(world: World, shape: Shape, rounds: int) -> list[ProductFigures]:
+    """Of bf16 and of every recipe. Collective."""
+    variants = {BASE: _variant(shape, None, world.device)}
+    variants |= {name: _variant(shape, recipe, world.device) for name, recipe in RECIPES.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    repeats: dict[tuple[str, str], int] = {}
+    for number in range(rounds + 1):
+        for name, runs in variants.items():
+            for part, run in runs.items():
+                again = repeats.get((name, part), 1)
+
+                def repeated(run: Callable[[], object] = run, again: int = again) -> None:
+                    for _ in range(again):
+                        run()
+                    wait(world.device)
+
+                spent = seconds_of(world, repeated) / again
+                if number:
+                    times.setdefault((name, part), []).append(spent)
+                else:  # the first round, which fills caches, tells how often
+                    repeated()
+                    repeats[name, part] = max(1, int(SECONDS / seconds_of(world, repeated)))
+    wholes = {
+        name: [sum(each) for each in zip(*(times[name, part] for part in PASSES), strict=True)]
+        for name in variants
+    }
+    return [
+        ProductFigures(
+            str(shape),
+            name,
+            native(RECIPES[name], world.device) if name in RECIPES else None,
+            {part: median(times[name, part]) for part in PASSES},
+            {part: median(times[name, part]) for part in PARTS if part in runs},
+            median(own / base for own, base in zip(wholes[name], wholes[BASE], strict=True)),
+        )
+        for name, runs in variants.items()
+    ]
+
+
+def lines(figures: Sequence[ProductFigures], device: str) -> list[str]:
+    """For people: a table of each shape."""
+    marks = {"all": "", "stored": " (emulated in part)", "none": " (emulated)", None: ""}
+    text: list[str] = []
+    for shape in dict.fromkeys(each.shape for each in figures):
+        rows: list[tuple[str, ...]] = [("recipe", *PASSES, "all three", *PARTS, "of bf16's")]
+        for each in figures:
+            if each.shape == shape:
+                passes = [each.passes_s[part] for part in PASSES]
+                parts = [format_seconds(each.parts_s[part]) if each.parts_s else "" for part in PARTS]
+                times = map(format_seconds, (*passes, sum(passes)))
+                rows.append((each.recipe + marks[each.native], *times, *parts, f"{each.of_bf16:.2f}"))
+        sizes = Shape.of(shape)
+        head = f"{sizes.tokens} tokens, {sizes.inputs} to {sizes.outputs} features, {device}"
+        text += [*([""] if text else []), head, *table(rows)]
+    return text
+
+
+def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What is timed, by its name: the passes, in bf16 where there is no recipe, or else their parts, too."""
+    maker = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, columns: int, deviation: float) -> torch.Tensor:
+        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return values.normal_(std=deviation, generator=maker)
+
+    inputs = normal(shape.tokens, shape.inputs, 1.0)
+    gradients = normal(shape.tokens, shape.outputs, 1e-6)
+    sizes = (shape.outputs, shape.inputs)
+    weight = Parameter(Shard.whole("matrix", sizes))
+    weight.data = normal(*sizes, 0.02)
+    weight.gradient = torch.zeros(sizes, device=device)
+    product = _product(weight, recipe)
+    runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: product.forward(inputs),
+        "input gradient": lambda: product.input_gradient(gradients),
+        "weight gradient": lambda: product.add_weight_gradient(gradients, inputs),
+    }
+    if recipe is None:
+        return runs
+    if isinstance(product, DelayedProduct):
+        for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
+            product.histories[kind].remember(values.abs().amax())
+    tokens, weights, matrix = recipe.tokens, recipe.weights, weight.data
+
+    def quantized() -> list[tuple[Quantized, Quantized, torch.dtype]]:
+        return [
+            (tokens.quantized(inputs, E4M3), weights.quantized(matrix, E4M3), torch.bfloat16),
+            (tokens.quantized(gradients, E5M2), weights.quantized(matrix.t(), E4M3), torch.bfloat16),
+            (tokens.quantized(gradients.t(), E5M2), tokens.quantized(inputs.t(), E4M3), torch.float32),
+        ]
+
+    operands = quantized()
+    runs["quantizing"] = quantized
+    runs["multiplying"] = lambda: [multiplied(*each) for each in operands]
+    return runs
+
+
+def _product(weight: Parameter, recipe: Recipe | None) -> Product:
+    alone = planned_group(("tensor",), 0, 1, Ledger(), device=weight.device)
+    groups = LayerGroups(tensor=alone, context=alone)
+    if recipe is None:
+        return Product([weight], groups)
+    if recipe.delayed:
+        return DelayedProduct([weight], groups, recipe, steps=1)
+    return QuantizedProduct([weight], groups, recipe)

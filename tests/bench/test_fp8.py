@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.bench import fp8
+from hpctrain.bench.fp8 import PARTS, PASSES, Shape, bench_fp8
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.fp8.recipes import RECIPES
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_every_recipe_takes_its_turn_beside_bf16(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ratios are those of the passes' sums, of one round of its own."""
+    monkeypatch.setattr(fp8, "SECONDS", 0.0)
+    output = mpi_tmp_path / "figures.json"
+    bench_fp8(world, ["32x48x64", "16x32x40"], 1, output)
+    world.everyone.barrier()
+    figures = json.loads(output.read_text())
+    assert [(each["shape"], each["recipe"]) for each in figures] == [
+        (shape, recipe) for shape in ("32x48x64", "16x32x40") for recipe in ("bf16", *RECIPES)
+    ]
+    base = {each["shape"]: each for each in figures if each["recipe"] == "bf16"}
+    for each in figures:
+        assert list(each["passes_s"]) == list(PASSES) and min(each["passes_s"].values()) > 0
+        assert list(each["parts_s"]) == ([] if each["recipe"] == "bf16" else list(PARTS))
+        assert each["native"] == (None if each["recipe"] == "bf16" else "none")
+        ratio = sum(each["passes_s"].values()) / sum(base[each["shape"]]["passes_s"].values())
+        assert each["of_bf16"] == pytest.approx(ratio)
+    if world.rank == 0:
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "32 tokens, 64 to 48 features, CPU"
+        assert sum("(emulated)" in line for line in lines) == 2 * len(RECIPES)
+
+
+def test_a_shape_is_three_sizes() -> None:
+    assert Shape.of("32x48x64") == Shape(32, 48, 64) and str(Shape(32, 48, 64)) == "32x48x64"
+    for text in ("32x48", "32x48x-1", "axbxc", "32x48x0"):
+        with pytest.raises(HpctrainError, match=f"--shape {text}: must be tokens x outputs x inputs"):
+            Shape.of(text)

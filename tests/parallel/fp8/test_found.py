@@ -1,0 +1,30 @@
+"""What doctor says of products in 8 bits, by what a device is said to have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.parallel.fp8 import found
+from hpctrain.parallel.fp8.found import found_products
+
+
+def of_a_device(monkeypatch: pytest.MonkeyPatch, *products: tuple[bool, torch.dtype]) -> str:
+    """What is said of one that has products in 8 bits (by row or not) with results in these types."""
+    monkeypatch.setattr(found, "has_native", lambda _, by_row, dtype: (by_row, dtype) in products)
+    return found_products(0).statement
+
+
+def test_what_no_device_has_is_emulated() -> None:
+    assert found_products(0).statement.startswith("emulated: tensor, delayed, row, block, mx (")
+    assert not found_products(0).remedy
+
+
+def test_recipes_are_told_by_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_matrix = [(False, torch.bfloat16), (False, torch.float32)]
+    whole = of_a_device(monkeypatch, *by_matrix)
+    assert whole.startswith("multiplied in 8 bits: tensor, delayed; emulated: row, block, mx (")
+    both = of_a_device(monkeypatch, *by_matrix, (True, torch.bfloat16), (True, torch.float32))
+    assert both.startswith("multiplied in 8 bits: tensor, delayed, row; emulated: block, mx (")
+    stored = of_a_device(monkeypatch, *by_matrix, (True, torch.bfloat16))
+    assert "; multiplied in 8 bits but for weight gradients: row; emulated: block, mx (" in stored
