@@ -19,7 +19,8 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
     keys = deck.precision
     if keys.compute != "fp8":
         said = f'precision.compute = "{keys.compute}"'
-        yield from _in_vain(keys, ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude"), said, _COMPUTE)
+        names = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_watch")
+        yield from _in_vain(keys, names, said, _COMPUTE)
         return
     if keys.fp8 != "delayed":
         yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
@@ -29,6 +30,12 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
             'that all ranks make together ("tensor", "row", "block" or "mx" would do)'
         )
         yield Problem("precision.fp8", sentence, (*_COMPUTE, "communication.server"))
+    if keys.fp8_watch and deck.communication.server != "none":
+        sentence = (
+            f'must be 0 with communication.server = "{deck.communication.server}": workers make steps by '
+            "themselves, and nobody has the counts of all"
+        )
+        yield Problem("precision.fp8_watch", sentence, ("communication.server",))
     if keys.fp8 in BLOCK_SIZES:
         yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
 

@@ -371,6 +371,12 @@ class PrecisionSection(Section):
         (),
         strict=False,
     )
+    fp8_watch: int = key(
+        "A line of metrics tells what 8 bits lose, and scales, every so many steps; 0: none.",
+        0,
+        unit="steps",
+        ge=0,
+    )
     initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1

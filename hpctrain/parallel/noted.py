@@ -18,10 +18,11 @@ class Noted:
     """A step's largest values and sums, by name.
 
     The executor says where an action begins. What it computes again in backward counts once, and nothing that
-    is no training step does.
+    is no training step does. In a step with `watching` more may be noted, of what is only looked at.
     """
 
     def __init__(self) -> None:
+        self.watching = False
         self._micro_batch: int | None = None
         self._times: Counter[str] = Counter()
         self._values: dict[How, dict[tuple[str, int, int], Tensor]] = {"max": {}, "sum": {}}
@@ -31,6 +32,11 @@ class Noted:
         """An action on a micro-batch of a training step begins, or, with None, something else."""
         self._micro_batch = micro_batch
         self._times.clear()
+
+    @property
+    def watched(self) -> bool:
+        """Whether what is only looked at would be noted now."""
+        return self.watching and self._micro_batch is not None
 
     def most(self, name: str, values: Tensor) -> None:
         """Of `values` [k], none of them negative, the largest that any rank notes of any micro-batch."""
@@ -55,14 +61,16 @@ class Noted:
         """By name what all ranks have noted of the step, fp64 [k], which is then forgotten. Collective.
 
         One reduction for what is largest and one for sums; none where nothing is noted. Every step has the
-        names and numbers of the first one, which is where ranks tell each other.
+        names and numbers of the first one, which is where ranks tell each other, and in one that is watched.
         """
-        if self._sizes is None:
+        known = None if self.watching else self._sizes
+        if known is None:
             here = {how: {name: len(v) for (name, *_), v in own.items()} for how, own in self._values.items()}
             ranks = everyone.all_gather_object(here)
-            self._sizes = {how: {k: v for rank in ranks for k, v in rank[how].items()} for how in here}
+            known = {how: {k: v for rank in ranks for k, v in rank[how].items()} for how in here}
+            self._sizes = self._sizes if self.watching else known
         agreed: dict[str, Tensor] = {}
-        for how, sizes in self._sizes.items():
+        for how, sizes in known.items():
             if not sizes:
                 continue
             values = everyone.empty((sum(sizes.values()),), torch.float64).zero_()

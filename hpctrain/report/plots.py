@@ -1,8 +1,8 @@
-"""Pictures of runs: loss, rate, throughput and gradient norm, overlaid; load of experts; traced schedules."""
+"""Pictures of runs: loss, rate, throughput, norm, overlaid; load of experts, losses of 8 bits; schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hpctrain.errors import InputOutputError, failing_as
 from hpctrain.report.comparison import draw_comparison
+from hpctrain.report.eight_bits import draw_losses
 from hpctrain.report.fonts import drawable, drawing
 from hpctrain.report.loads import draw_load
 from hpctrain.report.recorded import TRACE_FILE, read_trace
@@ -63,8 +64,9 @@ def plot_runs(
 ) -> list[Path]:
     """Draw runs over one another as PNG files and give their paths.
 
-    Of a run with mixtures of experts their load is drawn; where one of several pipeline stages has a trace,
-    its schedule, too, as it ran and as simulated. The files go to `out_dir`, by default `plots/` of the run
+    Of a run with mixtures of experts their load is drawn, and what products in 8 bits lose where it was
+    watched; where one of several pipeline stages has a trace, its schedule, too, as it ran and as simulated.
+    The files go to `out_dir`, by default `plots/` of the run
     directory, or of the current one for several runs. InputOutputError, with all problems at once, for
     directories without metrics, for a broken trace, and where nothing can be written.
     """
@@ -72,7 +74,12 @@ def plot_runs(
     runs = load_runs(folders)
     folder = Path(out_dir) if out_dir is not None else (folders[0] if len(runs) == 1 else Path()) / "plots"
     with failing_as(f"{folder}: pictures cannot be written"), drawing():
-        figures = draw(runs, log_loss=log_loss) | draw_loads(runs) | draw_schedules(runs, folders)
+        figures = {
+            **draw(runs, log_loss=log_loss),
+            **draw_each("expert_load", draw_load, runs),
+            **draw_each("fp8", draw_losses, runs),
+            **draw_schedules(runs, folders),
+        }
         folder.mkdir(parents=True, exist_ok=True)
         written = []
         for name, figure in figures.items():
@@ -129,9 +136,11 @@ def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict
     return figures
 
 
-def draw_loads(runs: Sequence[PlottedRun]) -> dict[str, Figure]:
-    """A figure for each run with mixtures of experts: `expert_load`, of several runs with their names."""
-    drawn = {_name_of("expert_load", run, runs): draw_load(run.name, run.rows) for run in runs}
+def draw_each(
+    picture: str, draw_one: Callable[[str, Sequence[Row]], Figure | None], runs: Sequence[PlottedRun]
+) -> dict[str, Figure]:
+    """A figure for each run of which there is something to draw, of several runs with their names."""
+    drawn = {_name_of(picture, run, runs): draw_one(run.name, run.rows) for run in runs}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 

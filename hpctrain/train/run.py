@@ -51,7 +51,7 @@ from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
-from hpctrain.train.watchers import Evaluation, SlowRanks, StepReport, Trace
+from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
 from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.newest import find_checkpoint
@@ -156,6 +156,7 @@ class Loop:
             StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
             *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if trainer.engine.shape.experts else []),
+            *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
             checkpoints,
         ]
 

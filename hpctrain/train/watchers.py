@@ -12,6 +12,7 @@ from hpctrain.comm.timeline import Timeline
 from hpctrain.data.batches import Batches
 from hpctrain.model.count import count
 from hpctrain.model.load import ExpertLoad
+from hpctrain.parallel.fp8.watched import watched_row
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.report.trace import write_trace
 from hpctrain.train.checkpoints import Checkpoints
@@ -95,6 +96,18 @@ class Trace(Hook):
             )
 
 
+class EightBitWatch(Hook):
+    """Has products in 8 bits note what they lose, every so many steps, for the line of metrics."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.every, self.noted = trainer.deck.precision.fp8_watch, trainer.engine.groups.noted
+
+    def around_step(self, step: int) -> AbstractContextManager[object]:
+        """More is noted where the step is due."""
+        self.noted.watching = self.every > 0 and step % self.every == 0
+        return nullcontext()
+
+
 class StepReport(Hook):
     """Tells of every step in metrics, log, terminal and status, and at the end what came of the run."""
 
@@ -151,6 +164,7 @@ class StepReport(Hook):
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
             experts=None if load is None else load.row(),
+            fp8=watched_row(result.noted),
             payload_bytes=done.payload,
             emulated_link=self.deck.communication.emulate,
             staleness=result.staleness or None,

@@ -21,9 +21,11 @@ class StepMetrics:
     `step` counts steps done, this one included; `tokens` counts the tokens of all of them. `figures` are the
     objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
     wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
-    the figures of the mixtures, by name lists with a value a mixture. `payload_bytes` are those that rank 0
-    sent to others in this step, or received from them, as the ledger counts; `emulated_link` is there where
-    seconds are those of a link that is not (`communication.emulate`); `staleness`, with servers, is how many
+    the figures of the mixtures, by name lists with a value a mixture, and `fp8` what products in 8 bits lose
+    and their scales, likewise with a value a kind of layer (`parallel/fp8/watched.py`). `payload_bytes` are
+    those that rank 0 sent to others in this step, or received from them, as the ledger counts;
+    `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
+    `staleness`, with servers, is how many
     pushes had one of 0, 1, and so on. A measure that is None was not made and gets no key.
     """
 
@@ -41,6 +43,7 @@ class StepMetrics:
     peak_rss_bytes: int | None = None
     validation_loss: float | None = None
     experts: Mapping[str, Sequence[float]] | None = None
+    fp8: Mapping[str, Sequence[str | float | None]] | None = None
     payload_bytes: int | None = None
     emulated_link: str | None = None
     staleness: Sequence[int] | None = None

@@ -105,6 +105,7 @@ VALUES: dict[str, list[str]] = {
     "precision.fp8_history": ["1", "2"],
     "precision.fp8_gradients": ['"e4m3"'],
     "precision.fp8_exclude": ['["head"]', '["blocks.0.*"]', '["blocks.*"]', '["*.query"]', '["nothing"]'],
+    "precision.fp8_watch": ["1", "2"],
     "precision.gradients": ['"compute"'],
     "precision.initial_loss_scale": ["1e-30", "1e300"],
     "precision.loss_scale_window": ["1", "9223372036854775807"],

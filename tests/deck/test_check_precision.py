@@ -50,6 +50,15 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
             'precision.fp8_exclude=["head"]: has no effect with precision.compute = "fp32" (leave it out)',
         ),
         (
+            ["precision.fp8_watch=4"],
+            'precision.fp8_watch=4: has no effect with precision.compute = "fp32" (leave it out)',
+        ),
+        (
+            [*FP8, "precision.fp8=row", "precision.fp8_watch=4", "communication.server=sync"],
+            'precision.fp8_watch=4: must be 0 with communication.server = "sync": workers make steps by '
+            "themselves, and nobody has the counts of all",
+        ),
+        (
             [*FP8, "precision.fp8=block", "precision.fp8_history=4"],
             'precision.fp8_history=4: has no effect with precision.fp8 = "block" (leave it out)',
         ),

@@ -14,6 +14,7 @@ from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.quantize import Quantized, Scaling
 from hpctrain.parallel.fp8.recipes import Recipe
+from hpctrain.parallel.fp8.watched import note_lost
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter, Shard
@@ -73,7 +74,10 @@ class QuantizedProduct(Product):
     def _quantized(self, kind: Kind, matrix: Tensor, dims: Dims) -> Quantized:
         scaling = self.recipe.weights if kind == "weights" else self.recipe.tokens
         form = self.gradient_form if kind == "gradients" else E4M3
-        return scaling.quantized(matrix, form, self._maxima(kind, scaling, matrix, dims))
+        maxima = self._maxima(kind, scaling, matrix, dims)
+        found = scaling.quantized(matrix, form, maxima)
+        note_lost(self.groups.noted, self.weights[0].shard.name, kind, " ".join(dims), matrix, maxima, found)
+        return found
 
     def _maxima(self, kind: Kind, scaling: Scaling, matrix: Tensor, dims: Dims) -> Tensor:  # noqa: ARG002
         """The maxima of all that shares a scale."""

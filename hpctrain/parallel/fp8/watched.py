@@ -1,0 +1,89 @@
+"""What quantizing loses, and by which scales: noted in the steps that are watched, told by kind of layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.fp8.formats import exponents_of
+from hpctrain.parallel.fp8.quantize import Quantized
+from hpctrain.parallel.noted import Noted
+
+_LOST, _SCALES = "fp8 lost", "fp8 scales"
+_KINDS = ("inputs", "weights", "gradients")
+_BIAS, _NO_NUMBER = 127, 255
+"""Of exponents as bytes."""
+
+Row = dict[str, list[str] | list[float] | list[float | None]]
+
+
+def note_lost(
+    noted: Noted, weight: str, kind: str, use: str, matrix: Tensor, maxima: Tensor, found: Quantized
+) -> None:
+    """Note what of a `matrix` [m, k] `found` has lost, and its scales; changes nothing of either.
+
+    `weight` names the product's matrix and `kind` what is quantized for it; `use` tells the products of a
+    layer apart in which this is an operand. `maxima` are those that the scales follow from.
+    """
+    if not noted.watched or not matrix.numel():
+        return
+    name = f"{weight}/{kind}/{use}"
+    noted.sum(f"{_LOST}/{name}", lost(matrix, found))
+    used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(found.factors).int()
+    most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
+    noted.most(f"{_SCALES}/{name}", torch.stack(most))
+
+
+def lost(matrix: Tensor, found: Quantized) -> Tensor:
+    """How many elements of a matrix [m, k] are beyond the largest number that its scale leaves, how many are
+    no zeros but became such, and how many there are: int64 [3].
+    """
+    blocks, most = found.blocks, found.factors * found.form.largest
+    bits, height = found.values.view(torch.uint8), blocks.height(matrix)
+    beyond = gone = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    for first in range(0, len(matrix), height):  # what is needed between is small
+        rows = slice(first, first + height)
+        row = 0 if blocks.rows is None else first // blocks.rows
+        cut = blocks.cut(matrix[rows])
+        beyond = beyond + (cut.abs() > most[row : row + len(cut), None, :, None]).sum()
+        gone = gone + matrix[rows].count_nonzero() - bits[rows].bitwise_and(0x7F).count_nonzero()
+    return torch.stack((beyond, gone, torch.full_like(beyond, matrix.numel())))
+
+
+def watched_row(noted: Mapping[str, Tensor]) -> Row | None:
+    """For a line of metrics, of what all ranks have `noted`: lists with a value for each of the "layers", by
+    kind; None of a step that was not watched.
+
+    `inputs_saturated` and `inputs_underflowed` are shares of the elements, `inputs_scale_least` and
+    `inputs_scale_largest` exponents of two, None where all is zero; likewise of weights and gradients.
+    """
+    counts: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    scales: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for name, values in noted.items():
+        what, *others = name.split("/")
+        if what in {_LOST, _SCALES}:
+            weight, kind, _ = others
+            (counts if what == _LOST else scales)[layer_kind(weight), kind].append(values.cpu())
+    if not counts:
+        return None
+    layers = list(dict.fromkeys(layer for layer, _ in counts))
+    row: Row = {"layers": layers}
+    for kind in _KINDS:
+        sums = [torch.stack(counts.get((layer, kind), [torch.zeros(3)])).sum(0) for layer in layers]
+        most = [torch.stack(scales.get((layer, kind), [torch.zeros(2)])).amax(0) for layer in layers]
+        row[f"{kind}_saturated"] = [float(each[0] / each[2].clamp_min(1)) for each in sums]
+        row[f"{kind}_underflowed"] = [float(each[1] / each[2].clamp_min(1)) for each in sums]
+        row[f"{kind}_scale_least"] = [
+            float(_NO_NUMBER - each[1] - _BIAS) if each[1] else None for each in most
+        ]
+        row[f"{kind}_scale_largest"] = [float(each[0] - _BIAS) if each[1] else None for each in most]
+    return row
+
+
+def layer_kind(weight: str) -> str:
+    """What the layers of all blocks have in common in the name of a weight: "attention.query"."""
+    parts = weight.removesuffix(".weight").split(".")
+    return ".".join(part for part in parts if not part.isdecimal()).removeprefix("blocks.")

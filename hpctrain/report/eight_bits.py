@@ -1,0 +1,104 @@
+"""A picture of products in 8 bits: what they lose of their operands, and by which scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.report.fonts import drawable
+from hpctrain.report.rows import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
+
+KINDS = ("inputs", "weights", "gradients")
+_VALUES = ("saturated", "underflowed", "scale_least", "scale_largest")
+
+
+def watched_losses(rows: Sequence[Row]) -> tuple[Array, list[str], dict[str, Array]]:
+    """Steps [n], the kinds of layers in the last that was watched, and by name, such as
+    `inputs_underflowed`, values [layers, n].
+
+    Steps of which the rows do not tell of these layers are left out; what is not known is nan.
+    """
+    names = [f"{kind}_{value}" for kind in KINDS for value in _VALUES]
+    told = [row for row in rows if isinstance(row.get("fp8"), dict)]
+    layers = told[-1]["fp8"].get("layers") if told else None
+    if not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
+        layers = []
+    told = [row for row in told if _fits(row["fp8"], layers, names)]
+    steps = np.array([row["step"] for row in told], dtype=np.float64)
+    sizes = (len(told), len(layers))
+    values = {
+        name: np.array([row["fp8"][name] for row in told], dtype=np.float64).reshape(sizes).T
+        for name in names
+    }
+    return steps, layers, values
+
+
+def draw_losses(name: str, rows: Sequence[Row]) -> Figure | None:
+    """Inputs, weights and gradients below each other: to the left the shares that underflow and, dashed, that
+    saturate; to the right from which to which scale, as exponents of two. A colour for each kind of layer.
+
+    None of a run whose rows tell of nothing of it.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    steps, layers, values = watched_losses(rows)
+    if not layers or not len(steps):
+        return None
+    figure = Figure(figsize=(11.0, 9.0), layout="constrained")
+    panels = figure.subplots(len(KINDS), 2, sharex=True)
+    for (shares, scales), kind in zip(panels, KINDS, strict=True):
+        for index in range(len(layers)):
+            own = {value: values[f"{kind}_{value}"][index] for value in _VALUES}
+            style: dict[str, Any] = {"color": f"C{index}", "marker": "." if len(steps) < 40 else None}
+            shares.plot(steps, own["underflowed"], linewidth=1.6, **style)
+            shares.plot(steps, own["saturated"], linewidth=1.2, linestyle="--", **style)
+            scales.fill_between(
+                steps, own["scale_least"], own["scale_largest"], color=f"C{index}", alpha=0.15
+            )
+            for edge in ("scale_least", "scale_largest"):
+                scales.plot(steps, own[edge], linewidth=1.2, **style)
+        shares.set_yscale("symlog", linthresh=1e-6)
+        shares.set_ylim(bottom=0)
+        shares.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
+        shares.set_ylabel(kind, fontsize=12)
+        scales.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        scales.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
+        for axes in (shares, scales):
+            _quiet(axes)
+    panels[0, 0].set_title("underflowed, and saturated (dashed)", fontsize=12, loc="left")
+    panels[0, 1].set_title("least to largest scale", fontsize=12, loc="left")
+    for axes in panels[-1]:
+        axes.set_xlabel("step", fontsize=12)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    figure.suptitle(f"Products in 8 bits: {drawable(name)}", fontsize=14, x=0.01, ha="left")
+    lines = [Line2D([], [], color=f"C{index}", linewidth=1.8) for index in range(len(layers))]
+    figure.legend(lines, list(map(drawable, layers)), loc="outside lower center", ncols=4, fontsize=10)
+    return figure
+
+
+def _quiet(axes: Axes) -> None:
+    axes.tick_params(labelsize=11)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _fits(told: dict[str, Any], layers: list[str], names: Sequence[str]) -> bool:
+    """Whether figures are of these layers: numbers, or None for what is not known."""
+    return told.get("layers") == layers and all(
+        isinstance(told.get(name), list)
+        and len(told[name]) == len(layers)
+        and all(value is None or isinstance(value, (int, float)) for value in told[name])
+        for name in names
+    )
