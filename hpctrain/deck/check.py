@@ -9,6 +9,7 @@ from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
+from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
@@ -41,6 +42,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_texts(deck),
         *_title(deck),
         *_model(deck),
+        *parametrization_problems(deck),
         *mixture_problems(deck),
         *layout_problems(deck),
         *compression_problems(deck),
@@ -76,6 +78,9 @@ def source_problems(deck: Deck, source: Mapping[str, object]) -> list[Problem]:
         elif value != own:
             sentence = f"contradicts {name}, whose model has {toml_value(own)} (leave the key out)"
             problems.append(Problem(key, sentence))
+    if source and deck.model.parametrization == "mup" and "model.parametrization" not in source:
+        sentence = f'contradicts {name}, whose model is of the "standard" one (leave the key out)'
+        problems.append(Problem("model.parametrization", sentence))
     if source and deck.model.experts and "model.experts" not in source:
         problems += _upcycling(deck, name)
     return problems

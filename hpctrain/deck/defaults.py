@@ -117,6 +117,9 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
         default("model", "key_value_heads", heads)
         if _is_integer(hidden) and heads > 0:
             default("model", "head_size", max(1, hidden // heads))
+    as_base = model.get("parametrization") == "mup" and model.get("base_width") == hidden
+    if as_base and _is_integer(model.get("head_size")):
+        default("model", "base_head_size", model["head_size"])
     if family == "gpt2":
         default("model", "tied", True)
         if _is_integer(hidden):

@@ -189,6 +189,24 @@ class Model(Section):
         gt=0,
         le=100,
     )
+    parametrization: Literal["standard", "mup"] = key(
+        "What the width changes; mup: so much that the rate that is best at base_width is best at any width.",
+        "standard",
+    )
+    base_width: int | None = key(
+        "Width at which mup changes nothing, and for which learning_rate.peak is the rate of all tensors.",
+        None,
+        derived="required by mup",
+        ge=1,
+        le=_LARGEST,
+    )
+    base_head_size: int | None = key(
+        "Features of a head there: this model's where it has more heads, fewer where they are wider.",
+        None,
+        derived="required by mup at another width, else head_size",
+        ge=1,
+        le=_LARGEST,
+    )
 
 
 class Data(Section):
@@ -334,7 +352,12 @@ class OptimizerSection(Section):
     epsilon: float = key("Added to the root of the square (adamw).", 1e-8, gt=0)
     momentum: float = key("Decay of the sum of gradients that parameters follow (sgd).", 0.0, ge=0, lt=1)
     nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
-    weight_decay: float = key("Decoupled weight decay; not on norms and biases.", 0.1, ge=0, le=1000)
+    weight_decay: float = key(
+        "Decoupled weight decay, x rate a step, with mup the same at any width; not on norms and biases.",
+        0.1,
+        ge=0,
+        le=1000,
+    )
     clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
     restart: bool = key(
         "Whether to go on from a checkpoint of another optimizer, with new state of this one.", False

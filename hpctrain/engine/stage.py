@@ -24,6 +24,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import freeze_parameters
+from hpctrain.model.parametrization import set_rates
 from hpctrain.model.part import Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -231,6 +232,7 @@ def build_trained_stage(
     """As `build_stage`, to be trained; what is to be frozen is frozen already. `offload` makes the memory of
     what does not live on the run's `device`.
     """
+    set_rates(models, deck)
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
     reducers = list(map(make_reducer, stage.buckets, summations))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,17 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-right, left), dim=-1) * sine
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """Softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads.
+
+    Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
+    """
     output = functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
         is_causal=True,
+        scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.permute(2, 0, 1, 3)
@@ -55,6 +60,8 @@ class Attention(nn.Module):
         super().__init__()
         size = shape.head_size
         self.groups, self.head_size = groups, size
+        changed = shape.parametrization.of_scores
+        self.scale = None if changed == 1 else changed * size**-0.5
         self.core_flops = 4 * shape.heads * size * shape.sequence
         """Of a token: the products of queries, keys and values; the causal mask is not subtracted."""
         self.rotated = shape.family == "llama"
@@ -89,10 +96,11 @@ class Attention(nn.Module):
             query, key = turned(query, *tables), turned(key, *tables)
         context = self.groups.context
         if context.size == 1:
-            return causal_attention(query, key, value)
+            return causal_attention(query, key, value, self.scale)
         if self.groups.context_form == "ring":
-            return ring_attention(query, key, value, context)
-        return all_to_all_attention(query, key, value, context, causal_attention)
+            return ring_attention(query, key, value, context, self.scale)
+        whole = partial(causal_attention, scale=self.scale)
+        return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: Saving) -> list[Storage]:
         """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""

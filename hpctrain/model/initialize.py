@@ -1,7 +1,8 @@
 """Initial values: functions of seed, tensor name and element index alone (design rule 1).
 
 Weights are normal with standard deviation `initial_std`; those that end a residual branch are
-divided by sqrt(2 layers), as in GPT-2. Biases are zero, norm weights one.
+divided by sqrt(2 layers), as in GPT-2. Biases are zero, norm weights one. What the model's width changes
+besides, its `parametrization` says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import key_of, normal
-from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 _CHUNK = 1 << 16
 
@@ -50,6 +51,12 @@ def fill_normal(target: Tensor, offset: int, shard: Shard, seed: int, deviation:
         )
 
 
+def deviation(shape: ModelShape, initial: Initial) -> float:
+    """The standard deviation of initial weights of a role."""
+    usual = shape.initial_std / sqrt(2 * shape.layers) if initial == "residual" else shape.initial_std
+    return usual * shape.parametrization.deviation(initial)
+
+
 def initialize(
     targets: Iterable[tuple[Parameter, Tensor, int]], shape: ModelShape, seed: int, roughness: float = 0.0
 ) -> None:
@@ -58,10 +65,9 @@ def initialize(
     Padding is zero. With `roughness`, the standard deviation of what is added to biases and norm weights, no
     two tensors are alike: what mistakes one for another shows.
     """
-    deviations = {"normal": shape.initial_std, "residual": shape.initial_std / sqrt(2 * shape.layers)}
     for parameter, target, offset in targets:
-        if parameter.initial in deviations:
-            fill_normal(target, offset, parameter.shard, seed, deviations[parameter.initial])
+        if parameter.initial not in ("ones", "zeros"):
+            fill_normal(target, offset, parameter.shard, seed, deviation(shape, parameter.initial))
             continue
         target.zero_()
         if roughness:

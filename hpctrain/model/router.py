@@ -68,7 +68,7 @@ class Router(nn.Module):
         self.name, self.shape, self.groups = name, shape, groups
         self.noted_name = noted_name(name)
         size = (shape.experts, shape.hidden)
-        self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})))
+        self.weight = Parameter(Shard.whole(f"{name}.weight", size, frozenset({"tensor"})), initial="router")
         biased = shape.balance == "bias"
         shared = bool(shape.balance_loss) and shape.balance_over == "step"
         self.bias = self._remembered() if biased else None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
+from hpctrain.model.parametrization import STANDARD, Parametrization
 
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 """What backward computes again; a number is that of blocks of which only the first one's input is kept."""
@@ -33,6 +34,7 @@ class ModelShape(Sizes):
     balance_over: Literal["micro_batch", "sequence", "step"] = "micro_batch"
     balance_rate: float = 0.001
     capacity: float | None = None
+    parametrization: Parametrization = STANDARD
 
     def __post_init__(self) -> None:
         """Features of one attention head are hidden / heads where they are not given."""
@@ -43,6 +45,7 @@ class ModelShape(Sizes):
     def of(deck: Deck, vocabulary: int) -> ModelShape:
         """The shape that a deck asks for, with the vocabulary already settled."""
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
+        settled["parametrization"] = Parametrization.of(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()
         return ModelShape(**{name: getattr(deck.model, name) for name in names}, **settled)
 

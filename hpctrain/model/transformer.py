@@ -70,7 +70,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
         super().__init__()
         size = (shape.sequence, shape.hidden)
-        self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial))
+        self.table = Parameter(Shard.whole(f"{name}.weight", size, groups.sequence_partial), initial="table")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rows of x stand at `positions`."""
@@ -215,7 +215,7 @@ class Predictor(TransformerLayer):
     def __init__(self, shape: ModelShape, groups: LayerGroups, table: Parameter, own: bool) -> None:
         super().__init__()
         self.norm = Norm("final_norm", shape, groups)
-        self.head = VocabularyHead(table, groups)
+        self.head = VocabularyHead(table, groups, shape.parametrization.of_logits)
         if own:
             self.owned = nn.Module()
             self.owned.register_parameter("table", table)
@@ -300,7 +300,7 @@ class Transformer(nn.Module):
         shard = vocabulary_shard(name, self.shape.vocabulary, self.shape.hidden, self.groups)
         if tied:
             shard = replace(shard, stage_copy=self.span.tied_stage, stage_copies=self.span.tied_stages)
-        return Parameter(shard)
+        return Parameter(shard, initial="table")
 
     @property
     def predictor(self) -> Predictor:

@@ -22,10 +22,15 @@ HEAD_ALIGNMENT, LOG_SUM_ALIGNMENT = 8, 32
 NO_DROPOUT = 0.0
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [s, b, heads, d] and log-sum-exp [b, heads, s] of one block.
+
+    Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
+    """
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, is_causal=causal)
+    output, log_sum = (_on_host if q.is_cpu else _on_gpu)(q, k, v, is_causal=causal, scale=scale)
     return _sequence_first(output), log_sum
 
 
@@ -37,6 +42,7 @@ def attend_backward(
     output: Tensor,
     log_sum: Tensor,
     causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key, value [s, b, heads, d] through one block.
 
@@ -44,7 +50,7 @@ def attend_backward(
     """
     g, q, k, v, o = (_heads_first(x) for x in (output_gradient, query, key, value, output))
     backward = _on_host_backward if q.is_cpu else _on_gpu_backward
-    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, is_causal=causal)
+    of_query, of_key, of_value = backward(g, q, k, v, o, log_sum, is_causal=causal, scale=scale)
     return _sequence_first(of_query), _sequence_first(of_key), _sequence_first(of_value)
 
 
@@ -53,9 +59,10 @@ _on_host = aten._scaled_dot_product_flash_attention_for_cpu
 _on_host_backward = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=NO_DROPOUT)
 
 
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """The same by torch's kernels for GPUs: flash attention, or the memory-efficient one of any type."""
-    size, scale, rows = q.shape[-1], q.shape[-1] ** -0.5, q.shape[2]
+    size, rows = q.shape[-1], q.shape[2]
+    scale = size**-0.5 if scale is None else scale
     q, k, v = (_padded(x) for x in (q, _repeated(k, q), _repeated(v, q)))
     if _flash(q, k, v, is_causal):
         kernel = aten._scaled_dot_product_flash_attention
@@ -67,9 +74,17 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
 
 
 def _on_gpu_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum: Tensor, is_causal: bool
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    log_sum: Tensor,
+    is_causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    size, scale, held = q.shape[-1], q.shape[-1] ** -0.5, k
+    size, held = q.shape[-1], k
+    scale = size**-0.5 if scale is None else scale
     g, q, k, v, o = (_padded(x) for x in (g, q, _repeated(k, q), _repeated(v, q), o))
     rows, columns = q.shape[2], k.shape[2]
     random = [torch.empty(2, dtype=torch.int64, device=q.device)] * 2  # the state of no dropout

@@ -52,8 +52,10 @@ def _visible(source: int, rank: int, half: int) -> tuple[slice, slice, bool]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
-        ctx.group, half = group, query.shape[0] // 2
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float | None
+    ) -> Tensor:
+        ctx.group, ctx.scale, half = group, scale, query.shape[0] // 2
         held = torch.stack((key, value))
         arriving = torch.empty_like(held)
         ring = _Ring(group, _KEYS)
@@ -63,7 +65,7 @@ class _RingAttention(torch.autograd.Function):
                 ring.start(held, arriving)
             source = (group.rank - turn) % group.size
             queries, keys, causal = _visible(source, group.rank, half)
-            part, part_log_sum = attend(query[queries], held[0][keys], held[1][keys], causal)
+            part, part_log_sum = attend(query[queries], held[0][keys], held[1][keys], causal, scale)
             if turn == 0:
                 output, log_sum = part.to(torch.float32, copy=True), part_log_sum.contiguous()
             else:
@@ -76,7 +78,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         group: Group = ctx.group
         query, key, value, output, log_sum = ctx.saved_tensors
         half = query.shape[0] // 2
@@ -101,6 +103,7 @@ class _RingAttention(torch.autograd.Function):
                 output[queries],
                 log_sum[..., queries],
                 causal,
+                ctx.scale,
             )
             of_query[queries] += of_part[0]
             if turn > 1:
@@ -117,10 +120,15 @@ class _RingAttention(torch.autograd.Function):
         gradients_ring.wait()
         own += incoming
         of_key, of_value = own.to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None
+        return of_query.to(query.dtype), of_key, of_value, None, None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
-    """Causal attention of [s/c, b, heads, d] pieces (early and late, see above) over the whole sequence."""
-    result: Tensor = _RingAttention.apply(query, key, value, group)
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float | None = None
+) -> Tensor:
+    """Causal attention of [s/c, b, heads, d] pieces (early and late, see above) over the whole sequence.
+
+    `scale` as in `attend`.
+    """
+    result: Tensor = _RingAttention.apply(query, key, value, group, scale)
     return result

@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-Initial = Literal["normal", "residual", "ones", "zeros"]
-"""How a parameter starts: "residual" is a normal weight that ends a residual branch."""
+Initial = Literal["normal", "residual", "table", "router", "ones", "zeros"]
+"""How a parameter starts, by its role: "residual" is a normal weight that ends a residual branch, "table" one
+with a row for each token or position, "router" one with a row for each expert.
+"""
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,13 @@ ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 class VocabularyHead(nn.Module):
     """A linear head [V, h] split over the vocabulary.
 
-    `table` is the head's own parameter, or the embedding's where the two are tied.
+    `table` is the head's own parameter, or the embedding's where the two are tied. Logits are the products
+    times `multiplier`.
     """
 
-    def __init__(self, table: Parameter, groups: LayerGroups) -> None:
+    def __init__(self, table: Parameter, groups: LayerGroups, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.multiplier = groups, multiplier
         self.weight = (table,)  # in a tuple, so that a tied table is registered once, by its owner
         self.product = make_product(self.weight, groups)
         self.rows = table.shard.extent[0]
@@ -139,6 +140,8 @@ class VocabularyHead(nn.Module):
         """Whole logits [s, b, V] of hidden [s or s/t, b, h], for sampling."""
         tensor = self.groups.tensor
         local = self.product.forward(self.groups.gathered(hidden))
+        if self.multiplier != 1:
+            local = local * self.multiplier
         if tensor.size > 1:
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
@@ -149,9 +152,13 @@ class VocabularyHead(nn.Module):
         """Losses of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
         stored = self.product.logits(hidden[rows])
         logits = stored.float()
+        if self.multiplier != 1:
+            logits.mul_(self.multiplier)
         if self.rows < self.table.shape[0]:
             logits[:, self.rows :] = -torch.inf
         losses, gradient = of_chunk(logits, rows, learning)
+        if gradient is not None and self.multiplier != 1:
+            gradient.mul_(self.multiplier)
         return losses, gradient if gradient is None or logits is stored else stored.copy_(gradient)
 
 

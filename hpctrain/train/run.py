@@ -43,6 +43,7 @@ from hpctrain.train.start import (
     begins_anew,
     require_no_second_warm_up,
     require_same_blocks,
+    require_same_parametrization,
     require_training_state,
     start_from_source,
 )
@@ -354,7 +355,9 @@ def _go_on(
     """
     done = False
     with world.agreement():
-        require_same_blocks(deck, stored_deck(state, path), path)
+        before = stored_deck(state, path)
+        require_same_blocks(deck, before, path)
+        require_same_parametrization(deck, before, path)
         step = int(state.get("step", 0))
         if deck.run.steps < step:
             below = f"is below the step of {path}, {step}; a run goes on to a later one"
@@ -369,7 +372,6 @@ def _go_on(
             print(*fit(sentence, columns()), sep="\n", flush=True)
         return EXIT_DONE
     with world.agreement():
-        before = stored_deck(state, path)
         begins_anew(deck, before, path)
         makes, ranks = "", int(state.get("ranks", world.size))
         if follows:

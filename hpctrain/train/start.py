@@ -16,6 +16,7 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
 from hpctrain.engine.offload import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.model.parametrization import Parametrization
 from hpctrain.sharding.compression.warmed import momentum_given_after
 from hpctrain.sharding.synchronize import check_replicas
 
@@ -71,6 +72,16 @@ def require_same_blocks(deck: Deck, before: Deck, path: Path) -> None:
         )
         sentence = f"{path} is {was} and does not go on as {becomes}{start}"
         raise HpctrainError(deck.problem("model.experts", sentence))
+
+
+def require_same_parametrization(deck: Deck, before: Deck, path: Path) -> None:
+    """Raise HpctrainError if a run's weights would go on in a model that multiplies them otherwise (muP)."""
+    for name in ("parametrization", "base_width", "base_head_size"):
+        had = getattr(before.model, name)
+        if getattr(deck.model, name) != had and Parametrization.of(deck) != Parametrization.of(before):
+            told = "without it" if had is None else f"with {toml_value(had)}"
+            sentence = f"{path} was trained {told}, and its weights mean something else otherwise"
+            raise HpctrainError(deck.problem(f"model.{name}", sentence))
 
 
 def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:

@@ -88,6 +88,7 @@ def miniature(deck: Deck) -> Deck:
             # Larger than usual, so that every tensor's gradient stands out from rounding.
             "initial_std": 0.1,
             **_few_experts(deck),
+            **_base(deck, hidden),
         },
         layout={"split": None},
         batch={"sequence": sequence, "micro_size": _MICRO_SIZE, "ramp_from": 0},
@@ -99,6 +100,17 @@ def miniature(deck: Deck) -> Deck:
         stability={"check_parameters": True},
     )
     return small.with_keys(model={"frozen": _frozen(deck, small)})
+
+
+def _base(deck: Deck, hidden: int) -> dict[str, object]:
+    """The keys of a miniature of width `hidden` that is about as many times wider than its base."""
+    model = deck.model
+    if model.base_width is None or model.base_head_size is None:
+        return {}
+    return {
+        "base_width": max(1, round(hidden * model.base_width / model.hidden)),
+        "base_head_size": max(1, round(_HEAD_SIZE * model.base_head_size / model.head_size)),
+    }
 
 
 def _few_experts(deck: Deck) -> dict[str, object]:

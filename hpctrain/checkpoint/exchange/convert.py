@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -91,7 +91,8 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
         text = structure.state.get("tokenizer")
         texts = _texts(shape, wanted, text if isinstance(text, str) else None)
         shapes = tensor_shapes(shape)
-        sources = _sources(structure, shapes, wanted)
+        folded = _folded(shape, shapes)
+        sources = _sources(structure, shapes, wanted, folded)
         theirs = counterparts(exported_as(shape).rules, shapes)
     files = shared_out(
         [NewTensor(each.name, NAMES[_kept_type(each, wanted)], each.shape) for each in theirs], most
@@ -108,7 +109,7 @@ def export_model(world: World, checkpoint: Path, folder: Path, dtype: str | None
             with together(group), opened(structure.path) as source:
                 for name, tensors in list(files.items())[group.rank :: group.size]:
                     for tensor, view in new_file(temporary / name, tensors):
-                        _copy(source, structure, sources, by_name[tensor], view, wanted, sums)
+                        _copy(source, structure, sources, by_name[tensor], view, wanted, sums, folded)
             totals = combined(group, sums).view(np.uint64)
             with together(group):
                 _compare(structure, sources.values(), totals)
@@ -222,10 +223,22 @@ def _kept_type(theirs: Counterpart, wanted: torch.dtype) -> torch.dtype:
     return torch.float32 if biased else wanted
 
 
+def _folded(shape: ModelShape, datasets: Iterable[str]) -> dict[str, float]:
+    """What the weights of a model with multipliers (muP) are multiplied by for one that has none: the final
+    norm's, of whose results logits are made, and those of queries, or of their norm.
+    """
+    by, ends = shape.parametrization, {"final_norm": shape.parametrization.of_logits}
+    ends["query" if shape.query_key_norm == "none" else "query_norm"] = by.of_scores
+    layers = {dataset: dataset.split("/")[-1].split(".")[-2] for dataset in datasets}
+    return {dataset: ends[layer] for dataset, layer in layers.items() if ends.get(layer, 1.0) != 1}
+
+
 def _sources(
-    structure: Structure, shapes: Mapping[str, Index], wanted: torch.dtype
+    structure: Structure, shapes: Mapping[str, Index], wanted: torch.dtype, folded: Container[str]
 ) -> dict[str, StoredTensor]:
-    """What holds each of our datasets: itself in the wanted type, or else the most exact one."""
+    """What holds each of our datasets: itself in the wanted type, or else the most exact one, of which those
+    that are `folded` are made, too.
+    """
     problems: list[str] = []
     sources: dict[str, StoredTensor] = {}
     for dataset, shape in shapes.items():
@@ -233,7 +246,7 @@ def _sources(
         if stored is None:
             problems.append(f"{structure.path}: {dataset}: not in this checkpoint")
             continue
-        if getattr(torch, stored.kind) != wanted:
+        if getattr(torch, stored.kind) != wanted or dataset in folded:
             stored = structure.datasets.get(dataset.replace("/model/", "/master/", 1), stored)
         if stored.shape != shape:
             told = f"has shape {list(stored.shape)}, expected {list(shape)} by its deck"
@@ -264,6 +277,7 @@ def _copy(
     view: NDArray[Any],
     wanted: torch.dtype,
     sums: Sums,
+    folded: Mapping[str, float],
 ) -> None:
     """Fill one tensor of a file, given as its bits, and add what was read to its checksums."""
     wanted = _kept_type(theirs, wanted)
@@ -274,6 +288,8 @@ def _copy(
         for piece, first in _pieces(part, stored):
             values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
             source.fill(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])
+            if part.dataset in folded:
+                values = values.float() * folded[part.dataset]
             converted = values.to(wanted)
             if wanted == torch.float16 and not torch.equal(converted.isfinite(), values.isfinite()):
                 beyond = "has values beyond the range of fp16; --dtype bf16 or fp32 would do"

@@ -35,6 +35,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.presets import MIXTURE_KEYS
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
+from hpctrain.model.parametrization import STANDARD
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 
@@ -92,12 +93,15 @@ def model_keys(shape: ModelShape) -> dict[str, object]:
     """The keys of a deck's [model] that say a shape."""
     names = ["family", "layers", "hidden", "heads", "key_value_heads", "mlp", "vocabulary", "tied"]
     names += ["head_size", "norm_epsilon"]
+    by = shape.parametrization
+    base = {"base_width": round(shape.hidden / by.width), "base_head_size": round(shape.head_size / by.head)}
     names += ["rope_base", "query_key_norm"] if shape.family == "llama" else []
     names += [*MIXTURE_KEYS, "balance"] if shape.experts else []
     if shape.balance != "bias":
         # What evens the load of a router without a bias is the deck's to say.
         names = [name for name in names if name != "balance"]
-    return {name: getattr(shape, name) for name in names}
+    scaled = {} if by == STANDARD else {"parametrization": "mup", **base}
+    return {name: getattr(shape, name) for name in names} | scaled
 
 
 def source_tokenizer(path: Path) -> tuple[str | None, str]:

@@ -21,14 +21,16 @@ from hpctrain.checkpoint.entries import model_entries, training_entries
 from hpctrain.checkpoint.exchange import convert as exchange
 from hpctrain.checkpoint.exchange import source
 from hpctrain.checkpoint.exchange.convert import export_model, import_model
-from hpctrain.checkpoint.exchange.source import source_shape
+from hpctrain.checkpoint.exchange.source import settled_keys, source_shape
 from hpctrain.checkpoint.layout import Entry
 from hpctrain.checkpoint.read import load, read_state
 from hpctrain.checkpoint.write import save
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.tokenizer import Tokenizer
+from hpctrain.deck.check import source_problems
 from hpctrain.deck.read import deck_text
+from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.model.part import logits_of
@@ -36,7 +38,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.replication import Replications
-from tests.engines import make_buckets, small_deck
+from tests.engines import LLAMA, make_buckets, small_deck
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -428,3 +430,35 @@ def test_values_beyond_fp16_are_refused(world: World, tmp_path: Path) -> None:
     with pytest.raises(HpctrainError, match=r"/model/final_norm.weight: has values beyond the range of fp16"):
         export_model(world, tmp_path / "model.h5", tmp_path / "ours", "fp16", 10**9)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [(), ("model.tied=false",), LLAMA, (*LLAMA, "model.query_key_norm=head")],
+    ids=["gpt2", "untied", "llama", "qwen3"],
+)
+def test_the_multipliers_of_mup_are_in_the_weights(
+    family: tuple[str, ...], world: World, tmp_path: Path
+) -> None:
+    """What is exported has none, and computes the same; what starts from the checkpoint keeps them."""
+    base = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=3")
+    deck = small_deck(*family, *base, "batch.sequence=24")
+    engine = build_engine(deck, world, make_mesh(deck, world), roughness=0.2)
+    path = tmp_path / "run.h5"
+    save(path, world.everyone, training_entries(engine.state(), writing=True), {"deck": deck_text(deck)})
+    for dtype in ("fp32", "bf16"):
+        export_model(world, path, tmp_path / dtype, dtype, 10**9)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32").eval()
+    with torch.no_grad():
+        logits = logits_of(our_model(path, world), TOKENS)
+        torch.testing.assert_close(logits, exported(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    rounded = tensors_of(tmp_path / "bf16")
+    assert_same_bits(rounded, {name: t.bfloat16() for name, t in tensors_of(tmp_path / "fp32").items()})
+    keys = settled_keys(str(path))
+    assert keys["model.base_width"] == 8 and keys["model.base_head_size"] == 3
+    started = small_deck(*(f"{key}={toml_value(value)}" for key, value in keys.items()))
+    assert not source_problems(started, keys)
+    (problem,) = source_problems(
+        started, {name: value for name, value in keys.items() if "base" not in name and "param" not in name}
+    )
+    assert problem.key == "model.parametrization"
