@@ -24,8 +24,8 @@ def command(
 
     Writes PNG files to DIR (default: plots/ in the run directory, or in the current directory for several
     runs, which are drawn over one another) and prints their paths. Of a run with mixtures of experts it also
-    draws their load by block and step, and of one with precision.fp8_watch what products in 8 bits lose. Of a
-    run with pipeline stages and
+    draws their load by block and step, of one with precision.fp8_watch what products in 8 bits lose, and of
+    one with run.noise_scale_steps the gradient noise scale. Of a run with pipeline stages and
     run.trace = true, it also draws the schedule as it ran, and as simulated from the measured times, with
     both bubbles.
     """

@@ -9,6 +9,7 @@ from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_local_steps import local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
+from hpctrain.deck.check_noise_scale import noise_scale_problems
 from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
@@ -55,6 +56,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_run(deck),
         *_offload(deck),
         *local_step_problems(deck),
+        *noise_scale_problems(deck),
     ]
 
 

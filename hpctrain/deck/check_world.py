@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.check_local_steps import replica_world_problems
 from hpctrain.deck.check_mixture import expert_world_problems
+from hpctrain.deck.check_noise_scale import noise_scale_world_problems
 from hpctrain.deck.check_server import no_worker, server_ranks
 from hpctrain.deck.problem import Problem, divisors, multiples, nearest_numbers
 from hpctrain.deck.schema import Deck
@@ -55,6 +56,7 @@ def world_problems(deck: Deck, ranks: int) -> list[Problem]:
         *_zero_groups(deck, max(1, data * layout.context // layout.replicas)),
         *replica_world_problems(deck, data, ranks // layout.pipeline),
         *expert_world_problems(deck, ranks // layout.pipeline),
+        *noise_scale_world_problems(deck, data),
     ]
 
 

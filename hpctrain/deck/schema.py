@@ -44,6 +44,12 @@ class RunSection(Section):
     evaluate_sequences: int = key(
         "Held-out sequences of one evaluation, at most.", 64, unit="sequences", ge=1
     )
+    noise_scale_steps: int = key(
+        "Steps over which the gradient noise scale, a batch worth its tokens, is averaged; 0: not measured.",
+        0,
+        unit="steps",
+        ge=0,
+    )
     time_limit: Duration | None = key(
         "Before the run has taken this long it stops in good order, to be resumed; Slurm's limit counts too.",
         None,

@@ -40,6 +40,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
+from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
@@ -78,6 +79,7 @@ class Engine(TrainedStage):
     offload: Offload
     activation_files: ScratchFiles | None
     loss_scale: LossScale
+    noise_scale: NoiseScale
     learning_rate: LearningRate
     positions: torch.Tensor
     placement: Placement
@@ -207,6 +209,7 @@ def assemble(
             deck.precision.initial_loss_scale if scaled else 1.0,
             deck.precision.loss_scale_window if scaled else 0,
         ),
+        noise_scale=NoiseScale(deck.run.noise_scale_steps),
         learning_rate=LearningRate(**deck.learning_rate.model_dump()),
         positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
     )

@@ -48,6 +48,7 @@ from hpctrain.sharding.compression.warmed import exact_at_first
 from hpctrain.sharding.fragments import Timing, fragments_of
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps import LocalSteps, OuterRule
+from hpctrain.sharding.measured import MeasuredSum
 from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.outer_format import FORMATS
 from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
@@ -235,7 +236,10 @@ def build_trained_stage(
     set_rates(models, deck)
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
-    reducers = list(map(make_reducer, stage.buckets, summations))
+    summing = summations
+    if deck.run.noise_scale_steps:
+        summing = list(map(MeasuredSum, stage.buckets, summations))
+    reducers = list(map(make_reducer, stage.buckets, summing))
     outer = OuterChoice.of(deck).make(deck, stage)
     return TrainedStage(
         **vars(stage),

@@ -243,7 +243,7 @@ def _deck(state: dict[str, Any], path: Path, ranks: int) -> Deck:
     layout |= {"expert": gcd(ranks, deck.model.experts) if deck.model.experts else 1, "expert_tensor": 1}
     # In 8 bits a row would take longer, and its text would depend on those beside it.
     compute = "bf16" if deck.precision.compute == "fp8" else deck.precision.compute
-    deck = deck.with_keys(layout=layout, precision={"compute": compute})
+    deck = deck.with_keys(layout=layout, precision={"compute": compute}, run={"noise_scale_steps": 0})
     problems = [problem for problem in check_deck(deck) if not (problem.for_writers or problem.idle)]
     if problems:
         begin = f"{ranks} ranks: the model of {path} is split over all of them, and their number"

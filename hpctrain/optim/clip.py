@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from hpctrain.comm.device import on_host
 from hpctrain.sharding.bucket import Bucket
-
-_PIECE = 1 << 16
-"""Elements that a CPU squares in fp64 at a time: few enough for the cache."""
+from hpctrain.sharding.measured import square_sum
 
 
 def local_square_norm(buckets: Sequence[Bucket]) -> Tensor:
     """Sum of squares, fp64 0-dim, of the gradients that this rank counts.
 
-    The ranks that share a bucket count a slice each, whatever they hold besides. The sum is one in fp64, so
-    that single precision does not show how it was cut.
+    The ranks that share a bucket count a slice each, whatever they hold besides.
     """
-    counted = list(_counted(buckets))
-    device = buckets[0].own_gradients.device
-    if counted and not on_host(device):
-        return torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for elements in counted:
-        for piece in elements.split(_PIECE):
-            squares = piece.double()
-            total += torch.dot(squares, squares)
-    return total
+    return square_sum(_counted(buckets), buckets[0].own_gradients.device)
 
 
 def _counted(buckets: Sequence[Bucket]) -> Iterator[Tensor]:

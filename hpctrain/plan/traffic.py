@@ -299,7 +299,9 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
 def _of_all(shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
     """The counts and figures that all ranks sum, see Step."""
     figures = len(count(shape).terms) + 1 + stage.replica[1]
-    sums = [(mesh.group("data"), 1), (mesh.group("pipeline", "data", "context", "tensor"), figures)]
+    everyone = mesh.group("pipeline", "data", "context", "tensor")
+    sums = [(mesh.group("data"), 1), (everyone, figures)]
+    sums += [(everyone, 2)] if stage.synchronizer.measured else []
     moved = []
     for group, numbers in sums:
         tensor = torch.empty(numbers, dtype=torch.float64, device=META)

@@ -1,4 +1,4 @@
-"""Pictures of runs: loss, rate, throughput, norm, overlaid; load of experts, losses of 8 bits; schedules."""
+"""Pictures of runs: loss, rate, throughput, norm and noise; load of experts, losses of 8 bits; schedules."""
 
 from __future__ import annotations
 
@@ -114,13 +114,18 @@ def load_runs(run_dirs: Sequence[Path]) -> list[PlottedRun]:
 
 
 def draw(runs: Sequence[PlottedRun], *, log_loss: bool = False) -> dict[str, Figure]:
-    """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm."""
-    return {
+    """The figures by name: loss, learning_rate, throughput (with MFU where measured), grad_norm, noise_scale
+    (where measured).
+    """
+    figures = {
         "loss": _loss(runs, log_loss=log_loss),
         "learning_rate": _learning_rate(runs),
         "throughput": _throughput(runs),
         "grad_norm": _grad_norm(runs),
     }
+    if any(len(run.series("gradient_noise")[0]) for run in runs):
+        figures["noise_scale"] = _noise_scale(runs)
+    return figures
 
 
 def draw_schedules(runs: Sequence[PlottedRun], run_dirs: Sequence[Path]) -> dict[str, Figure]:
@@ -207,6 +212,27 @@ def _grad_norm(runs: Sequence[PlottedRun]) -> Figure:
         logarithmic(axes)
     mark_skipped(axes, runs)
     add_legend(axes)
+    return figure
+
+
+def _noise_scale(runs: Sequence[PlottedRun]) -> Figure:
+    labels = ["sequences", "square of the gradient norm"]
+    figure, (scale, squares) = make_figure("Gradient noise scale", labels, runs)
+    dashed: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
+    for index, run in enumerate(runs):
+        if not len(run.series("gradient_noise")[0]):
+            continue
+        of_run = f"{run.label}, " if len(runs) > 1 else ""
+        colours = [f"C{index}"] * 2 if len(runs) > 1 else ["C0", "C1"]
+        scale.plot(*run.series("noise_scale"), color=colours[0], linewidth=1.6, label=f"{of_run}noise scale")
+        scale.plot(*run.series("batch"), color=colours[1], label=f"{of_run}batch", **dashed)
+        signal, noise = run.series("gradient_signal"), run.series("gradient_noise")
+        squares.plot(*signal, color=colours[0], linewidth=1.6, label=f"{of_run}true gradient")
+        squares.plot(*noise, color=colours[1], label=f"{of_run}noise of a sequence", **dashed)
+    for axes in (scale, squares):
+        if any((np.asarray(line.get_ydata(), dtype=np.float64) > 0).any() for line in axes.lines):
+            logarithmic(axes)
+        add_legend(axes)
     return figure
 
 

@@ -16,6 +16,7 @@ from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
+from hpctrain.sharding.measured import MeasuredSum
 from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
 
@@ -56,6 +57,11 @@ class GradientSynchronizer:
         """Memory of reductions: two are under way at once, and those between replicas."""
         two = sorted(reducer.summation.scratch_bytes for reducer in self._reducer.values())[-2:]
         return sum(two) + self._outer.scratch_bytes
+
+    @property
+    def measured(self) -> list[MeasuredSum]:
+        """The Summations that take the square sum of this rank's own gradients."""
+        return [r.summation for r in self._reducer.values() if isinstance(r.summation, MeasuredSum)]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""

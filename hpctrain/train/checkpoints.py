@@ -162,6 +162,7 @@ class Checkpoints(Hook):
         if engine.loss_scale.window and state["loss_scale"] is not None:
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
+        engine.noise_scale.resume(state)
         engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
         self.provenance.go_on(state, path)
         self.newest = path
@@ -199,6 +200,7 @@ class Checkpoints(Hook):
             "under_way": engine.outer.under_way,
             "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
+            **engine.noise_scale.state(),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             **self.known,

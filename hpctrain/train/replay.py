@@ -56,7 +56,8 @@ def replay(
         # A run that went on to more steps than this checkpoint knows of took another learning rate.
         made = [f"run.steps={segment.steps}" for segment in recorded.segments[:1] if segment.steps]
         original = stored_deck(state, path, made)
-        deck = stored_deck(state, path, [*made, *overrides])
+        # Of the noise scale nothing is told, and other ranks may not be able to measure it.
+        deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides])
         _refuse_other_samples(original, deck)
         _refuse_other_order(deck)
     count = _steps(path, recorded, steps)

@@ -65,6 +65,7 @@ class Step:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
+        self.own_tokens = 0  # that this rank predicts in the step
         self.executor = Executor(
             engine.models,
             engine.mesh.group("pipeline"),
@@ -96,6 +97,7 @@ class Step:
         finite = all(map(isfinite, (*figures.values(), *norms)))
         rate = engine.learning_rate.at(state.step, batch)
         if finite:
+            figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
             engine.optimizer.step(rate, engine.loss_scale.value / clipped)
@@ -135,6 +137,7 @@ class Step:
         """
         engine = self.engine
         micro_batches, tokens = self.read_share(state, batch)
+        self.own_tokens = sum(map(engine.objective.count, micro_batches))
         scale, terms_scale = (
             torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, tokens), self.seen(batch))
@@ -154,6 +157,28 @@ class Step:
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
         return sums, tokens
+
+    def noise_scale(self, squares: float, tokens: int, batch: int) -> dict[str, float]:
+        """Figures of the gradient noise scale after a step whose gradients add up to so many `squares`; none
+        where it is not measured. Collective.
+
+        A data rank's gradients are sums over its own tokens, divided by the tokens of all. Square norms of
+        the means that these make, weighted by tokens, are on average that of a batch of as many tokens as the
+        ranks that have any have in the mean, however uneven these are.
+        """
+        engine = self.engine
+        average, measured = engine.noise_scale, engine.synchronizer.measured
+        if not measured:
+            return {}
+        own = torch.stack([each.squares for each in measured]).sum()
+        own *= tokens / self.own_tokens if self.own_tokens else 0.0
+        sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))
+        small, ranks = engine.world.everyone.all_reduce(sums).tolist()
+        parts = ranks * engine.mesh.size("data") / engine.world.size
+        if parts > 1 and isfinite(small):
+            square = engine.loss_scale.value**2
+            average.update(small / square, squares / square, batch, parts)
+        return average.figures(tokens / batch)
 
     def evaluate(self, batches: Batches, sequences: int) -> dict[str, float]:
         """Figures of the first `sequences` sequences, the same on all ranks, of the outer model."""

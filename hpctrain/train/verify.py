@@ -98,6 +98,7 @@ def miniature(deck: Deck) -> Deck:
         communication={"bucket_bytes": 4096, "compress": "none", "warmup": _STEPS},
         memory={"activations": "keep", "activation_format": "exact"},
         stability={"check_parameters": True},
+        run={"noise_scale_steps": 0},
     )
     return small.with_keys(model={"frozen": _frozen(deck, small)})
 
@@ -174,6 +175,7 @@ def on_one_rank(deck: Deck) -> Deck:
         layout=layout,
         memory={"optimizer": "device", "parameters": "device"},
         communication={"local_steps": 1, "outer": "average"},
+        run={"noise_scale_steps": 0},
     )
 
 

@@ -133,6 +133,10 @@ class Progress:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
 
     def _line(self, metrics: StepMetrics) -> str:
+        noise, figures = "", metrics.figures
+        if "gradient_noise" in figures:
+            scale = format_count(figures["noise_scale"]) if "noise_scale" in figures else "-"
+            noise = f"noise scale {scale:>5}"
         texts = [
             self._count(metrics.step),
             f"loss {_number(metrics.loss, 4):>7}",
@@ -140,6 +144,7 @@ class Progress:
             f"lr {metrics.lr:.2e}",
             f"{format_count(metrics.tokens_per_s):>5} tokens/s",
             "" if metrics.mfu is None else f"mfu {metrics.mfu:4.0%}",
+            noise,
             self._time(metrics, "left {}", "took {}"),
             "(skipped)" if metrics.skipped else f"({self._skipped} skipped)" if self._skipped else "",
         ]

@@ -84,6 +84,7 @@ class Reporter:
             seconds_left=self.progress.seconds_left(),
             step_seconds=longest,
             checkpoint=_text(checkpoint),
+            **{name: row.figures[name] for name in ("noise_scale",) if name in row.figures},
         )
 
     def stepped(self) -> None:

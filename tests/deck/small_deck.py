@@ -28,6 +28,7 @@ VALUES: dict[str, list[str]] = {
     "run.seed": ["0", "9223372036854775807"],
     "run.evaluate_every": ["1", "2"],
     "run.evaluate_sequences": ["1", "100"],
+    "run.noise_scale_steps": ["1", "20"],
     "run.time_limit": ['"1 h"'],
     "run.time_margin": ["0", "30", "7200"],
     "run.threads": ["1", "2"],

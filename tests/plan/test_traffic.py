@@ -34,7 +34,7 @@ def sent(world: World, deck: Deck, steps: int = 1) -> dict[str, float]:
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
         (),
-        ("layout.zero=1", "precision.compute=bf16", *LLAMA),
+        ("layout.zero=1", "precision.compute=bf16", "run.noise_scale_steps=5", *LLAMA),
         ("layout.zero=2", "precision.gradients=compute", "precision.compute=bf16"),
         ("layout.zero=3", "memory.recompute=full"),
         ("layout.zero=3", "memory.accumulate=sliced"),

@@ -85,6 +85,26 @@ def test_throughput_has_a_panel_for_mfu_where_it_was_measured(mfu: bool, panels:
     assert all(axes.get_ylim()[0] == 0 for axes in figure.axes)
 
 
+def test_the_noise_scale_is_drawn_where_it_was_measured() -> None:
+    """With the batch, and what it is the ratio of; where a step gave no scale, the line goes on past it."""
+    table = rows(20)
+    assert "noise_scale" not in draw([PlottedRun("small", table)])
+    for row in table:
+        step = int(str(row["step"]))
+        row.update({"batch": 8, "gradient_signal": 2.0 / step, "gradient_noise": 3.0})
+        row.update({"noise_scale": 1.5 * step} if step > 4 else {})
+    runs = [PlottedRun("small", table), PlottedRun("other", rows(9))]
+    for drawn, of_run in ((runs[:1], ""), (runs, "small, ")):
+        scale, squares = draw(drawn)["noise_scale"].axes
+        shown = {str(line.get_label()): line for axes in (scale, squares) for line in axes.lines}
+        names = "noise scale", "batch", "true gradient", "noise of a sequence"
+        assert list(shown) == [of_run + name for name in names]
+        assert list(shown[f"{of_run}noise scale"].get_xdata()) == list(range(5, 21))
+        assert list(shown[f"{of_run}batch"].get_ydata()) == [8] * 20
+        assert list(shown[f"{of_run}true gradient"].get_ydata()) == [2.0 / step for step in range(1, 21)]
+        assert (scale.get_yscale(), squares.get_yscale()) == ("log", "log")
+
+
 def test_many_points_are_smoothed() -> None:
     figures = draw([PlottedRun("long", rows(900))])
     faint, smooth = figures["grad_norm"].axes[0].lines

@@ -46,8 +46,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def metrics(step: int, loss: float = 3.21449, **more: object) -> StepMetrics:
     values = {"grad_norm": 0.81234, "lr": 2.9e-4, "seconds": 1.0, "tokens_per_s": 12345.0, "batch": 1}
-    figures = {"loss": loss}
-    return StepMetrics(step=step, tokens=step * 100, figures=figures, **values | more)  # type: ignore[arg-type]
+    values |= {"figures": {"loss": loss}} | more
+    return StepMetrics(step=step, tokens=step * 100, **values)  # type: ignore[arg-type]
 
 
 def lines(*steps: StepMetrics, total: int = 1000, start: int = 0, log_every: int = 10) -> list[str]:
@@ -94,6 +94,15 @@ def test_columns_stay_in_place() -> None:
         "step   20/1000  loss  2.0000  grad norm   0.812  lr 2.90e-04     1M tokens/s  left 4 min 54 s  "
         "(1 skipped)",
         "step 1000/1000  loss  2.0000  grad norm   0.812  lr 2.90e-04  12.3K tokens/s  took 1 s  (1 skipped)",
+    ]
+
+
+def test_the_noise_scale_is_told_where_it_is_measured() -> None:
+    measured = {"loss": 2.0, "gradient_noise": 3.0}
+    shown = lines(metrics(1, figures=measured), metrics(10, figures=measured | {"noise_scale": 1234.5}))
+    assert [line.split("lr 2.90e-04  ")[1] for line in shown] == [
+        "12.3K tokens/s  noise scale     -  left 16 min 39 s",
+        "12.3K tokens/s  noise scale 1.23K  left 4 min 57 s",
     ]
 
 

@@ -1,0 +1,52 @@
+"""Checks of the gradient noise scale: where a rank has no gradients of its own tokens alone, or no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.check_local_steps import in_replicas
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+
+_KEY = "run.noise_scale_steps"
+
+_NOT_MEANS = frozenset({"sign", "onebit", "topk", "powersgd"})
+"""Forms of sums that are not, up to rounding, those of all gradients of the step."""
+
+
+def noise_scale_problems(deck: Deck) -> Iterator[Problem]:
+    """Everything that keeps the noise scale from being measured, on any ranks."""
+    if not deck.run.noise_scale_steps:
+        return
+    layout, keys = deck.layout, deck.communication
+
+    def problem(why: str, *others: str) -> Problem:
+        given = " and ".join(f"{other} = {toml_value(deck.value(other))}" for other in others)
+        return Problem(_KEY, f"cannot be with {given}, {why} (0 would do)", others)
+
+    if keys.server != "none":
+        yield problem("whose workers do not make steps together", "communication.server")
+        return
+    if in_replicas(deck):
+        key = "layout.replicas" if layout.replicas > 1 else "communication.outer"
+        yield problem("as gradients are not summed over all data ranks then", key)
+    if keys.compress in _NOT_MEANS:
+        yield problem("which makes other sums than those of all gradients", "communication.compress")
+    if deck.memory.accumulate == "sliced":
+        yield problem("as no rank has the gradients of all its tokens then", "memory.accumulate")
+    if layout.context > 1:
+        yield problem("whose ranks have gradients of parts of the same sequences", "layout.context")
+    if deck.model.experts:
+        for name in ("expert", "expert_tensor", "tensor"):
+            if getattr(layout, name) > 1:
+                why = "with which experts' gradients are those of several ranks' tokens"
+                yield problem(why, f"layout.{name}", "model.experts")
+                break
+
+
+def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[Problem]:
+    """What keeps it from being measured on `data` data ranks."""
+    if deck.run.noise_scale_steps and data == 1:
+        sentence = "compares data ranks with all of them together, but there is one (0 would do)"
+        yield Problem(_KEY, sentence, ("layout.data",))

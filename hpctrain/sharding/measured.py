@@ -1,0 +1,72 @@
+"""Square sums of gradients, and what takes that of a rank's own before the ranks sum them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.work import Work
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.reducer import Summation
+
+_PIECE = 1 << 16
+"""Elements that a CPU squares in fp64 at a time: few enough for the cache."""
+
+
+def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares, fp64 0-dim, of flat gradients on the device.
+
+    The sum is one in fp64, so that single precision does not show how they were cut.
+    """
+    counted = list(gradients)
+    if counted and not on_host(device):
+        return torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for elements in counted:
+        for piece in elements.split(_PIECE):
+            squares = piece.double()
+            total += torch.dot(squares, squares)
+    return total
+
+
+class MeasuredSum:
+    """Another Summation, before which it takes the square sum of what this rank sums.
+
+    `squares`, fp64 0-dim, is that of a step with one sum. Of ranks that compute on the same tokens, and of
+    stages that hold the same tensor, one counts what they have in common; ranks with other tokens have
+    gradients of their own, and each counts these.
+    """
+
+    def __init__(self, bucket: Bucket, summation: Summation) -> None:
+        self.bucket, self.summation = bucket, summation
+        self.squares = square_sum((), bucket.sharding.group.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See Summation."""
+        return self.summation.scratch_bytes
+
+    def begin(self, updates: int) -> None:
+        """See Summation."""
+        self.summation.begin(updates)
+
+    def start(self, gradients: Tensor, sums: Tensor) -> Work[Tensor]:
+        """See Summation."""
+        if not gradients.is_meta:
+            self.squares = square_sum(self._counted(gradients), gradients.device)
+        return self.summation.start(gradients, sums)
+
+    def after_step(self, updated: bool, factor: float) -> None:
+        """See Summation."""
+        self.summation.after_step(updated, factor)
+
+    def _counted(self, gradients: Tensor) -> Iterator[Tensor]:
+        """The gradients that this rank counts, by parameter."""
+        other_tokens = self.bucket.sharding.group, self.bucket.sharding.replicas
+        for segment, elements, _ in self.bucket.cut(gradients, slice(0, self.bucket.length)):
+            first = segment.replication.copy(False, *other_tokens)[0] == 0
+            if segment.parameter.requires_grad and first:
+                yield elements

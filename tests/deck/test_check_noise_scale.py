@@ -1,0 +1,71 @@
+"""What a deck says of a noise scale that cannot be measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.read import parse_deck
+from tests.deck.test_check import DECK, problems
+
+ON = "run.noise_scale_steps=20"
+MIXTURE = ["model.family=llama", "model.experts=4"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["layout.tensor=2", "layout.pipeline=2", "layout.zero=3"],
+        ["communication.compress=int8", "layout.zero=1"],
+        ["layout.zero=2", "layout.zero_group=node"],
+        MIXTURE,
+    ],
+)
+def test_what_can_be_measured(overrides: list[str]) -> None:
+    parse_deck(DECK, [ON, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["communication.server=sync"],
+            'communication.server = "sync", whose workers do not make steps together',
+        ),
+        (["layout.replicas=2"], "layout.replicas = 2, as gradients are not summed over all data ranks then"),
+        (
+            ["communication.outer=diloco"],
+            'communication.outer = "diloco", as gradients are not summed over all data ranks then',
+        ),
+        (
+            ["communication.compress=sign"],
+            'communication.compress = "sign", which makes other sums than those of all gradients',
+        ),
+        (
+            ["layout.zero=2", "memory.accumulate=sliced"],
+            'memory.accumulate = "sliced", as no rank has the gradients of all its tokens then',
+        ),
+        (
+            ["layout.context=2"],
+            "layout.context = 2, whose ranks have gradients of parts of the same sequences",
+        ),
+        (
+            [*MIXTURE, "layout.expert=2"],
+            "layout.expert = 2 and model.experts = 4, with which experts' gradients are those of several "
+            "ranks' tokens",
+        ),
+        (
+            [*MIXTURE, "layout.tensor=2"],
+            "layout.tensor = 2 and model.experts = 4, with which experts' gradients are those of several "
+            "ranks' tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_told(overrides: list[str], told: str) -> None:
+    assert problems(ON, *overrides) == [f"{ON}: cannot be with {told} (0 would do)"]
+    parse_deck(DECK, overrides)
+
+
+def test_one_data_rank_has_nothing_to_be_compared_with() -> None:
+    (problem,) = problems(ON, "layout.tensor=2", ranks=2)
+    assert problem == f"{ON}: compares data ranks with all of them together, but there is one (0 would do)"
+    parse_deck(DECK, [ON, "layout.tensor=2"], ranks=4)

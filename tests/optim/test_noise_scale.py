@@ -1,0 +1,118 @@
+"""The gradient noise scale: of gradients whose noise is known, and of runs that stop and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.read import read_state
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.optim.noise_scale import NoiseScale, estimates
+from hpctrain.report.rows import read_metrics
+from hpctrain.train.run import resume, run_deck
+from tests.train.test_run import DECK
+
+
+def test_estimates_are_without_bias() -> None:
+    """Of a true gradient of square norm 13 and noise of trace 400, in parts of 1, 3, 5 and 7 of 16 samples:
+    each part's mean weighs as its samples do, which stands for a batch of 4 of them.
+    """
+    generator = np.random.default_rng(0)
+    true, spread = np.array([2.0, 0.0, -3.0, 0.0]), np.sqrt([100.0, 200.0, 50.0, 50.0])
+    samples = np.array([1, 3, 5, 7])
+    draws = 20_000
+    noise = generator.standard_normal((draws, 4, 4)) / np.sqrt(samples)[None, :, None]
+    means = true + spread * noise
+    shares = samples / samples.sum()
+    small = (means**2).sum(2) @ shares
+    big = (np.einsum("dpe,p->de", means, shares) ** 2).sum(1)
+    found = np.array([estimates(*pair, batch=16, ratio=4) for pair in zip(small, big, strict=True)])
+    errors = found.std(0) / np.sqrt(draws)
+    assert errors[0] < 0.3 and errors[1] < 5
+    assert (np.abs(found.mean(0) - (13, 400)) < 4 * errors).all()
+    average = NoiseScale(draws)
+    for pair in zip(small, big, strict=True):
+        average.update(*pair, batch=16, ratio=4)
+    assert average.figures(tokens=10)["noise_scale"] == pytest.approx(400 / 13, rel=0.05)
+
+
+def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> None:
+    average, every = NoiseScale(3), [(5.0, 2.0), (4.0, 2.5), (9.0, 3.0), (1.0, 2.0)]
+    assert average.figures(1) == {}
+    for count in range(1, 5):
+        average.update(*every[count - 1], batch=8, ratio=2)
+        weights = np.array([(2 / 3) ** (count - 1 - n) for n in range(count)])
+        signals, noises = np.array([(2 * big - small, 8 * (small - big)) for small, big in every[:count]]).T
+        figures, total = average.figures(7), weights.sum()
+        assert figures["gradient_signal"] == pytest.approx(weights @ signals / total)
+        assert figures["gradient_noise"] == pytest.approx(weights @ noises / total)
+        scale = weights @ noises / (weights @ signals)
+        assert scale < 0 or figures["noise_scale"] == pytest.approx(scale)
+        assert scale < 0 or figures["noise_scale_tokens"] == pytest.approx(7 * scale)
+        assert ("noise_scale" in figures) == (scale > 0)
+    assert not all((2 * big - small) * (small - big) > 0 for small, big in every)
+
+
+def test_what_is_off_stores_and_takes_nothing() -> None:
+    off, on = NoiseScale(0), NoiseScale(5)
+    on.update(3.0, 2.0, 8, 2)
+    off.resume(on.state())
+    assert (off.state(), off.figures(1)) == ({}, {})
+    other = NoiseScale(9)
+    other.resume({"step": 3})
+    assert other.state() == NoiseScale(9).state()
+    other.resume(on.state())
+    assert other.figures(4) == on.figures(4) != {}
+
+
+NOT_OF_TRAINING = ("seconds", "tokens_per_s", "mfu", "peak_rss_bytes", "payload_bytes")
+FIGURES = {"gradient_signal", "gradient_noise"}
+
+
+def rows_of(world: World, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run but for times and bytes, on all ranks."""
+    rows = read_metrics(folder / "metrics.jsonl") if world.rank == 0 else []
+    kept = [{key: row[key] for key in row if key not in NOT_OF_TRAINING} for row in rows]
+    shared: list[dict[str, Any]] = world.everyone.broadcast_object(kept)
+    return shared
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_run_that_goes_on_has_the_figures_of_one_that_never_stopped(
+    world: World, mpi_tmp_path: Path
+) -> None:
+    """And all other figures are those of a run that does not measure."""
+    path = mpi_tmp_path / "small.toml"
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        path.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+    on, keys = "run.noise_scale_steps=3", ["run.steps=6", "checkpoint.every=4"]
+    whole, without = mpi_tmp_path / "whole", mpi_tmp_path / "without"
+    assert run_deck(world, path, [*keys, on, f"run.dir={whole}"]) == 0
+    assert run_deck(world, path, [*keys, f"run.dir={without}"]) == 0
+    measured, plain, last = rows_of(world, whole), rows_of(world, without), "checkpoints/step-00000006.h5"
+    assert len(measured) == 6 and all(row.keys() >= FIGURES for row in measured)
+    for row, other in zip(measured, plain, strict=True):
+        assert not other.keys() & FIGURES
+        assert {key: row[key] for key in other} == other
+    stored = read_state(whole / last, world.everyone)["noise_scale"]
+    assert stored["weight"] == pytest.approx(1 - (2 / 3) ** 6)
+    world.everyone.barrier()
+    if world.rank == 0:
+        (whole / last).unlink()
+    world.everyone.barrier()
+    assert resume(world, whole, []) == 0
+    assert rows_of(world, whole) == measured
+    assert read_state(whole / last, world.everyone)["noise_scale"] == stored
+    # From a checkpoint without them, averages begin.
+    assert "noise_scale" not in read_state(without / last, world.everyone)
+    assert resume(world, without, ["run.steps=7", on]) == 0
+    assert rows_of(world, without)[6].keys() >= FIGURES
+    begun = read_state(without / "checkpoints/step-00000007.h5", world.everyone)["noise_scale"]
+    assert begun["weight"] == pytest.approx(1 / 3)

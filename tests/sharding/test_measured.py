@@ -1,0 +1,136 @@
+"""The gradient noise scale of a step, on any layout that can measure it, against gradients of each data rank
+that one rank computes by itself. Tests of Step.noise_scale too.
+"""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.train.batch_size import batch_at
+from hpctrain.train.step import Step
+from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
+
+STEPS, WINDOW = 2, 4
+ON = f"run.noise_scale_steps={WINDOW}"
+NAMES = {"noise_scale", "noise_scale_tokens", "gradient_signal", "gradient_noise"}
+
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "stage 0": ("model.dropout=0.1", "optimizer.clip=0.1"),
+        "stage 1": ("layout.zero=1", *LLAMA, "batch.ramp_from=4", "batch.ramp_steps=2"),
+        "stage 2": ("layout.zero=2", "model.frozen=['embedding.*', 'blocks.0.*']"),
+        "stage 3": ("layout.zero=3", "precision.compute=fp16", "precision.initial_loss_scale=1024.0"),
+        "int8": ("communication.compress=int8", "communication.warmup=1"),
+        "experts": (*LLAMA, "model.experts=4", "model.balance=none"),
+    },
+    4: {
+        "hybrid": ("layout.zero=2", "layout.zero_group=2"),
+        "tensor": (
+            "layout.tensor=2",
+            "layout.sequence_parallel=true",
+            *LLAMA,
+            "model.key_value_heads=1",
+            "layout.zero=3",
+        ),
+        "tied ends": ("layout.pipeline=2", "layout.zero=1"),
+        "v-schedule": ("layout.pipeline=2", "layout.schedule=zb-v", "model.layers=4", *LLAMA),
+    },
+}
+ROUGH = {"stage 3": 2e-2, "int8": 2e-3}
+"""Of the square norm, where it is not that of one rank to rounding."""
+
+
+def expected(alone: Trainer, parts: int) -> list[tuple[float, float]]:
+    """Averages of |G|^2 and S after each step, from the gradients of all data ranks one by one."""
+    found, signal, noise, weight = [], 0.0, 0.0, 0.0
+    for _ in range(STEPS):
+        batch = batch_at(alone.deck.batch, alone.state.step)
+        means, tokens = zip(*(mean_gradient(alone, rank, parts, batch) for rank in range(parts)), strict=True)
+        shares = torch.tensor(tokens, dtype=torch.float64) / sum(tokens)
+        big = float((shares @ torch.stack(means)).square().sum())
+        small = float(shares @ torch.stack([mean.square().sum() for mean in means]))
+        with_tokens = sum(count > 0 for count in tokens)
+        small_batch = batch / with_tokens
+        new = (batch * big - small_batch * small) / (batch - small_batch)
+        signal = (1 - 1 / WINDOW) * signal + new / WINDOW
+        noise = (1 - 1 / WINDOW) * noise + (small - big) / (1 / small_batch - 1 / batch) / WINDOW
+        weight = (1 - 1 / WINDOW) * weight + 1 / WINDOW
+        found.append((signal / weight, noise / weight))
+        assert alone.train_step().batch == batch
+    return found
+
+
+def mean_gradient(alone: Trainer, rank: int, ranks: int, batch: int) -> tuple[Tensor, int]:
+    """That over the tokens of one of so many data ranks, [elements] in fp64, and how many these are."""
+    with patch.object(Step, "share", (rank, ranks)):
+        _, tokens = alone.step.accumulate(alone.state, batch)
+    trained = {
+        segment.parameter.shard.name
+        for bucket in alone.engine.buckets
+        for segment in bucket.segments
+        if segment.parameter.requires_grad
+    }
+    pieces = [piece.double().flatten() for name, piece in alone.gradients().items() if name in trained]
+    return torch.cat(pieces) / alone.engine.loss_scale.value, tokens
+
+
+def deck_of(ranks: int, name: str) -> Deck:
+    sizes = ("batch.micro_size=1", "optimizer.epsilon=1e-3")
+    return small_deck(ON, *sizes, *LAYOUTS[ranks][name])
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("name", [name for layouts in LAYOUTS.values() for name in layouts])
+def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, name: str) -> None:
+    if name not in LAYOUTS.get(world.size, {}):
+        pytest.skip("for another number of ranks")
+    deck = deck_of(world.size, name)
+    run = trainer(world, deck)
+    parts = run.engine.mesh.size("data")
+    wanted = by_rank_0(world, lambda: expected(reference(world, deck), parts))
+    for signal, noise in wanted:
+        result = run.train_step()
+        figures, batch = result.figures, result.batch
+        scale = (abs(signal) + noise / batch) * ROUGH.get(name, 1e-5)
+        assert figures["gradient_signal"] == pytest.approx(signal, abs=scale)
+        assert figures["gradient_noise"] / batch == pytest.approx(noise / batch, abs=scale)
+        if signal > 0:
+            ratio = figures["gradient_noise"] / figures["gradient_signal"]
+            assert figures["noise_scale"] == pytest.approx(ratio)
+            assert figures["noise_scale_tokens"] == pytest.approx(ratio * result.tokens / batch)
+        else:
+            assert "noise_scale" not in figures
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
+    for name in LAYOUTS.get(world.size, {}):
+        deck = deck_of(world.size, name)
+        runs = trainer(world, deck), trainer(world, deck.with_keys(run={"noise_scale_steps": 0}))
+        for _ in range(STEPS):
+            measured, plain = (run.train_step() for run in runs)
+            assert {*measured.figures} - {*plain.figures} <= NAMES
+            assert {*measured.figures} & NAMES
+            kept = {key: measured.figures[key] for key in plain.figures}
+            assert (kept, measured.grad_norm) == (plain.figures, plain.grad_norm), name
+        for tensors in zip(*(run.parameters().items() for run in runs), strict=True):
+            assert torch.equal(*(values for _, values in tensors)), name
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_skipped_steps_and_those_of_one_rank_alone_are_not_counted(world: World) -> None:
+    """From a loss scale that overflows; and where all samples of a step are one rank's."""
+    run = trainer(world, small_deck(ON, "precision.compute=fp16", "precision.initial_loss_scale=16777216.0"))
+    average = run.engine.noise_scale
+    while run.train_step().skipped:
+        assert (average.weight, average.figures(1)) == (0.0, {})
+    assert average.weight == 1 / WINDOW
+    before = average.state()
+    tokens = run.step(run.state, run.deck.batch.micro_size).tokens
+    assert tokens and average.state() == before
