@@ -285,6 +285,10 @@ def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
 
 
 def _overlap(piece: Tensor, tensor: Tensor) -> bool:
-    """Whether `piece` begins inside the memory of `tensor`, as a rank's own piece of it does."""
+    """Whether `piece` begins inside the memory of `tensor`, as a rank's own piece of it does: an empty one,
+    too, so that all ranks say the same.
+    """
+    if not piece.numel():
+        return piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     begin = tensor.data_ptr()
     return begin <= piece.data_ptr() < begin + tensor.nbytes

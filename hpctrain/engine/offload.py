@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -14,37 +14,15 @@ from hpctrain.comm.device import choose_device, gpu_count, host_empty, on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.check import NO_HOST
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.offload_folder import check_room
 from hpctrain.memory.scratch import Flat, ScratchFile, ScratchFiles, ScratchTensor
-from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.lion import Lion
-from hpctrain.optim.matrices import MatrixOptimizer
+from hpctrain.optim.blocks import BlockOptimizer, BlockRules
 from hpctrain.optim.offload import Home, OffloadedOptimizer
-from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer, UpdateRule
-from hpctrain.optim.sgd import SGD
+from hpctrain.optim.optimizer import Agreement, Optimizer, ResidentOptimizer
 from hpctrain.sharding.bucket import Bucket, Store
-from hpctrain.sharding.compression.warmed import momentum_given_after
 from hpctrain.units import format_bytes
-
-
-def _adamw(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay, momentum_given_after(deck))
-
-
-def _sgd(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return SGD(keys.momentum, keys.nesterov, keys.weight_decay, momentum_given_after(deck))
-
-
-def _lion(deck: Deck) -> UpdateRule:
-    keys = deck.optimizer
-    return Lion((keys.beta1, keys.beta2), keys.weight_decay)
-
-
-RULES: Mapping[str, Callable[[Deck], UpdateRule]] = {"adamw": _adamw, "sgd": _sgd, "lion": _lion}
-"""What makes each optimizer of a deck, by its name."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +115,16 @@ def make_optimizer(
 ) -> Optimizer:
     """The deck's optimizer, with its state where `store` makes it or, without one, on the device.
 
-    `device` is the run's, where a plan's buckets are not. HpctrainError for state of matrices elsewhere.
+    `device` is the run's, where a plan's buckets are not. HpctrainError for state of blocks elsewhere.
     """
     rule, memory = RULES[deck.optimizer.name](deck), deck.memory
-    if store is None:
-        return ResidentOptimizer(rule, buckets) if rule.by_element else MatrixOptimizer(rule, buckets)
-    if not rule.by_element:
-        elsewhere = "holds an optimizer's state by element, and this one updates whole matrices"
+    if store is None and isinstance(rule, BlockRules):
+        return BlockOptimizer(rule, buckets)
+    if isinstance(rule, BlockRules):
+        elsewhere = "holds an optimizer's state by element, and this one updates parameters in blocks"
         raise HpctrainError(deck.problem("memory.optimizer", f'{elsewhere} ("device" would do)'))
+    if store is None:
+        return ResidentOptimizer(rule, buckets)
     computing: Home = "host" if on_host(device) else "gpu"
     home = computing if memory.parameters == "device" else memory.parameters
     return OffloadedOptimizer(rule, buckets, store, memory.offload_buffer, agreement, home)

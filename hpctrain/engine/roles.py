@@ -16,9 +16,11 @@ from hpctrain.comm.work import Work
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import choose_link
-from hpctrain.engine.offload import RULES, Offload
+from hpctrain.engine.offload import Offload
+from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import Part
+from hpctrain.optim.blocks import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.outer import EveryStep
@@ -48,7 +50,9 @@ class Elsewhere(Optimizer):
     """Stands for one that other ranks have: no state is here, and nothing is updated."""
 
     def __init__(self, deck: Deck) -> None:
-        super().__init__(RULES[deck.optimizer.name](deck), [], [])
+        rule = RULES[deck.optimizer.name](deck)
+        assert not isinstance(rule, BlockRules)
+        super().__init__(rule, [], [])
         self.updates = 0
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:  # noqa: ARG002

@@ -20,14 +20,16 @@ from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
+from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.parametrization import set_rates
-from hpctrain.model.part import Part, blocks_of
+from hpctrain.model.part import Part, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
+from hpctrain.optim.blocks import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
@@ -234,6 +236,9 @@ def build_trained_stage(
     what does not live on the run's `device`.
     """
     set_rates(models, deck)
+    rule = RULES[deck.optimizer.name](deck)
+    if isinstance(rule, BlockRules):
+        rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
     summing = summations

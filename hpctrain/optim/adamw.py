@@ -32,7 +32,6 @@ class AdamW:
     given_after: int | None = None
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    by_element: ClassVar[bool] = True
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
@@ -41,7 +40,7 @@ class AdamW:
             for part in parts:
                 self._follow(part, learning_rate, gradient_divisor, 1 - self.betas[1] ** self.given_after)
             return
-        for (decayed, factor), alike in by_treatment(parts).items():
+        for (decayed, factor, _), alike in by_treatment(parts).items():
             device = alike[0].gradients.device
             adamw(
                 [part.state[MASTER] for part in alike],

@@ -29,7 +29,6 @@ class Lion:
     weight_decay: float
 
     names: ClassVar[tuple[str, ...]] = (MEAN,)
-    by_element: ClassVar[bool] = True
 
     @torch.no_grad()
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:

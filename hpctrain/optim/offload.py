@@ -17,7 +17,6 @@ from torch import Tensor
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.scratch import Flat, ScratchTensor, Transfer
 from hpctrain.optim.optimizer import (
-    CUT_ANYWHERE,
     Agreement,
     BucketState,
     Elements,
@@ -66,7 +65,6 @@ class OffloadedOptimizer(Optimizer):
         agreement: Agreement = nullcontext,
         home: Home = "host",
     ) -> None:
-        assert rule.by_element, CUT_ANYWHERE
         states = [_state(rule, bucket, store, home) for bucket in buckets]
         super().__init__(rule, buckets, states, agreement)
         self.updates = 0

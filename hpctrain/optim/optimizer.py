@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ BucketState = Mapping[str, Flat]
 for each, which lies where the element lies in its Shard. MASTER are the weights that are updated, which
 all of them have."""
 
-CUT_ANYWHERE = "buckets are cut anywhere"
-
 Agreement = Callable[[], AbstractContextManager[None]]
 
 
@@ -38,11 +36,11 @@ def is_master(dtype: torch.dtype, updated_there: bool) -> bool:
 @dataclass(frozen=True)
 class Elements:
     """Elements that are updated alike: state by name and gradients, fp32 tensors of one shape on one device,
-    flat or, of a rule that is not `by_element`, of a whole parameter's shape.
+    flat or, of a BlockRule, in the shape of a piece of a block.
 
     `updates` is a scalar there that counts the updates before this one; the rule adds it. They are moved by
     `treatment.rate` times the learning rate, but what decays does so by the learning rate itself times the
-    weight decay. Of a whole parameter, `shard` says which.
+    weight decay. Of a block, `shard` is its parameter's.
     """
 
     state: Mapping[str, Tensor]
@@ -63,12 +61,9 @@ def by_treatment(parts: Sequence[Elements]) -> dict[Treatment, list[Elements]]:
 class UpdateRule(Protocol):
     """How parameters are updated, wherever they and their state are.
 
-    `names` are those of its state beside master weights; it begins as zeros. `by_element` says that an update
-    needs no more than the element's own state and gradient, so that elements may be cut anywhere; other rules
-    update whole matrices.
+    `names` are those of its state beside master weights; it begins as zeros. An update needs no more than the
+    element's own state and gradient, so that elements may be cut anywhere; other rules are BlockRules.
     """
-
-    by_element: ClassVar[bool]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +143,6 @@ class ResidentOptimizer(Optimizer):
     """Keeps the state where it is updated, and updates all buckets in one call."""
 
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
-        assert rule.by_element, CUT_ANYWHERE
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
         self._parts = [

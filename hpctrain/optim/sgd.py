@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -27,8 +26,6 @@ class SGD:
     nesterov: bool
     weight_decay: float
     given_after: int | None = None
-
-    by_element: ClassVar[bool] = True
 
     @property
     def names(self) -> tuple[str, ...]:

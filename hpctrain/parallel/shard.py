@@ -91,13 +91,30 @@ class Shard:
 
 
 class Treatment(NamedTuple):
-    """How elements are updated: whether weight decay applies, and what multiplies their learning rate.
+    """How elements are updated: whether weight decay applies, what multiplies their learning rate, and
+    whether that is in Blocks.
 
     Weight decay, where it applies, takes the learning rate as it is.
     """
 
     decayed: bool = True
     rate: float = 1.0
+    in_blocks: bool = False
+
+
+class Block(NamedTuple):
+    """What of a parameter is updated as one, because its elements depend on each other.
+
+    `shape` has as many dims as the parameter, of the whole tensor: 1 in leading ones, all in those behind the
+    first that is neither. `work` are the FLOPs of its update.
+    """
+
+    shape: tuple[int, ...]
+    work: float
+
+    def elements(self, shard: Shard) -> int:
+        """Elements of one in the local piece of a Shard, where they are neighbours."""
+        return prod(min(size, local) for size, local in zip(self.shape, shard.local, strict=True))
 
 
 class Parameter(nn.Parameter):
@@ -106,16 +123,17 @@ class Parameter(nn.Parameter):
     It is made without memory of its own; its Bucket gives it some. `gradient` is the buffer, of the
     parameter's shape, into which every backward pass adds. Who adds to it without autograd (the
     parallel linear layers) calls `added()` afterwards; for all others a hook of the Bucket does.
-    `decayed` says whether weight decay applies, `rate` by what the learning rate is multiplied, and `uses`
-    how many additions to `gradient` one backward pass of one micro-batch makes. A table whose two uses add
-    in an order that depends on the schedule is `apart`: its Bucket gives it `lookups`, a second buffer for
-    one of them.
+    `decayed` says whether weight decay applies, `rate` by what the learning rate is multiplied, `block` what
+    is updated as one, if not each element by itself, and `uses` how many additions to `gradient` one backward
+    pass of one micro-batch makes. A table whose two uses add in an order that depends on the schedule is
+    `apart`: its Bucket gives it `lookups`, a second buffer for one of them.
     """
 
     shard: Shard
     decayed: bool
     initial: Initial
     rate: float = 1.0
+    block: Block | None = None
     uses: int = 1
     apart: bool = False
     lookups: Tensor | None = None
@@ -136,7 +154,7 @@ class Parameter(nn.Parameter):
     @property
     def treatment(self) -> Treatment:
         """How it is updated."""
-        return Treatment(self.decayed, self.rate)
+        return Treatment(self.decayed, self.rate, self.block is not None)
 
     @property
     def gradient(self) -> Tensor | None:

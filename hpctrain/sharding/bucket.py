@@ -97,7 +97,7 @@ class Bucket:
             # What was read from a file is dropped next: its copy has to be over by then.
             own = whole[self.slice].copy_(own, non_blocking=self._fetched is None)
         self.drop_fetched()
-        return group.start_all_gather(own, whole)
+        return group.start_all_gather(own, whole, self.layout.sizes)
 
     def start_fetch(self) -> None:
         """Start to read this rank's slice where it lies in a file, for the `start_gather` that comes."""
@@ -139,7 +139,7 @@ class Bucket:
         if self.sharding.zero in (0, 3) or self.sharding.group.size == 1:
             return None
         assert self.values is not None
-        return self.sharding.group.start_all_gather(self.values[self.own], self.values)
+        return self.sharding.group.start_all_gather(self.values[self.own], self.values, self.layout.sizes)
 
     def _show(self, whole: Tensor) -> None:
         for segment in self.segments:
@@ -246,7 +246,9 @@ class Bucket:
     def gathered(self, own: Flat) -> Tensor:
         """All elements of a flat tensor of which every rank holds its `own`. Collective over the group."""
         own = own.load() if isinstance(own, ScratchTensor) else own
-        return own if self.sharding.zero == 0 else self.sharding.group.all_gather(own)
+        if self.sharding.zero == 0:
+            return own
+        return self.sharding.group.all_gather(own, sizes=self.layout.sizes)
 
 
 def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:

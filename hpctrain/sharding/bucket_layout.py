@@ -9,14 +9,18 @@ from itertools import groupby, pairwise
 from torch import Tensor
 
 from hpctrain.parallel.shard import Parameter, Treatment
+from hpctrain.sharding.ownership import Grain, Loads
 from hpctrain.sharding.replication import Replication, Replications, Sharding
 
 ALIGNMENT = 64
 """Buckets are padded to a multiple of so many elements times the ranks that share them.
 
-So are the parts of them that are treated alike: every slice begins and ends where vector instructions do,
-and an element's update has the same bits in whatever slice it lies.
+So are the parts of them that are treated alike: every slice of what is updated by element begins and ends
+where vector instructions do, and an element's update has the same bits in whatever slice it lies.
 """
+
+_ELEMENT_WORK = 64.0
+"""FLOPs that make as long as the update of one element by itself, which is all reading and writing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class BucketLayout:
 
     Parameters that are updated alike lie together, in the parts `treated`, which begin at multiples of
     ALIGNMENT and leave nothing out; decayed ones come first. `used` counts the elements of parameters, the
-    rest is padding and stays zero.
+    rest is padding and stays zero. Each rank's share lies between two neighbouring `borders`.
     """
 
     sharding: Sharding
@@ -55,6 +59,7 @@ class BucketLayout:
     treated: tuple[Treated, ...]
     length: int
     used: int
+    borders: tuple[int, ...]
 
     @property
     def gaps(self) -> list[slice]:
@@ -66,8 +71,14 @@ class BucketLayout:
     @property
     def share(self) -> slice:
         """This rank's share of what is cut."""
-        rank, elements = self.sharding.group.rank, self.length // self.sharding.group.size
-        return slice(rank * elements, (rank + 1) * elements)
+        rank = self.sharding.group.rank
+        return slice(self.borders[rank], self.borders[rank + 1])
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """Elements of each rank's share; None where all are as long."""
+        sizes = [stop - start for start, stop in pairwise(self.borders)]
+        return sizes if len(set(sizes)) > 1 else None
 
     @property
     def own(self) -> slice:
@@ -86,18 +97,26 @@ class BucketLayout:
 
     @staticmethod
     def of(
-        leaves: Sequence[Sequence[Parameter]], sharding: Sharding, replications: Replications
+        leaves: Sequence[Sequence[Parameter]],
+        sharding: Sharding,
+        replications: Replications,
+        loads: Loads | None = None,
     ) -> BucketLayout:
-        """Lay out some layers' parameters, all of one Sharding.
+        """Lay out some layers' parameters, all of one Sharding, whose ranks have those `loads` already.
 
-        Decayed before the others, both by rate, weights before biases, layers with whole gradients before
-        those with partial ones; each layer's parameters of a kind, which may be fused, stay behind each
-        other.
+        Decayed before the others, both by rate, what is updated in Blocks first, weights before biases,
+        layers with whole gradients before those with partial ones; each layer's parameters of a kind, which
+        may be fused, stay behind each other.
         """
         by_kind = sorted(leaves, key=lambda leaf: all(parameter.shard.partial for parameter in leaf))
         parameters = sorted(
             (parameter for leaf in by_kind for parameter in leaf),
-            key=lambda parameter: (not parameter.decayed, parameter.rate, parameter.dim() < 2),
+            key=lambda parameter: (
+                not parameter.decayed,
+                parameter.rate,
+                parameter.block is None,
+                parameter.dim() < 2,
+            ),
         )
         segments: list[BucketSegment] = []
         borders: list[int] = []
@@ -115,7 +134,37 @@ class BucketLayout:
         length = _round_up(start, ALIGNMENT * sharding.group.size)
         parts = (slice(first, last) for first, last in pairwise([*borders, length]))
         treated = tuple(Treated(part, how) for part, how in zip(parts, treatments, strict=True))
-        return BucketLayout(sharding, tuple(segments), treated, length, used)
+        ranks = sharding.group.size
+        shares = (loads or Loads(ranks)).cut(_grains(segments, length, ranks), length)
+        return BucketLayout(sharding, tuple(segments), treated, length, used, shares)
+
+
+def _grains(segments: Sequence[BucketSegment], length: int, ranks: int) -> list[Grain]:
+    """What of a bucket goes to one rank each: Blocks, and aligned runs of what is updated by element.
+
+    Empty where all of it is: then it is cut anywhere.
+    """
+    if all(segment.parameter.block is None for segment in segments):
+        return []
+    grains: list[Grain] = []
+    start = 0
+    for segment in segments:
+        block = segment.parameter.block
+        if block is None:
+            continue
+        grains += _runs(start, segment.start, ranks)
+        elements, stop = block.elements(segment.parameter.shard), segment.start + segment.length
+        work = block.work if segment.parameter.requires_grad else elements * _ELEMENT_WORK
+        grains += [Grain(first + elements, work) for first in range(segment.start, stop, elements)]
+        start = stop
+    return grains + _runs(start, length, ranks)
+
+
+def _runs(start: int, stop: int, ranks: int) -> list[Grain]:
+    """Runs of elements that are updated by themselves, which begin aligned but for padding."""
+    step = _round_up(-(-(stop - start) // (4 * ranks)), ALIGNMENT)
+    borders = [*range(_round_up(start, ALIGNMENT) + step, stop, step), stop] if start < stop else []
+    return [Grain(border, (border - first) * _ELEMENT_WORK) for first, border in pairwise([start, *borders])]
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -133,20 +182,26 @@ def bucket_layouts(
     bucket of its own.
     """
     pending: dict[Sharding, list[Sequence[Parameter]]] = {}
+    loads: dict[Sharding, Loads] = {}
+
+    def layout(leaves: Sequence[Sequence[Parameter]], sharding: Sharding) -> BucketLayout:
+        load = loads.setdefault(sharding, Loads(sharding.group.size))
+        return BucketLayout.of(leaves, sharding, replications, load)
+
     for unit in units:
         for sharding, leaves in _by_sharding(unit, replications).items():
             if sharding.zero == 3:
-                yield BucketLayout.of(leaves, sharding, replications)
+                yield layout(leaves, sharding)
                 continue
             joined = pending.setdefault(sharding, [])
             for leaf in leaves:
                 elements = sum(parameter.shard.elements for each in (*joined, leaf) for parameter in each)
                 if joined and 4 * elements > bucket_bytes:
-                    yield BucketLayout.of(joined, sharding, replications)
+                    yield layout(joined, sharding)
                     joined.clear()
                 joined.append(leaf)
     for sharding, joined in pending.items():
-        yield BucketLayout.of(joined, sharding, replications)
+        yield layout(joined, sharding)
 
 
 def _by_sharding(

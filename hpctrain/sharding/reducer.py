@@ -46,7 +46,9 @@ class ExactSum:
     @property
     def scratch_bytes(self) -> int:
         """Reductions in host memory receive there."""
-        return self.group.host.scratch_bytes(self.bucket.length, self.bucket.gradient_dtype.itemsize)
+        sizes = self.bucket.layout.sizes if self.bucket.sharding.zero > 0 else None
+        most = self.bucket.length if sizes is None else max(sizes) * self.group.size
+        return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize)
 
     def begin(self, updates: int) -> None:
         """Every step is like every other."""
@@ -55,7 +57,7 @@ class ExactSum:
         """See Summation."""
         if sums is gradients:
             return self.group.start_all_reduce(gradients)
-        return self.group.start_reduce_scatter(gradients, sums)
+        return self.group.start_reduce_scatter(gradients, sums, self.bucket.layout.sizes)
 
     def after_step(self, updated: bool, factor: float) -> None:
         """Nothing is left of it."""

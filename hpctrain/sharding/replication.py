@@ -87,7 +87,7 @@ class Replication:
     """Where else the piece of a Shard lies, besides in the ranks' own slices of it.
 
     `holders` are the ranks that compute with it on the same tokens; its gradient arrives there in parts where
-    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its tensor, one each or copies.
+    it is `partial`. `pieces`, if any, are the ranks that hold all pieces of its matrices, one each or copies.
     `ends`, if any, is the pipeline whose first and last stage hold it; this is number `stage_copy` of the
     `stage_copies` stages that do.
     """
@@ -182,7 +182,7 @@ class Replications:
         if self._experts is None:
             everyone = self._mesh.group("expert_data")
             alone = self._mesh.part("expert_data", 1)
-            pieces = self._mesh.group(*EXPERTS)
+            pieces = self._mesh.group(EXPERTS[1])
             self._experts = Replication(self._cut(everyone), alone, False, pieces, None, 0, 1)
         return self._experts
 

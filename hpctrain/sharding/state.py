@@ -6,16 +6,18 @@ Checkpoint, accounts and plan go over StateTensors and know nothing of who keeps
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from hpctrain.comm.group import Group
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.noted import LearnsOfStep
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.replication import Replications
 
 MODEL = "model"
@@ -89,15 +91,36 @@ def own_state(
     [replicas, ...], each one's behind the other's. State of parameters that are not trained begins anew, or
     it would go on to change them.
     """
+    for segment, values, offset in bucket.owned(flat):
+        yield segment_state(kind, segment, values, offset, bucket, resumed, changes_in_step, apart)
+
+
+def segment_state(
+    kind: str,
+    segment: BucketSegment,
+    values: Flat,
+    offset: int,
+    bucket: Bucket,
+    resumed: Resumed = "if stored",
+    changes_in_step: bool = True,
+    apart: bool | None = None,
+    shape: Shard | None = None,
+    joined: Group | None = None,
+) -> StateTensor:
+    """As `own_state`, of one parameter: its elements from `offset` on, or those of a `shape` of its own.
+
+    The ranks `joined`, if any, which hold other pieces of the parameter, have the same of this.
+    """
     replicas = bucket.sharding.replicas
     apart = bucket.sharding.apart if apart is None else apart
-    for segment, values, offset in bucket.owned(flat):
-        held, shard = segment.replication, segment.parameter.shard
-        if apart:
-            shard = shard.stacked(replicas.rank, replicas.size)
-        copy = held.copy(True, replicas) if apart else held.copy(True)
-        when: Resumed = resumed if kind in {MODEL, MASTER} or segment.parameter.requires_grad else "never"
-        yield StateTensor(kind, shard, values, offset, copy, held.written, when, changes_in_step, apart)
+    held, shard = segment.replication, shape or segment.parameter.shard
+    if joined is not None:
+        held = replace(held, holders=joined)
+    if apart:
+        shard = shard.stacked(replicas.rank, replicas.size)
+    copy = held.copy(True, replicas) if apart else held.copy(True)
+    when: Resumed = resumed if kind in {MODEL, MASTER} or segment.parameter.requires_grad else "never"
+    return StateTensor(kind, shard, values, offset, copy, held.written, when, changes_in_step, apart)
 
 
 def state_of_ranks(kind: str, flat: Tensor, bucket: Bucket, made_of: str = "") -> Iterator[StateTensor]:

@@ -14,7 +14,7 @@ from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
-from hpctrain.engine.offload import RULES
+from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.model.parametrization import Parametrization
 from hpctrain.sharding.compression.warmed import momentum_given_after

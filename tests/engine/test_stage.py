@@ -14,7 +14,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import OptimizerSection
-from hpctrain.engine.offload import RULES
+from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import (
     build_stage,

@@ -13,7 +13,6 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
-from hpctrain.optim.matrices import MatrixOptimizer
 from hpctrain.optim.optimizer import Elements, ResidentOptimizer, UpdateRule
 from hpctrain.optim.sgd import SGD
 from hpctrain.parallel.shard import Parameter, Shard, Treatment
@@ -28,7 +27,6 @@ class Momentum:
     """Steps along the sum of all gradients; decayed elements are halved before."""
 
     names: ClassVar[tuple[str, ...]] = ("velocity",)
-    by_element: ClassVar[bool] = True
 
     def update(self, parts: Sequence[Elements], learning_rate: float, gradient_divisor: float) -> None:
         for part in parts:
@@ -38,10 +36,6 @@ class Momentum:
                 part.state[MASTER].mul_(0.5)
             part.state[MASTER].sub_(learning_rate * part.treatment.rate * part.state["velocity"])
             part.updates.add_(1)
-
-
-class ByMatrix(Momentum):
-    by_element: ClassVar[bool] = False
 
 
 def made(world: World, dtype: torch.dtype) -> tuple[list[Parameter], list[Bucket]]:
@@ -126,9 +120,8 @@ def test_what_is_updated_alike_lies_together() -> None:
         lambda decay: AdamW((0.9, 0.95), 1e-8, decay, given_after=1),
         lambda decay: SGD(0.9, True, decay),
         lambda decay: Lion((0.9, 0.95), decay),
-        lambda _: ByMatrix(),
     ],
-    ids=["adamw", "one-bit", "sgd", "lion", "matrices"],
+    ids=["adamw", "one-bit", "sgd", "lion"],
 )
 def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[float], UpdateRule]) -> None:
     """A quarter of the rate 0.5 is 0.125 to the last bit, other parameters have 0.5, and decay is by that."""
@@ -140,7 +133,7 @@ def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[flo
         buckets = make_buckets(
             [[[weight], [bias]]], Replications.alone(alone(world).tensor), torch.float32, 10_000
         )
-        optimizer = (ResidentOptimizer if rule.by_element else MatrixOptimizer)(rule, buckets)
+        optimizer = ResidentOptimizer(rule, buckets)
         torch.manual_seed(3)
         for parameter in (weight, bias):
             parameter.data.copy_(torch.randn(parameter.shape))
@@ -154,9 +147,3 @@ def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[flo
     assert torch.equal(scaled, slow)
     assert torch.equal(as_said, plain)
     assert not torch.equal(scaled, fast)
-
-
-def test_a_rule_of_matrices_needs_whole_ones(world: World) -> None:
-    _, buckets = made(world, torch.float32)
-    with pytest.raises(AssertionError, match="cut anywhere"):
-        ResidentOptimizer(ByMatrix(), buckets)

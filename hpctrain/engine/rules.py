@@ -1,0 +1,32 @@
+"""The rule by which a deck's optimizer updates parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hpctrain.deck.schema import Deck
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.lion import Lion
+from hpctrain.optim.optimizer import UpdateRule
+from hpctrain.optim.sgd import SGD
+from hpctrain.sharding.compression.warmed import momentum_given_after
+
+
+def _adamw(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return AdamW((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay, momentum_given_after(deck))
+
+
+def _sgd(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return SGD(keys.momentum, keys.nesterov, keys.weight_decay, momentum_given_after(deck))
+
+
+def _lion(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return Lion((keys.beta1, keys.beta2), keys.weight_decay)
+
+
+RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {"adamw": _adamw, "sgd": _sgd, "lion": _lion}
+"""What makes each optimizer of a deck, by its name."""

@@ -1,0 +1,356 @@
+"""Rules that update parameters in blocks, such as whole matrices, and the optimizer that has them do so.
+
+ZeRO cuts no block: its elements are all one rank's (`sharding/ownership.py`), which has their sums of
+gradients, updates them, and hands them back to the others as it does with any slice. What the ranks of the
+axis "tensor" hold in pieces they join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
+from hpctrain.parallel.shard import Block, Parameter, Shard
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment, Treated
+from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
+
+
+class BlockRule(Protocol):
+    """How what is a Block is updated, in three steps: by element, of the whole block, and by element again.
+
+    So a rule sees whole matrices where ranks hold pieces of them, and these keep state of their own pieces.
+    """
+
+    def block(self, shard: Shard) -> Block | None:
+        """The Blocks of a parameter; None where this rule is not for it."""
+
+    def cells(self, shape: Sequence[int]) -> Mapping[str, Sequence[int] | None]:
+        """The state beside master weights of a parameter of this whole shape, which begins as zeros, by name.
+
+        None is a number for each element. Others have one for each cell of such a shape, as many dims as the
+        parameter's: of a block [n, m] one a row with (1, m). Cells fill blocks, but for the last ones.
+        """
+
+    def working_bytes(self, shape: Sequence[int]) -> int:
+        """Memory that `transformed` needs in passing, of a block of this shape, beside what it is given."""
+
+    @property
+    def format(self) -> torch.dtype:
+        """Of what is joined, and of what comes of it."""
+
+    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+        """What is to be joined, of a piece of a block in its shape, with state of elements, which is updated.
+        The gradients are divided by `gradient_divisor`, and stay so.
+        """
+
+    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        """What comes of a whole block's directions, which may be overwritten, in its shape; with the state of
+        its cells, which is updated.
+        """
+
+    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+        """Update the weights of a piece of a block with what came of it."""
+
+
+@dataclass(frozen=True)
+class BlockRules:
+    """A rule for the Blocks of parameters that `patterns` name, and one for the elements of all others."""
+
+    blocks: BlockRule
+    elements: UpdateRule
+    patterns: Sequence[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the state of parameters beside master weights."""
+        return (*self.elements.names, *self.blocks.cells((1, 1)))
+
+    def assign(self, parameters: Sequence[Parameter]) -> None:
+        """Have parameters be updated in blocks."""
+        for parameter in parameters:
+            if any(fnmatchcase(parameter.shard.name, pattern) for pattern in self.patterns):
+                parameter.block = self.blocks.block(parameter.shard)
+
+
+class BlockOptimizer(Optimizer):
+    """Keeps the state where it is updated. What is not trained stays as it is."""
+
+    def __init__(self, rules: BlockRules, buckets: Sequence[Bucket]) -> None:
+        """Collective."""
+        masters = [_master(bucket) for bucket in buckets]
+        super().__init__(rules.elements, buckets, [{MASTER: master} for master in masters])
+        self.updates = 0
+        self._rules = rules
+        self._runs: list[_Run] = []
+        self._blocks: list[_Blocks] = []
+        for bucket, master in zip(buckets, masters, strict=True):
+            for treated in bucket.layout.treated:
+                if treated.treatment.in_blocks:
+                    segments = _within(bucket, treated)
+                    self._blocks += [_Blocks.of(rules.blocks, bucket, each, master) for each in segments]
+                else:
+                    self._runs.append(_Run.of(rules.elements, bucket, treated, master))
+
+    @property
+    def working_bytes(self) -> int:
+        """Host memory that pieces of a block are joined in, and gradients of another type copied."""
+        runs = (run.elements * 4 for run in self._runs if run.bucket.gradient_dtype != torch.float32)
+        blocks = (each.working_bytes(self._rules.blocks) for each in self._blocks)
+        return max((*runs, *blocks), default=0)
+
+    def step(self, learning_rate: float, gradient_divisor: float) -> None:
+        """See Optimizer."""
+        updates = float(self.updates)
+        together = (
+            [[run for run in self._runs if run.elements]]
+            if all(bucket.gradient_dtype == torch.float32 for bucket in self.buckets)
+            else [[run] for run in self._runs if run.elements]
+        )
+        for runs in together:
+            parts = [run.part(updates) for run in runs]
+            if parts:
+                self.rule.update(parts, learning_rate, gradient_divisor)
+            del parts
+        for blocks in self._blocks:
+            if blocks.segment.parameter.requires_grad:
+                blocks.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
+        self.updates += 1
+        self.publish()
+
+    def state(self) -> Iterator[StateTensor]:
+        """See Optimizer."""
+        yield from super().state()
+        for run in self._runs:
+            yield from run.state_tensors()
+        for blocks in self._blocks:
+            yield from blocks.state_tensors()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring elements of one bucket that are updated by themselves, and this rank's own of them: `span`
+    of all its own.
+    """
+
+    bucket: Bucket
+    treated: Treated
+    span: slice
+    state: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(rule: UpdateRule, bucket: Bucket, treated: Treated, master: Tensor) -> _Run:
+        own = bucket.own
+        first = min(max(treated.part.start, own.start), own.stop)
+        span = slice(first - own.start, max(first, min(treated.part.stop, own.stop)) - own.start)
+        weights = master[span]
+        state = {name: torch.zeros(weights.shape, device=weights.device) for name in rule.names}
+        return _Run(bucket, treated, span, {MASTER: weights} | state)
+
+    @property
+    def elements(self) -> int:
+        return self.state[MASTER].numel()
+
+    def part(self, updates: float) -> Elements:
+        gradients = self.bucket.own_gradients[self.span].float()
+        count = torch.tensor(updates, device=gradients.device)
+        return Elements(self.state, gradients, count, self.treated.treatment)
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        start = self.bucket.own.start
+        part = slice(self.span.start + start, self.span.stop + start)
+        held = {segment.start for segment in _within(self.bucket, self.treated)}
+        for name, flat in self.state.items():
+            for segment, values, offset in self.bucket.cut(flat, part):
+                if name != MASTER and segment.start in held:
+                    kind = f"{OPTIMIZER}{name}"
+                    yield segment_state(kind, segment, values, offset, self.bucket, "always", False)
+
+
+class _Cells(NamedTuple):
+    """State with a number for each cell: the Shard of its tensor, and a block's shape in it."""
+
+    shard: Shard
+    of_block: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """This rank's own blocks of a parameter: from its number `first` on `count`, of shape `local` each here.
+
+    `span` are their elements, of all its own in the bucket. `state` are flat tensors by name, with values of
+    elements or, where `cells` says so, of cells. Where ranks hold pieces of a block, `cut` says which.
+    """
+
+    bucket: Bucket
+    segment: BucketSegment
+    span: slice
+    first: int
+    count: int
+    local: tuple[int, ...]
+    state: Mapping[str, Tensor]
+    cells: Mapping[str, _Cells]
+    cut: _CutBlock | None
+
+    @staticmethod
+    def of(rule: BlockRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> _Blocks:
+        """Collective over the ranks that hold pieces of it."""
+        shard, block = segment.parameter.shard, segment.parameter.block
+        assert block is not None
+        own, elements = bucket.own, block.elements(shard)
+        start = min(max(segment.start, own.start), own.stop)
+        stop = max(start, min(segment.start + segment.length, own.stop))
+        count, rest = divmod(stop - start, elements)
+        assert not rest, f"{shard.name}: a block is cut"
+        span = slice(start - own.start, stop - own.start)
+        state, cells = {MASTER: master[span]}, {}
+        for name, cell in rule.cells(shard.shape).items():
+            numbers = elements
+            if cell is not None:
+                cells[name] = _cells_of(shard, block, cell)
+                numbers = prod(cells[name].of_block)
+            state[name] = torch.zeros(count * numbers, device=master.device)
+        return _Blocks(
+            bucket,
+            segment,
+            span,
+            (start - segment.start) // elements if count else 0,
+            count,
+            tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True)),
+            state,
+            cells,
+            _CutBlock.of(segment, block),
+        )
+
+    def working_bytes(self, rule: BlockRule) -> int:
+        """Memory that one block takes in passing."""
+        block = self.segment.parameter.block
+        assert block is not None
+        if not self.count or not self.segment.parameter.requires_grad:
+            return 0
+        elements = prod(self.local)
+        joined = 0 if self.cut is None else self.cut.group.size * elements + prod(block.shape)
+        copied = elements * 4 * (self.bucket.gradient_dtype != torch.float32)
+        return (elements + joined) * rule.format.itemsize + copied + rule.working_bytes(block.shape)
+
+    def update(self, rule: BlockRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
+        """Update all of them. Collective over the ranks that hold pieces."""
+        gradients = self.bucket.own_gradients[self.span]
+        count = torch.tensor(updates, device=gradients.device)
+        how, shard = self.segment.parameter.treatment, self.segment.parameter.shard
+        for number in range(self.count):
+            state = {name: self._one(flat, number, self._shape(name)) for name, flat in self.state.items()}
+            cells = {name: state.pop(name) for name in self.cells}
+            part = Elements(state, self._one(gradients, number, self.local).float(), count, how, shard)
+            directions = rule.direction(part, gradient_divisor).to(rule.format)
+            if self.cut is None:
+                directions = rule.transformed(directions, cells)
+            else:
+                directions = self.cut.take(rule.transformed(self.cut.join(directions), cells), self.local)
+            rule.follow(part, directions, learning_rate)
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """All but the weights."""
+        shard = self.segment.parameter.shard
+        for name, flat in self.state.items():
+            if name == MASTER:
+                continue
+            kind, in_cells = f"{OPTIMIZER}{name}", name in self.cells
+            each = prod(self._shape(name))
+            shape = self.cells[name].shard if in_cells else shard
+            joined = self.cut.group if in_cells and self.cut is not None else None
+            yield segment_state(
+                kind,
+                self.segment,
+                flat,
+                self.first * each,
+                self.bucket,
+                "always",
+                False,
+                shape=shape,
+                joined=joined,
+            )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """That of one block's state."""
+        return self.cells[name].of_block if name in self.cells else self.local
+
+    def _one(self, flat: Tensor, number: int, shape: Sequence[int]) -> Tensor:
+        elements = prod(shape)
+        return flat[number * elements : (number + 1) * elements].view(*shape)
+
+
+@dataclass(frozen=True)
+class _CutBlock:
+    """A block of this `shape` of which the ranks of `group` hold pieces, which begin at `starts`."""
+
+    shape: tuple[int, ...]
+    group: Group
+    starts: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of(segment: BucketSegment, block: Block) -> _CutBlock | None:
+        """Of a parameter whose blocks are cut; None where they are whole. Collective."""
+        shard, group = segment.parameter.shard, segment.replication.pieces
+        if all(size <= held for size, held in zip(block.shape, shard.local, strict=True)):
+            return None
+        assert group is not None
+        starts = [at % size for at, size in zip(shard.start, block.shape, strict=True)]
+        return _CutBlock(block.shape, group, group.all_gather_object(starts))
+
+    def join(self, piece: Tensor) -> Tensor:
+        """All of it, of this rank's piece. Collective over the group."""
+        whole = piece.new_empty(self.shape)
+        for start, other in zip(self.starts, self.group.all_gather(piece.unsqueeze(0)), strict=True):
+            into = whole[self._place(start, other.shape)]
+            into.copy_(other[tuple(slice(0, size) for size in into.shape)])
+        return whole
+
+    def take(self, whole: Tensor, local: Sequence[int]) -> Tensor:
+        """This rank's piece of it, zero behind its end."""
+        piece = whole[self._place(self.starts[self.group.rank], local)]
+        if tuple(piece.shape) == tuple(local):
+            return piece
+        padded = whole.new_zeros(tuple(local))
+        padded[tuple(slice(0, size) for size in piece.shape)] = piece
+        return padded
+
+    def _place(self, start: Sequence[int], local: Sequence[int]) -> tuple[slice, ...]:
+        return tuple(slice(at, at + size) for at, size in zip(start, local, strict=True))
+
+
+def _cells_of(shard: Shard, block: Block, cell: Sequence[int]) -> _Cells:
+    """State with a number for each cell of a parameter's blocks, which pieces of one block all have whole."""
+    of_block = tuple(-(-size // each) for size, each in zip(block.shape, cell, strict=True))
+
+    def blocks(elements: Sequence[int]) -> list[int]:
+        return [-(-number // size) for number, size in zip(elements, block.shape, strict=True)]
+
+    def numbers(elements: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count * each for count, each in zip(blocks(elements), of_block, strict=True))
+
+    start = tuple(
+        at // size * each for at, size, each in zip(shard.start, block.shape, of_block, strict=True)
+    )
+    split = shard.split if blocks(shard.local) != blocks(shard.shape) else frozenset[str]()
+    own = replace(shard, shape=numbers(shard.shape), start=start, local=numbers(shard.local), split=split)
+    return _Cells(own, of_block)
+
+
+def _within(bucket: Bucket, treated: Treated) -> list[BucketSegment]:
+    part = treated.part
+    return [segment for segment in bucket.segments if part.start <= segment.start < part.stop]
+
+
+def _master(bucket: Bucket) -> Tensor:
+    values = bucket.own_values
+    assert isinstance(values, Tensor)
+    return values if is_master(bucket.dtype, True) else values.float()
