@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_compression import compression_problems
 from hpctrain.deck.check_layout import layout_problems
-from hpctrain.deck.check_local_steps import local_step_problems
+from hpctrain.deck.check_local_steps import in_replicas, local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
 from hpctrain.deck.check_noise_scale import noise_scale_problems
 from hpctrain.deck.check_parametrization import parametrization_problems
@@ -30,6 +30,7 @@ _OF_OPTIMIZERS = {
     "adamw": ("beta1", "beta2", "epsilon"),
     "sgd": ("momentum", "nesterov"),
     "lion": ("beta1", "beta2"),
+    "schedule-free": ("beta1", "beta2", "epsilon"),
 }
 """The keys that are for some optimizers alone."""
 
@@ -240,6 +241,23 @@ def _optimizer(deck: Deck) -> Iterator[Problem]:
     if keys.nesterov and not keys.momentum:
         sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0"
         yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))
+    if keys.name == "schedule-free":
+        yield from _averaged(deck)
+
+
+def _averaged(deck: Deck) -> Iterator[Problem]:
+    """What does not go with weights of which an average is the model."""
+    name = f'optimizer.name = "{deck.optimizer.name}"'
+    if deck.learning_rate.decay != "constant":
+        sentence = f'must be "constant" with {name}, whose average stands in for a decay of the rate'
+        yield Problem("learning_rate.decay", sentence, ("optimizer.name",))
+    others = "layout.replicas", "communication.outer"
+    if in_replicas(deck):
+        sentence = "is not for replicas that part: an average of each one's is none of their outer model's"
+        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', others)
+    if deck.communication.server != "none":
+        sentence = "is not for servers, whose workers would evaluate the weights that they train, no average"
+        yield Problem("optimizer.name", f'{sentence} ("adamw" would do)', ("communication.server",))
 
 
 def _offload(deck: Deck) -> Iterator[Problem]:

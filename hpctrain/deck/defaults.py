@@ -81,7 +81,14 @@ def is_default(tables: Tables, key: str) -> bool:
 
 def second_beta(optimizer: object) -> float:
     """The usual optimizer.beta2 of an optimizer."""
+    if optimizer == "schedule-free":
+        return 0.999
     return 0.99 if optimizer == "lion" else 0.95
+
+
+def usual_decay(optimizer: object) -> str:
+    """The usual learning_rate.decay of an optimizer."""
+    return "constant" if optimizer == "schedule-free" else "cosine"
 
 
 def _follow_others(tables: Tables, filled: set[str]) -> None:
@@ -95,6 +102,7 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
         default("run", "dir", f"runs/{run['title']}")
     steps = run.get("steps")
     rate = tables["learning_rate"]
+    default("learning_rate", "decay", usual_decay(tables["optimizer"].get("name")))
     if _is_integer(steps):
         end = rate.get("decay_steps") if rate.get("decay") not in ENDLESS else None
         default("learning_rate", "warmup", min(100, min(steps, end if _is_integer(end) else steps) // 10))

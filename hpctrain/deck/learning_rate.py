@@ -24,7 +24,7 @@ class LearningRateSection(Section):
     )
     decay: Decay = key(
         "Form after the warm-up; wsd: at the peak, then down in the cooldown; inverse-sqrt: 1 / sqrt(step).",
-        "cosine",
+        derived='"cosine", with schedule-free "constant"',
     )
     decay_steps: int = key(
         "Steps after which the rate is at the floor and stays there (cosine, linear, wsd).",

@@ -54,7 +54,7 @@ def _section_table(name: str) -> Iterator[str]:
     yield from _row(("key", "type", "default", "unit"))
     for key, field in fields(name).items():
         yield from _row((key, _type(key, field), _default(field), extra(field, "unit")))
-        yield from ("      " + line for line in textwrap.wrap(field.description or "", _WIDTH - 6))
+        yield from _indented(field.description or "", _WIDTH)
 
 
 def _section_list(name: str, width: int) -> Iterator[str]:
@@ -63,7 +63,13 @@ def _section_list(name: str, width: int) -> Iterator[str]:
         unit, default = extra(field, "unit"), _default(field)
         facts = [_type(key, field), default if default == "required" else f"default: {default}"]
         for text in ("; ".join(facts + ([f"in {unit}"] if unit else [])), field.description or ""):
-            yield from textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield from _indented(text, width)
+
+
+def _indented(text: str, width: int) -> list[str]:
+    """Lines that break no name with a hyphen, such as "schedule-free"."""
+    indent = " " * 6
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _type(name: str, field: FieldInfo) -> str:

@@ -344,18 +344,23 @@ class Batch(Section):
 class OptimizerSection(Section):
     """How parameters follow gradients."""
 
-    name: Literal["adamw", "sgd", "lion"] = key(
+    name: Literal["adamw", "sgd", "lion", "schedule-free"] = key(
         "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
         "adamw",
     )
-    beta1: float = key("Decay of the gradient's mean (adamw), as steps go by it (lion).", 0.9, ge=0, lt=1)
-    beta2: float = key(
-        "Decay of the gradient's square (adamw), or of its mean as it is kept (lion).",
-        derived="0.95, with lion 0.99",
+    beta1: float = key(
+        "Decay of the gradient's mean (adamw, as steps go by it: lion), or share of schedule-free's average.",
+        0.9,
         ge=0,
         lt=1,
     )
-    epsilon: float = key("Added to the root of the square (adamw).", 1e-8, gt=0)
+    beta2: float = key(
+        "Decay of the gradient's square (adamw, schedule-free), or of its mean as it is kept (lion).",
+        derived="0.95, with lion 0.99, with schedule-free 0.999",
+        ge=0,
+        lt=1,
+    )
+    epsilon: float = key("Added to the root of the square (adamw, schedule-free).", 1e-8, gt=0)
     momentum: float = key("Decay of the sum of gradients that parameters follow (sgd).", 0.0, ge=0, lt=1)
     nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
     weight_decay: float = key(

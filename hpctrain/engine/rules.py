@@ -9,6 +9,7 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.blocks import BlockRules
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.optimizer import UpdateRule
+from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
 from hpctrain.sharding.compression.warmed import momentum_given_after
 
@@ -28,5 +29,15 @@ def _lion(deck: Deck) -> UpdateRule:
     return Lion((keys.beta1, keys.beta2), keys.weight_decay)
 
 
-RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {"adamw": _adamw, "sgd": _sgd, "lion": _lion}
+def _schedule_free(deck: Deck) -> UpdateRule:
+    keys = deck.optimizer
+    return ScheduleFree((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay)
+
+
+RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lion": _lion,
+    "schedule-free": _schedule_free,
+}
 """What makes each optimizer of a deck, by its name."""

@@ -22,6 +22,7 @@ from hpctrain.optim.optimizer import (
     Elements,
     Optimizer,
     UpdateRule,
+    computed,
     is_master,
     refresh,
 )
@@ -86,6 +87,8 @@ class OffloadedOptimizer(Optimizer):
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer. InputOutputError on all ranks where a file of one fails; the state is then lost."""
+        if self._averaged is not None:
+            self._averaged.begin(learning_rate)
         with self._agreement():
             try:
                 self._update_all(learning_rate, gradient_divisor)
@@ -109,7 +112,7 @@ class OffloadedOptimizer(Optimizer):
                 following.read(self._pieces[index + 1])
             slot.settle()
             self._update(piece, slot, learning_rate, divisor)
-            slot.write(piece)
+            slot.write(piece, computed(self._averaged, slot.state))
         for slot in slots:
             slot.settle()
 
@@ -146,19 +149,19 @@ class _Slot:
         """Start to have the piece's state here; `settle` completes it."""
         self.state = {name: self._bring(name, flat[piece.part]) for name, flat in piece.state.items()}
 
-    def write(self, piece: OffloadSlice) -> None:
-        """Start to bring the piece's state back, and its parameters to where they belong."""
+    def write(self, piece: OffloadSlice, weights: Tensor) -> None:
+        """Start to bring the piece's state back, and these weights to where its parameters belong."""
         for name, home in piece.state.items():
             if isinstance(home, ScratchTensor):
                 self._transfers.append(home[piece.part].start_write(self.state[name]))
-        values, master = piece.bucket.own_values, self.state[MASTER]
+        values = piece.bucket.own_values
         if values is piece.state[MASTER]:
             return
         part = values[piece.part]
         if isinstance(part, Tensor):
-            part.copy_(master)
+            part.copy_(weights)
         else:
-            rounded = self._memory[_VALUES][: part.numel()].copy_(master)
+            rounded = self._memory[_VALUES][: part.numel()].copy_(weights)
             self._transfers.append(part.start_write(rounded))
 
     def settle(self) -> None:
@@ -183,7 +186,7 @@ class _Slot:
 
 def _state(rule: UpdateRule, bucket: Bucket, store: Store, home: Home) -> BucketState:
     own, values = bucket.own.stop - bucket.own.start, bucket.own_values
-    names = [*rule.names, *([] if is_master(bucket.dtype, home != "gpu") else [MASTER])]
+    names = [*rule.names, *([] if is_master(bucket.dtype, home != "gpu", rule) else [MASTER])]
     memory = store(len(names) * own, torch.float32)
     state = {name: memory[index * own : (index + 1) * own] for index, name in enumerate(names)}
     return {MASTER: values} | state

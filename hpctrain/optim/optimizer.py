@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,14 +23,10 @@ BucketState = Mapping[str, Flat]
 for each, which lies where the element lies in its Shard. MASTER are the weights that are updated, which
 all of them have."""
 
+_PIECE = 1 << 20
+"""Elements whose weights are computed at a time, which takes memory."""
+
 Agreement = Callable[[], AbstractContextManager[None]]
-
-
-def is_master(dtype: torch.dtype, updated_there: bool) -> bool:
-    """Whether parameters of this format are the master weights themselves: in fp32, where the update is
-    computed where they lie.
-    """
-    return dtype == torch.float32 and updated_there
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,37 @@ class UpdateRule(Protocol):
         """Update in place; the gradients are divided by `gradient_divisor`, and stay so."""
 
 
+@runtime_checkable
+class Averaged(UpdateRule, Protocol):
+    """A rule whose master weights are the model, and whose gradients are those of other weights, with which
+    layers compute in training.
+
+    `lead` is the name of the state by which these are ahead. `totals` are what is known of all updates so
+    far, stored beside their number.
+    """
+
+    lead: ClassVar[str]
+    totals: dict[str, float]
+
+    def begin(self, learning_rate: float) -> None:
+        """An update follows, in any number of parts."""
+
+    def computed(self, masters: Tensor, lead: Tensor) -> Tensor:
+        """The weights that are computed with, in memory of their own."""
+
+
+def computed(averaged: Averaged | None, state: Mapping[str, Tensor]) -> Tensor:
+    """The weights that layers compute with, by this rule, or else the masters, of some elements' state."""
+    return averaged.computed(state[MASTER], state[averaged.lead]) if averaged else state[MASTER]
+
+
+def is_master(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None = None) -> bool:
+    """Whether parameters of this format are the master weights themselves: in fp32, where the update is
+    computed where they lie, if gradients are theirs.
+    """
+    return dtype == torch.float32 and updated_there and not isinstance(rule, Averaged)
+
+
 class Optimizer(ABC):
     """Updates the parameters of buckets by a rule, wherever it has its `states`, one for each bucket.
 
@@ -90,6 +117,7 @@ class Optimizer(ABC):
         agreement: Agreement = nullcontext,
     ) -> None:
         self.rule, self.buckets, self.states, self._agreement = rule, buckets, states, agreement
+        self._averaged = rule if isinstance(rule, Averaged) else None
 
     @abstractmethod
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
@@ -108,10 +136,22 @@ class Optimizer(ABC):
         """Host memory that state which lies elsewhere passes through."""
         return 0
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """What the rule has learned of all updates, if it learns anything; stored beside their number."""
+        return self._averaged.totals if self._averaged else {}
+
+    @totals.setter
+    def totals(self, totals: dict[str, float]) -> None:
+        if self._averaged and totals:
+            self._averaged.totals = totals
+
     def state(self) -> Iterator[StateTensor]:
-        """The parameters too; where these are fp32, the master weights, wherever they lie, stand for them."""
+        """The parameters too; where these are fp32, or only computed with, the master weights, wherever they
+        lie, stand for them.
+        """
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            single = is_master(bucket.dtype, True)
+            single = bucket.dtype == torch.float32 or self._averaged is not None
             if not single:
                 yield from own_state(MODEL, bucket.own_values, bucket, "never", False)
             for name, flat in state.items():
@@ -120,13 +160,41 @@ class Optimizer(ABC):
                 yield from own_state(kind, flat, bucket, "always", False)
 
     def publish(self) -> None:
-        """Copy the master weights into the parameters, where these are whole on all ranks. Collective."""
+        """Copy the master weights, or what else is computed with, into the parameters, where these are whole
+        on all ranks. Collective.
+        """
+        self._publish(self._averaged)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The parameters are the model's within, and the same bits as before afterwards. Collective."""
+        if self._averaged is None:
+            yield
+            return
+        self._publish(None)
+        yield
+        self.publish()
+
+    def _publish(self, averaged: Averaged | None) -> None:
+        """Copy what is computed with by this rule, or else the master weights, into the parameters."""
         with self._agreement():
-            for bucket, master in zip(self.buckets, self.masters, strict=True):
-                if master is not bucket.own_values:
-                    for first, piece in to_read(master):
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                if state[MASTER] is not bucket.own_values:
+                    for first, piece in _weights(state, averaged):
                         bucket.own_values[first : first + piece.numel()].copy_(piece)
         refresh(self.buckets)
+
+
+def _weights(state: BucketState, averaged: Averaged | None) -> Iterator[tuple[int, Tensor]]:
+    """First element and values of all pieces of a bucket's own weights: see `Optimizer._publish`."""
+    if averaged is None:
+        yield from to_read(state[MASTER])
+        return
+    both = zip(to_read(state[MASTER]), to_read(state[averaged.lead]), strict=True)
+    for (first, masters), (_, lead) in both:
+        for at in range(0, masters.numel(), _PIECE):
+            piece = slice(at, at + _PIECE)
+            yield first + at, averaged.computed(masters[piece], lead[piece])
 
 
 @dataclass(frozen=True)
@@ -168,6 +236,8 @@ class ResidentOptimizer(Optimizer):
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
+        if self._averaged is not None:
+            self._averaged.begin(learning_rate)
         for parts in self._together:
             elements = [
                 Elements(part.state, gradients.float(), part.updates, part.treated.treatment)
@@ -190,5 +260,5 @@ def resident_state(rule: UpdateRule, bucket: Bucket) -> dict[str, Tensor]:
     """Where the update is computed: of the rule's names zeros."""
     values = bucket.own_values
     assert isinstance(values, Tensor)
-    master = values if is_master(bucket.dtype, True) else values.float()
+    master = values if is_master(bucket.dtype, True, rule) else values.to(torch.float32, copy=True)
     return {MASTER: master, **{name: torch.zeros(master.shape, device=master.device) for name in rule.names}}

@@ -153,6 +153,7 @@ class Checkpoints(Hook):
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
+        engine.optimizer.totals = {} if anew else state.get("totals") or {}
         engine.optimizer.publish()
         engine.optimizer.updates = 0 if anew else int(state["updates"])
         replicas = stored_replicas(structure.datasets)
@@ -197,6 +198,7 @@ class Checkpoints(Hook):
         return {
             **asdict(state),
             "updates": engine.optimizer.updates,
+            "totals": engine.optimizer.totals,
             "under_way": engine.outer.under_way,
             "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,

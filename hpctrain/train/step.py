@@ -191,6 +191,7 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
             self.engine.outer.shown(self.engine.optimizer),
+            self.engine.optimizer.shown(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)

@@ -90,7 +90,7 @@ VALUES: dict[str, list[str]] = {
     "memory.optimizer": ['"host"', '"disk"'],
     "memory.parameters": ['"host"', '"disk"'],
     "memory.offload_buffer": ["4096", '"1 MB"'],
-    "optimizer.name": ['"sgd"', '"lion"'],
+    "optimizer.name": ['"sgd"', '"lion"', '"schedule-free"'],
     "optimizer.beta1": ["0", "0.999999"],
     "optimizer.beta2": ["0", "0.999999"],
     "optimizer.epsilon": ["1e-300", "1e300"],

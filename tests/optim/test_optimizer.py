@@ -14,6 +14,7 @@ from hpctrain.comm.world import World
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.optimizer import Elements, ResidentOptimizer, UpdateRule
+from hpctrain.optim.schedule_free import ScheduleFree
 from hpctrain.optim.sgd import SGD
 from hpctrain.parallel.shard import Parameter, Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
@@ -120,8 +121,9 @@ def test_what_is_updated_alike_lies_together() -> None:
         lambda decay: AdamW((0.9, 0.95), 1e-8, decay, given_after=1),
         lambda decay: SGD(0.9, True, decay),
         lambda decay: Lion((0.9, 0.95), decay),
+        lambda decay: ScheduleFree((0.9, 0.95), 1e-8, decay),
     ],
-    ids=["adamw", "one-bit", "sgd", "lion"],
+    ids=["adamw", "one-bit", "sgd", "lion", "schedule-free"],
 )
 def test_a_rate_of_its_own_is_that_of_the_step(world: World, make: Callable[[float], UpdateRule]) -> None:
     """A quarter of the rate 0.5 is 0.125 to the last bit, other parameters have 0.5, and decay is by that."""
