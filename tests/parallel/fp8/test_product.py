@@ -22,8 +22,9 @@ from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter, Shard
-from tests.engines import LLAMA, small_deck, trainer
+from tests.engines import small_deck, trainer
 from tests.parallel.fp8.given import normal, quantized
+from tests.parallel.fp8.scales import DELAYED, KEYS
 
 ONE = planned_group(("tensor",), 0, 1, Ledger())
 ALONE = LayerGroups(tensor=ONE, context=ONE)
@@ -138,63 +139,10 @@ def scales(operand: Quantized) -> Tensor:
     return replace(operand, values=ones).dequantized()
 
 
-KEYS = (
-    *LLAMA,
-    "model.layers=4",
-    "model.tied=false",
-    "layout.schedule=1f1b",
-    "precision.compute=fp8",
-    "precision.fp8_history=2",
-)
-SCHEDULED = {
-    "data": ("layout.zero=3", "memory.recompute=full"),
-    "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "memory.recompute=full"),
-}
-
-
-def maxima(world: World, *keys: str) -> dict[str, list[Tensor]]:
-    """Histories by name after each of some steps."""
-    run = trainer(world, small_deck(*KEYS, *keys))
-    found: dict[str, list[Tensor]] = {}
-    for _ in range(3):
-        run.train_step()
-        for kind, shard, values in (each for one in run.engine.modules.learning for each in one.state()):  # type: ignore[attr-defined]
-            found.setdefault(f"{kind}/{shard.name}", []).append(values.clone())
-    assert {tensor.kind for tensor in run.engine.modules.state()} == {
-        "fp8/inputs",
-        "fp8/weights",
-        "fp8/gradients",
-    }
-    return found
-
-
-def alike(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> bool:
-    assert all(bool((values[-1] > 0).all()) for values in one.values())
-    return all(torch.equal(*pair) for name in one for pair in zip(one[name], other[name], strict=True))
-
-
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("layout", SCHEDULED)
-def test_delayed_scales_are_the_same_however_a_step_is_made(world: World, layout: str) -> None:
-    expected, found = maxima(world.alone()), maxima(world, *SCHEDULED[layout])
-    assert len(expected) == 3 * 4 * 4
-    assert len(found) == len(expected) // (2 if layout == "pipeline" else 1)
-    assert alike(found, expected)
-
-
-@pytest.mark.mpi(min_size=1, max_size=1)
-@pytest.mark.parametrize(
-    "keys", [("memory.recompute=full",), ("batch.micro_size=8",), ("batch.micro_size=1",)]
-)
-def test_delayed_scales_do_not_see_micro_batches(world: World, keys: tuple[str, ...]) -> None:
-    still = "learning_rate.peak=1e-12"  # micro-batches add up gradients in another order
-    assert alike(maxima(world.alone(), still, *keys), maxima(world.alone(), still))
-
-
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(world: World) -> None:
-    stored = small_deck(*KEYS).with_keys(precision={"compute": "bf16"})
+    stored = small_deck(*KEYS, *DELAYED).with_keys(precision={"compute": "bf16"})
     exact = [step.loss for step in trainer(world.alone(), stored).train(3)]
-    found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS)).train(3)]
+    found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS, *DELAYED)).train(3)]
     assert found[0] == exact[0] and found[1] != exact[1]
     assert found == pytest.approx(exact, rel=2e-2)
