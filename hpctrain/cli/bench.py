@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 def command() -> None:
     """Measure how fast things are."""
 
+
+Number = TypeVar("Number", int, float)
 
 PATH = click.Path(path_type=Path)
 deck_file = click.argument("deck", type=PATH)
@@ -198,3 +202,56 @@ def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) ->
     from hpctrain.comm.verb import run_verb
 
     run_verb(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), device)
+
+
+@command.command()
+@deck_file
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. run.steps=100."
+)
+@click.option(
+    "--widths", default="64,128,256,512,1024", show_default=True, help="Values of model.hidden to compare."
+)
+@click.option("--steps", default=10, show_default=True, type=COUNT, help="Steps at each of them.")
+@click.option("--seeds", default=1, show_default=True, type=COUNT, help="Initial models, for a mean.")
+@click.option("--rates", default="", metavar="RATE,...", help="Also runs of the deck at each of these rates.")
+@click.option("--rate-widths", default="64,128,256", show_default=True, help="Widths of these runs.")
+@click.option("--wider-heads", is_flag=True, help="Widen the heads, instead of adding more of them.")
+@click.option("--random-tokens", is_flag=True, help="Instead of those of the deck's file.")
+@click.option("--plot", "picture", type=PATH, metavar="FILE", help="Draw them, as PNG.")
+@figures_file
+def mup(
+    deck: Path,
+    overrides: tuple[str, ...],
+    widths: str,
+    rates: str,
+    rate_widths: str,
+    picture: Path | None,
+    path: Path | None,
+    **wish: Any,
+) -> None:
+    """Compare widths of DECK's model in muP and the standard parametrization: values, and the best rate.
+
+    Its own width, or model.base_width, is the base. Under mpirun or srun the ranks share the trainings out.
+    """
+    from hpctrain.bench.mup import WidthsWish, bench_mup
+    from hpctrain.comm.verb import run_verb
+
+    wished = WidthsWish(
+        widths=numbers("--widths", widths, int),
+        rates=numbers("--rates", rates, float),
+        rate_widths=numbers("--rate-widths", rate_widths, int),
+        **wish,
+    )
+    run_verb(lambda world: bench_mup(world, deck, overrides, wished, path, picture))
+
+
+def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Numbers above 0, separated by commas, each once."""
+    try:
+        found = tuple(dict.fromkeys(kind(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        found = ()
+    if (not found and (text.strip() or kind is int)) or not all(0 < number < inf for number in found):
+        raise click.BadParameter(f"{text!r}: write numbers above 0, separated by commas", param_hint=option)
+    return found
