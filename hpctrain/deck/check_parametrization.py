@@ -8,7 +8,7 @@ from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
-SCALED = ("adamw", "lion", "sgd")
+SCALED = ("adamw", "lion", "schedule-free", "sgd")
 """The optimizers of which it is known how rates follow the width."""
 
 

@@ -78,6 +78,7 @@ def _of_gradients(model: Parametrization, initial: Initial) -> float:
 RATES: Mapping[str, Callable[[Parametrization, Initial], float]] = {
     "adamw": _of_adam,
     "lion": _of_adam,
+    "schedule-free": _of_adam,
     "sgd": _of_gradients,
 }
 """What multiplies the rate of a parameter by its role, by optimizer: those whose steps do not depend on the

@@ -54,7 +54,7 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
     adam = {"normal": 1 / m, "residual": 1 / m, "table": 1.0, "router": 1 / m, "ones": 1.0, "zeros": 1.0}
     sgd = {"normal": 1.0, "residual": 1.0, "table": m, "router": 1 / m, "ones": m, "zeros": m}
     by = Parametrization.of(deck)
-    for optimizer, rates in {"adamw": adam, "lion": adam, "sgd": sgd}.items():
+    for optimizer, rates in {"adamw": adam, "lion": adam, "schedule-free": adam, "sgd": sgd}.items():
         assert {initial: by.rate(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
     assert by.of_logits == 1 / m
     # 1 / d, and at the base's d of 4 as usual: a constant of sqrt(4).
