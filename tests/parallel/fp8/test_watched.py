@@ -10,7 +10,7 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
 from hpctrain.parallel.fp8.quantize import Scaling
 from hpctrain.parallel.fp8.recipes import RECIPES
-from hpctrain.parallel.fp8.watched import layer_kind, lost, note_lost, watched_row
+from hpctrain.parallel.fp8.watched import Row, layer_kind, lost, note_lost, watched_row
 from hpctrain.parallel.noted import Noted
 from hpctrain.train.watchers import EightBitWatch
 from tests.engines import LLAMA, Trainer, small_deck, trainer
@@ -90,7 +90,7 @@ def test_kinds_of_layers() -> None:
 KEYS = (*LLAMA, "model.layers=4", "model.tied=false", "layout.schedule=1f1b", "precision.compute=fp8")
 
 
-def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], list[object]]:
+def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], list[Row | None]]:
     """A trainer after three steps, of which the last two are watched, or none; losses and rows."""
     run = trainer(world, small_deck(*KEYS, *keys))
     losses, rows = [], []
@@ -109,7 +109,10 @@ def test_being_watched_changes_no_bit(world: World, recipe: str) -> None:
     run, losses, rows = steps(world, True, *keys)
     other, unwatched, none = steps(world, False, *keys)
     assert losses == unwatched and none == [None] * 3
-    assert rows[0] is None and rows[1] is not None and rows[2] is not None
+    assert rows[0] is None
+    for row in rows[1:]:
+        assert row is not None and len(row) == 1 + 3 * 4 and len(row["layers"]) == 4
+        assert all(None not in values for values in row.values())  # all of it was seen
     for name, values in run.parameters().items():
         assert torch.equal(values, other.parameters()[name])
 
