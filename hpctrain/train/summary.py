@@ -12,6 +12,8 @@ from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
 from hpctrain.optim.schedule import LearningRate
+from hpctrain.parallel.fp8.found import native
+from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
 from hpctrain.sharding.fragments import Timing
@@ -44,6 +46,11 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         lines.append(
             f"communication.emulate: delays in software make every rank's link one of "
             f"{deck.communication.emulate}; seconds and tokens/s are those of that link, not of this machine"
+        )
+    if deck.precision.compute == "fp8" and native(RECIPES[deck.precision.fp8], world.device) == "none":
+        lines.append(
+            f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: the same numbers, "
+            "but slower than bf16"
         )
     if epochs >= MANY_EPOCHS:
         lines.append(

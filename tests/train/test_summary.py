@@ -38,6 +38,26 @@ def test_epochs_are_said(world: World, tmp_path: Path, steps: int, epochs: str, 
     assert (told in lines) == bool(small)
 
 
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_products_that_are_emulated_are_said(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("a" * 3200)
+    prepare(world, tmp_path / "tokens.h5", [str(tmp_path / "a.txt")])
+    keys = (f"data.tokens={tmp_path}/tokens.h5", "model.vocabulary=257")
+
+    def said(*more: str) -> list[str]:
+        deck = small_deck(*keys, *more)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        return [line for line in lines if "emulated" in line]
+
+    told = 'precision.fp8 = "row" is emulated on this device: the same numbers, but slower than bf16'
+    fp8 = ("precision.compute=fp8", "precision.fp8=row")
+    assert said(*fp8) == [told] and said("precision.compute=bf16") == []
+    monkeypatch.setattr("hpctrain.train.summary.native", lambda *_: "stored")
+    assert said(*fp8) == []
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_one_node_that_compresses_nothing_is_said(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
