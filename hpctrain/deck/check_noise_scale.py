@@ -1,4 +1,4 @@
-"""Checks of the gradient noise scale: where a rank has no gradients of its own tokens alone, or no others."""
+"""Checks of the gradient noise scale: where no rank has gradients of some tokens alone, or of others."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def noise_scale_problems(deck: Deck) -> Iterator[Problem]:
 
 def noise_scale_world_problems(deck: Deck, data: int) -> Iterator[Problem]:
     """What keeps it from being measured on `data` data ranks."""
-    if deck.run.noise_scale_steps and data == 1:
+    layout, batch = deck.layout, deck.batch
+    if not deck.run.noise_scale_steps or data > 1:
+        return
+    if layout.tensor > 1 or layout.pipeline > 1:
         sentence = "compares data ranks with all of them together, but there is one (0 would do)"
-        yield Problem(_KEY, sentence, ("layout.data",))
+        yield Problem(_KEY, sentence, ("layout.data", "layout.tensor", "layout.pipeline"))
+    elif batch.global_size <= batch.micro_size:
+        sentence = (
+            "compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
+            "batch.micro_size or more ranks would do)"
+        )
+        yield Problem(_KEY, sentence, ("layout.data", "batch.global_size", "batch.micro_size"))

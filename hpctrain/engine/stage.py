@@ -50,7 +50,7 @@ from hpctrain.sharding.compression.warmed import exact_at_first
 from hpctrain.sharding.fragments import Timing, fragments_of
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps import LocalSteps, OuterRule
-from hpctrain.sharding.measured import MeasuredSum
+from hpctrain.sharding.measured import FirstMicroBatch, MeasuredSum
 from hpctrain.sharding.outer import EveryStep, Outer
 from hpctrain.sharding.outer_format import FORMATS
 from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
@@ -241,14 +241,16 @@ def build_trained_stage(
         rule.assign([parameter for model in models for parameter in parameter_list(model)])
     stage = build_stage(deck, groups, models, replications, offload.parameters, trained=True)
     summations = [SUMMATIONS[deck.communication.compress](deck, bucket) for bucket in stage.buckets]
-    summing = summations
-    if deck.run.noise_scale_steps:
+    summing, first = summations, None
+    if deck.run.noise_scale_steps and all(bucket.sharding.ranks == 1 for bucket in stage.buckets):
+        first = FirstMicroBatch(stage.buckets[0].sharding.group.device)
+    elif deck.run.noise_scale_steps:
         summing = list(map(MeasuredSum, stage.buckets, summations))
     reducers = list(map(make_reducer, stage.buckets, summing))
     outer = OuterChoice.of(deck).make(deck, stage)
     return TrainedStage(
         **vars(stage),
-        synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced"),
+        synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced", first),
         outer=outer,
         optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
         stateful=[each for each in (outer, *summations, stage.modules) if isinstance(each, Stateful)],

@@ -1,4 +1,4 @@
-"""Square sums of gradients, and what takes that of a rank's own before the ranks sum them."""
+"""Square sums of gradients, and what takes those of some of a step's tokens before others' are added."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from torch import Tensor
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.work import Work
+from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.reducer import Summation
 
 _PIECE = 1 << 16
 """Elements that a CPU squares in fp64 at a time: few enough for the cache."""
+
+_ROWS = 1024
+"""Rows of a table that are added up at a time."""
 
 
 def square_sum(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -70,3 +74,31 @@ class MeasuredSum:
             first = segment.replication.copy(False, *other_tokens)[0] == 0
             if segment.parameter.requires_grad and first:
                 yield elements
+
+
+class FirstMicroBatch:
+    """`squares`, fp64 0-dim, are those of the gradients of a step's first micro-batch, on a rank that has all
+    tokens and all of the model: of each parameter's when it has them, before those of the next are added.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.squares = square_sum((), device)
+        self._additions: dict[Parameter, int] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.squares = torch.zeros_like(self.squares)
+        self._additions.clear()
+
+    def added(self, parameter: Parameter) -> None:
+        """Note one addition to a parameter's gradient."""
+        additions = self._additions[parameter] = self._additions.get(parameter, 0) + 1
+        gradient, lookups = parameter.gradient, parameter.lookups
+        assert gradient is not None
+        if additions != parameter.uses or gradient.is_meta:
+            return
+        if lookups is None:
+            self.squares += square_sum([gradient.flatten()], gradient.device)
+            return
+        for piece, other in zip(gradient.split(_ROWS), lookups.split(_ROWS), strict=True):
+            self.squares += square_sum([(piece + other).flatten()], gradient.device)

@@ -16,7 +16,7 @@ from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
-from hpctrain.sharding.measured import MeasuredSum
+from hpctrain.sharding.measured import FirstMicroBatch, MeasuredSum
 from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
 
@@ -31,12 +31,18 @@ class GradientSynchronizer:
     added to the slices. Then the gradients that are partial are summed over the ranks that hold the same
     piece, and the bucket's Reducer starts. Tied embeddings on two stages of the pipeline are summed
     over these before that, at the end of the step. `finish` waits for everything, and has `outer` keep the
-    replicas together.
+    replicas together. `first`, if any, learns of all additions.
     """
 
-    def __init__(self, reducers: Sequence[Reducer], outer: Outer, each: bool = False) -> None:
+    def __init__(
+        self,
+        reducers: Sequence[Reducer],
+        outer: Outer,
+        each: bool = False,
+        first: FirstMicroBatch | None = None,
+    ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
-        self._outer, self._each = outer, each
+        self._outer, self._each, self.first = outer, each, first
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
@@ -59,12 +65,16 @@ class GradientSynchronizer:
         return sum(two) + self._outer.scratch_bytes
 
     @property
-    def measured(self) -> list[MeasuredSum]:
-        """The Summations that take the square sum of this rank's own gradients."""
+    def measured(self) -> list[MeasuredSum | FirstMicroBatch]:
+        """What takes square sums of gradients of some of a step's tokens: Summations, or `first`."""
+        if self.first is not None:
+            return [self.first]
         return [r.summation for r in self._reducer.values() if isinstance(r.summation, MeasuredSum)]
 
     def start(self, micro_batches: int, updates: int = 0) -> None:
         """Begin a step of `micro_batches` backward passes with zero gradients, after so many `updates`."""
+        if self.first is not None:
+            self.first.begin()
         for bucket, reducer in self._reducer.items():
             reducer.begin(updates)
             bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
@@ -93,6 +103,8 @@ class GradientSynchronizer:
 
     def _added(self, parameter: Parameter) -> None:
         bucket = self._bucket[parameter]
+        if self.first is not None:
+            self.first.added(parameter)
         if bucket.added(parameter):
             self._synchronize(bucket)
         elif self._under_way:

@@ -65,7 +65,7 @@ class Step:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
-        self.own_tokens = 0  # that this rank predicts in the step
+        self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
         self.executor = Executor(
             engine.models,
             engine.mesh.group("pipeline"),
@@ -137,7 +137,8 @@ class Step:
         """
         engine = self.engine
         micro_batches, tokens = self.read_share(state, batch)
-        self.own_tokens = sum(map(engine.objective.count, micro_batches))
+        measured = micro_batches if engine.synchronizer.first is None else micro_batches[:1]
+        self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
             torch.tensor(engine.loss_scale.value / count, device=engine.world.device)
             for count in (max(1, tokens), self.seen(batch))
@@ -164,17 +165,21 @@ class Step:
 
         A data rank's gradients are sums over its own tokens, divided by the tokens of all. Square norms of
         the means that these make, weighted by tokens, are on average that of a batch of as many tokens as the
-        ranks that have any have in the mean, however uneven these are.
+        ranks that have any have in the mean, however uneven these are. One rank alone measures the first
+        micro-batch.
         """
         engine = self.engine
         average, measured = engine.noise_scale, engine.synchronizer.measured
         if not measured:
             return {}
-        own = torch.stack([each.squares for each in measured]).sum()
-        own *= tokens / self.own_tokens if self.own_tokens else 0.0
-        sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))
-        small, ranks = engine.world.everyone.all_reduce(sums).tolist()
-        parts = ranks * engine.mesh.size("data") / engine.world.size
+        ratio = tokens / self.own_tokens if self.own_tokens else 0.0
+        own = torch.stack([each.squares for each in measured]).sum() * ratio
+        if engine.synchronizer.first is not None:
+            small, parts = float(own) * ratio, ratio
+        else:
+            sums = torch.stack((own, torch.full_like(own, self.own_tokens > 0)))
+            small, ranks = engine.world.everyone.all_reduce(sums).tolist()
+            parts = ranks * engine.mesh.size("data") / engine.world.size
         if parts > 1 and isfinite(small):
             square = engine.loss_scale.value**2
             average.update(small / square, squares / square, batch, parts)

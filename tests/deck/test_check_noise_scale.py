@@ -65,7 +65,13 @@ def test_what_cannot_be_measured_is_told(overrides: list[str], told: str) -> Non
     parse_deck(DECK, overrides)
 
 
-def test_one_data_rank_has_nothing_to_be_compared_with() -> None:
+def test_one_data_rank_has_nothing_to_be_compared_with_but_micro_batches() -> None:
     (problem,) = problems(ON, "layout.tensor=2", ranks=2)
     assert problem == f"{ON}: compares data ranks with all of them together, but there is one (0 would do)"
     parse_deck(DECK, [ON, "layout.tensor=2"], ranks=4)
+    (problem,) = problems(ON, "batch.micro_size=8", "batch.global_size=8", ranks=1)
+    assert problem == (
+        f"{ON}: compares a rank's first micro-batch with all of its step, but there is one (0, a smaller "
+        "batch.micro_size or more ranks would do)"
+    )
+    parse_deck(DECK, [ON, "batch.micro_size=4", "batch.global_size=8"], ranks=1)

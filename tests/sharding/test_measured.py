@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.sharding.measured import FirstMicroBatch
 from hpctrain.train.batch_size import batch_at
 from hpctrain.train.step import Step
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
@@ -21,6 +23,10 @@ ON = f"run.noise_scale_steps={WINDOW}"
 NAMES = {"noise_scale", "noise_scale_tokens", "gradient_signal", "gradient_noise"}
 
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "tied": ("model.dropout=0.1", "optimizer.clip=0.1", "layout.zero=2"),
+        "split backward": (*LLAMA, "layout.schedule=zb-h1", "memory.recompute=full"),
+    },
     2: {
         "stage 0": ("model.dropout=0.1", "optimizer.clip=0.1"),
         "stage 1": ("layout.zero=1", *LLAMA, "batch.ramp_from=4", "batch.ramp_steps=2"),
@@ -46,8 +52,10 @@ ROUGH = {"stage 3": 2e-2, "int8": 2e-3}
 """Of the square norm, where it is not that of one rank to rounding."""
 
 
-def expected(alone: Trainer, parts: int) -> list[tuple[float, float]]:
-    """Averages of |G|^2 and S after each step, from the gradients of all data ranks one by one."""
+def expected(alone: Trainer, parts: int, micro_batches: bool) -> list[tuple[float, float]]:
+    """Averages of |G|^2 and S after each step, from the gradients of all parts one by one: data ranks, or
+    `micro_batches`, of which the first alone is compared with all.
+    """
     found, signal, noise, weight = [], 0.0, 0.0, 0.0
     for _ in range(STEPS):
         batch = batch_at(alone.deck.batch, alone.state.step)
@@ -55,8 +63,9 @@ def expected(alone: Trainer, parts: int) -> list[tuple[float, float]]:
         shares = torch.tensor(tokens, dtype=torch.float64) / sum(tokens)
         big = float((shares @ torch.stack(means)).square().sum())
         small = float(shares @ torch.stack([mean.square().sum() for mean in means]))
-        with_tokens = sum(count > 0 for count in tokens)
-        small_batch = batch / with_tokens
+        small_batch = batch / parts
+        if micro_batches:
+            small, small_batch = float(means[0].square().sum()), batch * float(shares[0])
         new = (batch * big - small_batch * small) / (batch - small_batch)
         signal = (1 - 1 / WINDOW) * signal + new / WINDOW
         noise = (1 - 1 / WINDOW) * noise + (small - big) / (1 / small_batch - 1 / batch) / WINDOW
@@ -85,7 +94,7 @@ def deck_of(ranks: int, name: str) -> Deck:
     return small_deck(ON, *sizes, *LAYOUTS[ranks][name])
 
 
-@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.mpi(min_size=1, max_size=4)
 @pytest.mark.parametrize("name", [name for layouts in LAYOUTS.values() for name in layouts])
 def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, name: str) -> None:
     if name not in LAYOUTS.get(world.size, {}):
@@ -93,7 +102,9 @@ def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, 
     deck = deck_of(world.size, name)
     run = trainer(world, deck)
     parts = run.engine.mesh.size("data")
-    wanted = by_rank_0(world, lambda: expected(reference(world, deck), parts))
+    if parts == 1:
+        parts = deck.batch.global_size
+    wanted = by_rank_0(world, lambda: expected(reference(world, deck), parts, world.size == 1))
     for signal, noise in wanted:
         result = run.train_step()
         figures, batch = result.figures, result.batch
@@ -108,7 +119,7 @@ def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, 
             assert "noise_scale" not in figures
 
 
-@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.mpi(min_size=1, max_size=4)
 def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
     for name in LAYOUTS.get(world.size, {}):
         deck = deck_of(world.size, name)
@@ -121,6 +132,21 @@ def test_measuring_changes_no_bit_of_a_step(world: World) -> None:
             assert (kept, measured.grad_norm) == (plain.figures, plain.grad_norm), name
         for tensors in zip(*(run.parameters().items() for run in runs), strict=True):
             assert torch.equal(*(values for _, values in tensors)), name
+
+
+def test_a_table_with_two_buffers_counts_once_as_their_sum() -> None:
+    """When both of its additions of the first micro-batch are there, and no other's are."""
+    table = Parameter(Shard.whole("table", (2500, 3)))
+    table.uses, table.gradient, table.lookups = 2, torch.randn(2500, 3), torch.randn(2500, 3)
+    expected = float((table.gradient + table.lookups).double().square().sum())
+    first = FirstMicroBatch(torch.device("cpu"))
+    for _ in range(2):
+        first.begin()
+        found = []
+        for _ in range(4):
+            first.added(table)
+            found.append(float(first.squares))
+        assert found == [0.0, *[pytest.approx(expected)] * 3]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
