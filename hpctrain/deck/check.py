@@ -14,7 +14,7 @@ from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
-from hpctrain.deck.defaults import second_beta
+from hpctrain.deck.defaults import second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
@@ -31,6 +31,10 @@ _OF_OPTIMIZERS = {
     "sgd": ("momentum", "nesterov"),
     "lion": ("beta1", "beta2"),
     "schedule-free": ("beta1", "beta2", "epsilon"),
+    "muon": (
+        *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
+        *("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate"),
+    ),
 }
 """The keys that are for some optimizers alone."""
 
@@ -233,11 +237,15 @@ def _learning_rate(deck: Deck) -> Iterator[Problem]:
 def _optimizer(deck: Deck) -> Iterator[Problem]:
     keys = deck.optimizer
     usual = {name: field.default for name, field in type(keys).model_fields.items()}
-    usual["beta2"] = second_beta(keys.name)
+    usual |= {"beta2": second_beta(keys.name), "momentum": usual_momentum(keys.name)}
+    usual["nesterov"] = keys.name == "muon"
     for name in dict.fromkeys(name for names in _OF_OPTIMIZERS.values() for name in names):
         if name not in _OF_OPTIMIZERS[keys.name] and getattr(keys, name) != usual[name]:
             sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'
             yield Problem(f"optimizer.{name}", sentence, ("optimizer.name",), idle=True)
+    if keys.name == "muon" and not keys.matrices:
+        sentence = 'names nothing for muon to update (["blocks.*"] would do)'
+        yield Problem("optimizer.matrices", sentence, ("optimizer.name",))
     if keys.nesterov and not keys.momentum:
         sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0"
         yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))

@@ -65,7 +65,7 @@ def _of_forms(deck: Deck) -> Iterator[Problem]:
 def _momentum(deck: Deck) -> Iterator[Problem]:
     """What a momentum that ranks keep, and not the optimizer, asks of that."""
     keys, optimizer = deck.communication, deck.optimizer
-    if keys.compress == "topk" and optimizer.nesterov:
+    if keys.compress == "topk" and optimizer.name == "sgd" and optimizer.nesterov:
         sentence = (
             f"looks ahead of a momentum that all ranks have, but with {_given(deck)} each has one of its own "
             "until it sends it (false would do)"

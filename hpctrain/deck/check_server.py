@@ -77,6 +77,9 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
             shown = f'"{shown}"' if isinstance(value, str) else shown
             sentence = f'does not go with {_SERVER} = "{keys.server}": {why} ({shown} would do)'
             yield Problem(name, sentence, (_SERVER,))
+    if deck.optimizer.name == "muon":
+        sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
+        yield Problem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":
         sentence = (
             f'does not go with {_SERVER} = "{keys.server}": its loss scale follows steps that all ranks make '

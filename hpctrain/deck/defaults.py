@@ -91,6 +91,11 @@ def usual_decay(optimizer: object) -> str:
     return "constant" if optimizer == "schedule-free" else "cosine"
 
 
+def usual_momentum(optimizer: object) -> float:
+    """The usual optimizer.momentum of an optimizer."""
+    return 0.95 if optimizer == "muon" else 0.0
+
+
 def _follow_others(tables: Tables, filled: set[str]) -> None:
     def default(section: str, name: str, value: object) -> None:
         if name not in tables[section]:
@@ -113,7 +118,10 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
         elif _is_integer(warmup) and _is_integer(end := rate["decay_steps"]):
             default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))
 
-    default("optimizer", "beta2", second_beta(tables["optimizer"].get("name")))
+    optimizer = tables["optimizer"].get("name")
+    default("optimizer", "beta2", second_beta(optimizer))
+    default("optimizer", "momentum", usual_momentum(optimizer))
+    default("optimizer", "nesterov", optimizer == "muon")
 
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS

@@ -344,25 +344,46 @@ class Batch(Section):
 class OptimizerSection(Section):
     """How parameters follow gradients."""
 
-    name: Literal["adamw", "sgd", "lion", "schedule-free"] = key(
+    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon"] = key(
         "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
         "adamw",
     )
     beta1: float = key(
-        "Decay of the gradient's mean (adamw, as steps go by it: lion), or share of schedule-free's average.",
+        "Decay of the gradient's mean (adamw, muon; lion's steps), or share of the average (schedule-free).",
         0.9,
         ge=0,
         lt=1,
     )
     beta2: float = key(
-        "Decay of the gradient's square (adamw, schedule-free), or of its mean as it is kept (lion).",
+        "Decay of the gradient's square (adamw, muon, schedule-free), or of its mean as it is kept (lion).",
         derived="0.95, with lion 0.99, with schedule-free 0.999",
         ge=0,
         lt=1,
     )
-    epsilon: float = key("Added to the root of the square (adamw, schedule-free).", 1e-8, gt=0)
-    momentum: float = key("Decay of the sum of gradients that parameters follow (sgd).", 0.0, ge=0, lt=1)
-    nesterov: bool = key("Whether they follow it one step ahead (sgd; Nesterov's momentum).", False)
+    epsilon: float = key("Added to the root of the square (adamw, muon, schedule-free).", 1e-8, gt=0)
+    momentum: float = key(
+        "Decay of the sum (sgd) or mean (muon) of gradients that parameters follow.",
+        derived="0, with muon 0.95",
+        ge=0,
+        lt=1,
+    )
+    nesterov: bool = key(
+        "Whether they follow it one step ahead (sgd, muon; Nesterov's momentum).",
+        derived="false, with muon true",
+    )
+    matrices: tuple[str, ...] = key(
+        "Parameters whose matrices muon updates, by name; all others are adamw's.",
+        ("blocks.*",),
+        strict=False,
+    )
+    match: Literal["original", "adamw-rms"] = key(
+        "The size of muon's steps: that of adamw's, 0.2 sqrt(max(n, m)), or sqrt(max(1, n / m)).", "adamw-rms"
+    )
+    newton_schulz: Literal["bf16", "fp32"] = key("Format in which muon orthogonalizes.", "bf16")
+    newton_schulz_steps: int = key("Steps of its iteration.", 5, ge=1, le=99)
+    others_rate: float = key(
+        "Learning rate of what muon leaves to adamw, over that of the step.", 1.0, gt=0, le=1000
+    )
     weight_decay: float = key(
         "Decoupled weight decay, x rate a step, with mup the same at any width; not on norms and biases.",
         0.1,

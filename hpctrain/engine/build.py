@@ -17,6 +17,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import Offload, open_offload
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
+from hpctrain.engine.rules import check_matrices
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import (
     TrainedStage,
@@ -180,6 +181,7 @@ def assemble(
     number = mesh.coordinate("pipeline")
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
     freeze(deck, world, models)
+    check_matrices(deck, shape)
     check_excluded(deck, world, models)
     replications = make_replications(deck, mesh)
     offload = Offload()

@@ -63,11 +63,14 @@ class BlockRule(Protocol):
 
 @dataclass(frozen=True)
 class BlockRules:
-    """A rule for the Blocks of parameters that `patterns` name, and one for the elements of all others."""
+    """A rule for the Blocks of parameters that `patterns` name, and one for the elements of all others, whose
+    learning rate is `others_rate` times that of the step.
+    """
 
     blocks: BlockRule
     elements: UpdateRule
     patterns: Sequence[str]
+    others_rate: float = 1.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +121,7 @@ class BlockOptimizer(Optimizer):
         for runs in together:
             parts = [run.part(updates) for run in runs]
             if parts:
-                self.rule.update(parts, learning_rate, gradient_divisor)
+                self.rule.update(parts, learning_rate * self._rules.others_rate, gradient_divisor)
             del parts
         for blocks in self._blocks:
             if blocks.segment.parameter.requires_grad:

@@ -92,13 +92,16 @@ def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
     """
     own, theirs = (RULES[each.optimizer.name](each) for each in (deck, before))
     other = deck.optimizer.name != before.optimizer.name
-    if not other and set(own.names) <= set(theirs.names):
+    named = deck.optimizer.name == "muon" and set(deck.optimizer.matrices) != set(before.optimizer.matrices)
+    if not other and not named and set(own.names) <= set(theirs.names):
         return False
     if not deck.optimizer.restart:
-        key = "optimizer.name" if other else "optimizer.momentum"
+        key = "name" if other else "matrices" if named else "momentum"
         held = f"the state of {toml_value(before.optimizer.name)}" if other else "no momentum"
+        if named:
+            held = f"muon's state of {toml_value(before.optimizer.matrices)}"
         would = "optimizer.restart = true begins with new state"
-        raise HpctrainError(deck.problem(key, f"{path} holds {held} to go on from ({would})"))
+        raise HpctrainError(deck.problem(f"optimizer.{key}", f"{path} holds {held} to go on from ({would})"))
     if deck.communication.warmup and (momentum_given_after(deck) or in_replicas(deck)):
         sentence = (
             "counts updates of the whole run, but those of an optimizer that begins anew "

@@ -12,7 +12,7 @@ gradients in these, as in `communication.warmup`: then each of them is to have w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import lcm
@@ -43,8 +43,12 @@ _EXPERTS, _CHOSEN = 4, 2
 _RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
 _STEPS = 2
 
-_SMOOTH: Mapping[str, Mapping[str, object]] = {"lion": {"name": "sgd", "momentum": 0.9}}
-"""What stands in for optimizers that make whole steps of rounding, and keeps as much state."""
+_SMOOTH: Mapping[str, Mapping[str, object]] = {
+    "lion": {"name": "sgd", "momentum": 0.9},
+    # More steps make much of the smallest singular values, which are rounding.
+    "muon": {"newton_schulz": "fp32", "newton_schulz_steps": 1},
+}
+"""What stands in for optimizers that make much of rounding, and keeps as much state."""
 
 _SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
 """Axes over which a sum may be missing or doubled, the likeliest first."""
@@ -100,7 +104,12 @@ def miniature(deck: Deck) -> Deck:
         stability={"check_parameters": True},
         run={"noise_scale_steps": 0},
     )
-    return small.with_keys(model={"frozen": _frozen(deck, small)})
+    frozen = _standing(deck, small, deck.model.frozen)
+    small = small.with_keys(model={"frozen": () if frozen is None else frozen})
+    if deck.optimizer.name != "muon":
+        return small
+    matrices = _standing(deck, small, deck.optimizer.matrices)
+    return small.with_keys(optimizer={"matrices": ("*",) if matrices is None else matrices})
 
 
 def _base(deck: Deck, hidden: int) -> dict[str, object]:
@@ -136,11 +145,10 @@ def _few_experts(deck: Deck) -> dict[str, object]:
     }
 
 
-def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
-    """The parameters of a miniature without frozen ones that stand for frozen ones of the deck.
+def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:
+    """The parameters of a miniature that stand for those of the deck which the patterns name; None for all.
 
-    Its first and last blocks stand for the deck's, those between for some between. None is frozen where
-    nothing would be left to train.
+    Its first and last blocks stand for the deck's, those between for some between.
     """
     model = bare_model(ModelShape.of(small, small.model.vocabulary or 2))
     names = [parameter.shard.name for parameter in parameter_list(model)]
@@ -149,9 +157,8 @@ def _frozen(deck: Deck, small: Deck) -> tuple[str, ...]:
     def original(name: str) -> str:
         return re.sub(r"^blocks\.(\d+)\.", lambda block: f"blocks.{round(int(block[1]) * scale)}.", name)
 
-    patterns = deck.model.frozen
-    frozen = [name for name in names if any(fnmatchcase(original(name), pattern) for pattern in patterns)]
-    return tuple(frozen) if len(frozen) < len(names) else ()
+    named = [name for name in names if any(fnmatchcase(original(name), pattern) for pattern in patterns)]
+    return tuple(named) if len(named) < len(names) else None
 
 
 def on_one_rank(deck: Deck) -> Deck:

@@ -259,6 +259,19 @@ def test_what_fits(overrides: list[str]) -> None:
             ],
         ),
         (
+            ["optimizer.others_rate=0.1", 'optimizer.matrices=["*"]', "optimizer.nesterov=true"],
+            [
+                'optimizer.matrices=["*"]: has no effect on optimizer.name = "adamw" (leave it out)',
+                'optimizer.nesterov=true: has no effect on optimizer.name = "adamw" (leave it out)',
+                'optimizer.others_rate=0.1: has no effect on optimizer.name = "adamw" (leave it out)',
+                "optimizer.nesterov=true: looks ahead by the momentum, and needs optimizer.momentum above 0",
+            ],
+        ),
+        (
+            ["optimizer.name=muon", "optimizer.matrices=[]"],
+            ['optimizer.matrices=[]: names nothing for muon to update (["blocks.*"] would do)'],
+        ),
+        (
             ["optimizer.name=sgd", "optimizer.beta2=0.99"],
             ['optimizer.beta2=0.99: has no effect on optimizer.name = "sgd" (leave it out)'],
         ),

@@ -22,6 +22,9 @@ def test_defaults_that_follow_other_keys() -> None:
     assert deck.optimizer.beta2 == parse_deck(SMALL, ["optimizer.name=sgd"]).optimizer.beta2 == 0.95
     assert parse_deck(deck_text(deck), ["optimizer.name=lion"]).optimizer.beta2 == 0.99
     assert parse_deck(SMALL, ["optimizer.name=lion", "optimizer.beta2=0.95"]).optimizer.beta2 == 0.95
+    for name, momentum, nesterov in (("sgd", 0.0, False), ("muon", 0.95, True), ("adamw", 0.0, False)):
+        keys = parse_deck(deck_text(deck), [f"optimizer.name={name}"]).optimizer
+        assert (keys.momentum, keys.nesterov) == (momentum, nesterov)
     free = parse_deck(deck_text(deck), ["optimizer.name=schedule-free"])
     assert (free.optimizer.beta2, free.learning_rate.decay) == (0.999, "constant")
     assert parse_deck(deck_text(free), ["optimizer.name=adamw"]).learning_rate.decay == "cosine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -174,9 +175,8 @@ class CompressedSum(CodedSum):
     def __init__(self, bucket: Bucket, codec: Codec, feedback: bool, whole: bool = False) -> None:
         self.bucket, group, device = bucket, bucket.sharding.group, bucket.sharding.group.device
         returns, blocks = whole or bucket.sharding.zero == 0, Blocks.of(bucket)
-        size, share = group.size, bucket.length // group.size
-        slices = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
-        owned = blocks.equal_spans(size) if returns else list(map(blocks.span_of, slices))
+        slices = [slice(first, last) for first, last in pairwise(bucket.layout.borders)]
+        owned = blocks.equal_spans(group.size) if returns else list(map(blocks.span_of, slices))
         super().__init__(blocks, group, codec, owned, returns, bucket.slice)
         if feedback:
             self.residual = torch.zeros(blocks.elements, device=device)

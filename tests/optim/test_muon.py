@@ -1,0 +1,225 @@
+"""Muon on flat buckets against torch's, and on every layout against one rank, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.engine.rules import RULES
+from hpctrain.errors import HpctrainError
+from hpctrain.optim import blocks
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.blocks import BlockOptimizer, BlockRules
+from hpctrain.optim.muon import Match, Muon, orthogonalized
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.sharding.replication import Replications
+from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.verify import LayoutError, verify_layout
+from tests.engines import LLAMA, Trainer, alone, make_buckets, one_thread, reference, small_deck, trainer
+
+SHAPES = ((400, 200), (200, 400), (230, 230), (40, 3), (16, 16), (1, 8))
+MUON = ("optimizer.name=muon", "learning_rate.peak=1e-2")
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("match", "theirs"), [("original", "original"), ("adamw-rms", "match_rms_adamw")], ids=["original", "rms"]
+)
+def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nesterov: bool) -> None:
+    """Of matrices of every form, and of each of three that are stacked; vectors are AdamW's."""
+    one_thread()
+    torch.manual_seed(5)
+    parameters = {f"m{number}": Parameter(Shard.whole(f"m{number}", s)) for number, s in enumerate(SHAPES)}
+    parameters["stack"] = Parameter(Shard.whole("stack", (3, 24, 40)))
+    parameters["v"] = Parameter(Shard.whole("v", (33,)), decayed=False)
+    rules = BlockRules(
+        Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), AdamW((0.9, 0.95), 1e-8, 0.1), ("*",), 0.25
+    )
+    rules.assign(list(parameters.values()))
+    units = [[[each] for each in parameters.values()]]
+    buckets = make_buckets(units, Replications.alone(alone(world).tensor), torch.float32, 100_000)
+    ours = BlockOptimizer(rules, buckets)
+    for parameter in parameters.values():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items() if name != "stack"}
+    stacked = [each.clone().requires_grad_() for each in parameters["stack"].detach()]
+    matrices = [*(p for p in copies.values() if p.dim() == 2), *stacked]
+    muon = torch.optim.Muon(matrices, momentum=0.95, nesterov=nesterov, adjust_lr_fn=theirs)
+    adamw = torch.optim.AdamW([copies["v"]], betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(4):
+        rate = muon.param_groups[0]["lr"] = 0.01 * (step + 1)
+        adamw.param_groups[0]["lr"] = rate / 4
+        for name, parameter in parameters.items():
+            gradient = torch.randn(parameter.shape)
+            assert parameter.gradient is not None
+            parameter.gradient.copy_(gradient * 4.0)
+            if name != "stack":
+                copies[name].grad = gradient
+                continue
+            for each, of_each in zip(stacked, gradient, strict=True):
+                each.grad = of_each.clone()
+        muon.step()
+        adamw.step()
+        ours.step(rate, 4.0)
+        for name, parameter in parameters.items():
+            expected = torch.stack([*stacked]) if name == "stack" else copies[name]
+            if name == "v":
+                torch.testing.assert_close(parameter.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(parameter.detach(), expected.detach()), (step, name)
+    kinds = {each.kind: each.values.numel() for each in ours.state() if each.shard.name == "m0"}
+    assert kinds == {"model": 80_000, "optimizer/momentum": 80_000}
+
+
+def plain(matrix: Tensor, steps: int) -> Tensor:
+    """Newton and Schulz's iteration in double precision, as it is written."""
+    x = matrix.double() / matrix.double().norm()
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("shape", [(300, 500), (500, 300), (256, 256), (700, 500)])
+def test_a_matrix_is_orthogonalized_in_single_precision(shape: tuple[int, int]) -> None:
+    """Symmetric products are computed in parts of 192 rows; singular values come near 1."""
+    torch.manual_seed(2)
+    matrix = torch.randn(shape)
+    found = orthogonalized(matrix.clone(), 5)
+    wide = matrix if shape[0] <= shape[1] else matrix.t()
+    expected = plain(wide, 5) if shape[0] <= shape[1] else plain(wide, 5).t()
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    values = torch.linalg.svdvals(found)
+    assert (values < 1.3).all() and (values > 0.3).float().mean() > 0.95
+    assert orthogonalized(torch.zeros(shape), 5).abs().max() == 0
+
+
+EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.expert_mlp=48")
+LAYOUTS: dict[int, list[tuple[str, ...]]] = {
+    1: [("precision.gradients=compute", "precision.compute=bf16")],
+    2: [
+        ("layout.zero=0",),
+        ("layout.zero=1", "communication.bucket_bytes=1000000"),
+        ("layout.zero=2", "memory.accumulate=sliced"),
+        ("layout.zero=3",),
+        ("layout.tensor=2", "layout.sequence_parallel=true"),
+        ("layout.tensor=2", "model.key_value_heads=1", "optimizer.newton_schulz=fp32"),
+        ("layout.pipeline=2", "model.tied=true"),
+        ("layout.context=2", "layout.zero=1", 'model.frozen=["blocks.1.attention.*"]'),
+        (*EXPERTS, "layout.expert=2", "layout.zero=1"),
+        (*EXPERTS, "layout.zero=1"),
+        (*EXPERTS, "layout.tensor=2", "layout.expert_tensor=2"),
+    ],
+    4: [
+        ("layout.zero=2", "layout.zero_group=2"),
+        ("layout.tensor=2", "layout.zero=0"),
+        ("layout.tensor=2", "layout.zero=3"),
+        ("layout.pipeline=2", "layout.zero=1", "model.tied=true"),
+        (*EXPERTS, "layout.expert=2", "layout.tensor=2", "layout.expert_tensor=2", "layout.zero=1"),
+    ],
+    8: [("layout.tensor=2", "layout.pipeline=2", "layout.zero=3"), ("layout.zero=1",)],
+}
+
+
+def give_gradients(training: Trainer, step: int) -> None:
+    """Gradients by name and step alone, as if they were summed."""
+    for bucket in training.engine.buckets:
+        for segment, values, offset in bucket.owned(bucket.own_gradients):
+            shard = segment.parameter.shard
+            generator = torch.Generator().manual_seed(crc32(shard.name.encode()) + step)
+            whole = torch.randn(shard.shape, generator=generator) * segment.parameter.requires_grad
+            assert isinstance(values, Tensor)
+            values.copy_(shard.take(whole).view(-1)[offset : offset + values.numel()])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", range(max(map(len, LAYOUTS.values()))))
+def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> None:
+    """Given the same gradients: where ranks own whole matrices, and where these are joined."""
+    one_thread()
+    layouts = LAYOUTS.get(world.size, [])
+    if number >= len(layouts):
+        pytest.skip(f"{len(layouts)} layouts of {world.size} ranks")
+    deck = small_deck(*LLAMA, *MUON, *layouts[number])
+    training, alone = trainer(world, deck), reference(world, deck)
+    for step in range(3):
+        for each in (training, alone):
+            give_gradients(each, step)
+            each.engine.optimizer.step(1e-2, 2.0)
+    whole = alone.parameters()
+    for bucket in training.engine.buckets:
+        flat = bucket.gathered(bucket.own_values)
+        for segment in bucket.segments:
+            shard = segment.parameter.shard
+            assert torch.equal(segment.view(flat), shard.take(whole[shard.name])), shard.name
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("key", ["layout.zero=1", "layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
+def test_a_run_goes_on_in_another_layout(world: World, mpi_tmp_path: Path, key: str) -> None:
+    """The next steps of one rank after a checkpoint of this layout are this layout's."""
+    keys = (*LLAMA, *MUON, f"run.dir={mpi_tmp_path}", "optimizer.newton_schulz=fp32")
+    deck = small_deck(*keys, key)
+    training = trainer(world, deck)
+    training.train(2)
+    Checkpoints(deck, training.engine, {}).save(training.state)
+    world.everyone.barrier()
+    expected = [step.loss for step in training.train(3)]
+    other = reference(world, deck)
+    path = mpi_tmp_path / "checkpoints/step-00000002.h5"
+    other.state = Checkpoints(small_deck(*keys), other.engine, {}).restore(path)
+    assert [step.loss for step in other.train(3)] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("key", ["layout.tensor=2", "layout.zero=1"])
+def test_the_layout_check_sees_pieces_orthogonalized(
+    world: World, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    deck = small_deck(*LLAMA, *MUON, key)
+    made = trainer(world, deck).engine.mesh
+    verify_layout(deck, world, made)
+    if key == "layout.zero=1":
+        return
+    monkeypatch.setattr(blocks._CutBlock, "of", lambda *_: None)
+    with pytest.raises(LayoutError, match="in the second step"):
+        verify_layout(deck, world, made)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        ('["blocks.*", "head.*.x"]', 'no parameter is called "head.*.x"'),
+        (
+            '["*.query.weight"]',
+            "names blocks.0.attention.query.weight, but not ",
+        ),
+        ('["*norm*"]', "names no matrix"),
+    ],
+)
+def test_patterns_that_cannot_be_are_refused(world: World, pattern: str, sentence: str) -> None:
+    with pytest.raises(HpctrainError) as raised:
+        trainer(world, small_deck(*LLAMA, *MUON, f"optimizer.matrices={pattern}"))
+    assert sentence in str(raised.value)
+
+
+def test_a_skipped_step_changes_nothing(world: World) -> None:
+    deck = small_deck(*LLAMA, *MUON, "precision.compute=fp16", "precision.initial_loss_scale=1e30")
+    training = trainer(world, deck)
+    before = [(each.kind, each.values.clone()) for each in training.engine.optimizer.state()]
+    (step,) = training.train(1)
+    assert step.skipped
+    for (kind, values), after in zip(before, training.engine.optimizer.state(), strict=True):
+        assert torch.equal(values, after.values), kind
+
+
+def test_a_deck_makes_its_rule() -> None:
+    rules = RULES["muon"](small_deck("optimizer.name=muon", "optimizer.weight_decay=0.2"))
+    assert isinstance(rules, BlockRules)
+    assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
+    assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)
