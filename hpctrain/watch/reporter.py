@@ -84,7 +84,7 @@ class Reporter:
             seconds_left=self.progress.seconds_left(),
             step_seconds=longest,
             checkpoint=_text(checkpoint),
-            **{name: row.figures[name] for name in ("noise_scale",) if name in row.figures},
+            **({"noise_scale": row.figures.get("noise_scale")} if "gradient_noise" in row.figures else {}),
         )
 
     def stepped(self) -> None:

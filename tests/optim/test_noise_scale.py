@@ -14,6 +14,7 @@ from hpctrain.data.prepare import prepare
 from hpctrain.optim.noise_scale import NoiseScale, estimates
 from hpctrain.report.rows import read_metrics
 from hpctrain.train.run import resume, run_deck
+from hpctrain.watch.status import stored_status
 from tests.train.test_run import DECK
 
 
@@ -101,6 +102,9 @@ def test_a_run_that_goes_on_has_the_figures_of_one_that_never_stopped(
     for row, other in zip(measured, plain, strict=True):
         assert not other.keys() & FIGURES
         assert {key: row[key] for key in other} == other
+    told = [stored_status(folder) for folder in (whole, without)]
+    assert told[0]["noise_scale"] == measured[-1].get("noise_scale")
+    assert "noise_scale" not in told[1]
     stored = read_state(whole / last, world.everyone)["noise_scale"]
     assert stored["weight"] == pytest.approx(1 - (2 / 3) ** 6)
     world.everyone.barrier()
