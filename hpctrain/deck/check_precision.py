@@ -10,6 +10,8 @@ from hpctrain.deck.schema import Deck, PrecisionSection
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 
+_OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_watch")
+
 BLOCK_SIZES = {"block": 128, "mx": 32}
 """Of the recipes in which a scale is of some elements along a dim."""
 
@@ -19,9 +21,11 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
     keys = deck.precision
     if keys.compute != "fp8":
         said = f'precision.compute = "{keys.compute}"'
-        names = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_watch")
-        yield from _in_vain(keys, names, said, _COMPUTE)
+        yield from _in_vain(keys, _OF_FP8, said, _COMPUTE)
         return
+    if keys.fp8_messages and not deck.layout.sequence_parallel:
+        sentence = "has no effect without layout.sequence_parallel = true (leave it out)"
+        yield Problem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), idle=True)
     if keys.fp8 != "delayed":
         yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
     elif deck.communication.server != "none":

@@ -35,6 +35,7 @@ class Recompute(SavedPolicy):
 
     def __init__(self, recompute: Recomputed, store: ActivationStore | None = None) -> None:
         self.recompute, self.store = recompute, store
+        self.keeps_core = recompute != "selective"
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
         """All layers of x; each segment again in its backward."""
@@ -56,7 +57,7 @@ class Recompute(SavedPolicy):
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
     ) -> Tensor:
         """The core of attention; with "selective", again in its backward."""
-        if self.recompute != "selective" or not torch.is_grad_enabled():
+        if self.keeps_core or not torch.is_grad_enabled():
             return compute(*inputs, *shared)
         result: Tensor = _Again.apply(compute, *inputs, *shared)
         return result

@@ -75,7 +75,14 @@ class Attention(nn.Module):
         )
         normed = shape.query_key_norm != "none"
         self.norm = QueryKeyNorm(name, shape, groups, queries, keys) if normed else None
-        self.output = RowLinear(f"{name}.output", shape.heads * size, shape.hidden, shape.biases, groups)
+        sizes = shape.heads * size, shape.hidden
+        shared = groups.saved_policy.keeps_core and not self.exchanges
+        self.output = RowLinear(f"{name}.output", *sizes, shape.biases, groups, shared)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the core's output comes back from other ranks, and is another tensor there."""
+        return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Attend to all earlier positions of the same sequence."""
@@ -103,28 +110,35 @@ class Attention(nn.Module):
         return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: Saving) -> list[Storage]:
-        """The core's inputs as it keeps them, its output, and the log-sum-exp unless it is computed again."""
+        """What the core keeps, and its output, if it does not keep it itself."""
+        alone = at.selective or self.exchanges
+        return [*self._core(at), *(self.output.kept(at) if alone else [])]
+
+    def _core(self, at: Saving) -> list[Storage]:
+        """The core's inputs as it keeps them, and unless it is computed again its output, or what is
+        exchanged of it, and the log-sum-exp.
+        """
         queries, keys, _ = self.inner.split_sizes
         projected, output, shared = (at.features(count) for count in (queries + 2 * keys, queries, keys))
         statistics = [] if self.norm is None else self.norm.saved(at)
         if at.selective:
             normed = [] if self.norm is None else [output, shared]
-            return [projected, *statistics, *normed, output]
+            return [projected, *statistics, *normed]
         log_sum = at.features(queries // self.head_size, 4)
         log_sum = Storage(log_sum.bytes, 4, features=False)
-        context = self.groups.context.size
-        if context > 1 and self.groups.context_form == "all_to_all":
-            # The exchanged queries, keys, values and output, and the output as it comes back.
-            exchanged = at.features(max(keys, context * self.head_size))
+        if self.exchanges:
+            # The exchanged queries, keys, values and output.
+            exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
             normed = [] if self.norm is None else [projected, *statistics]
-            return [*normed, output, exchanged, exchanged, output, log_sum, output]
+            return [*normed, output, exchanged, exchanged, output, log_sum]
         return [projected, *statistics, *([output, shared] if self.rotated else []), output, log_sum]
 
     def made_again(self, at: Saving) -> int:
         """Bytes that the core, where it is computed again, saves beside its inputs and output."""
-        inputs = total(self.saved(replace(at, selective=True)))
+        queries, keys, _ = self.inner.split_sizes
+        known = total(self._core(replace(at, selective=True)))
+        known += 0 if self.exchanges else at.features(queries).bytes
         if self.norm is not None:
             # It is normalized queries and keys then, but rotated ones otherwise.
-            queries, keys, _ = self.inner.split_sizes
-            inputs -= at.features(queries + keys).bytes
-        return total(self.saved(replace(at, selective=False))) - inputs
+            known -= at.features(queries + keys).bytes
+        return total(self._core(replace(at, selective=False))) - known

@@ -8,22 +8,30 @@ from torch.nn import functional
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
-from hpctrain.parallel.product import apart_bytes
 from hpctrain.parallel.saved import Saving, Storage
 
 
 class FeedForward(nn.Module):
     """[s or s/t, b, h] -> the same, split by columns, then by rows over the tensor axis. `inner` is its
-    width, if it is not the shape's.
+    width, if it is not the shape's; `shared_input` says that others keep its input, too.
     """
 
-    def __init__(self, name: str, shape: ModelShape, groups: LayerGroups, inner: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: ModelShape,
+        groups: LayerGroups,
+        inner: int | None = None,
+        shared_input: bool = False,
+    ) -> None:
         super().__init__()
         inner = shape.mlp if inner is None else inner
         rows = Rows.split(inner, groups.tensor)
         self.gated = shape.family == "llama"
         outputs = [(f"{name}.gate", rows)] if self.gated else []
-        self.up = ColumnLinear(shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups)
+        self.up = ColumnLinear(
+            shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups, shared_input
+        )
         self.down = RowLinear(f"{name}.down", inner, shape.hidden, shape.biases, groups)
 
     @property
@@ -45,14 +53,16 @@ class FeedForward(nn.Module):
     def saved(self, at: Saving) -> list[Storage]:
         """GELU's input and output; or gate and up, which are one, their product's other factor, and it."""
         inner = at.features(self.up.split_sizes[-1])
-        return [*([at.features(self.widest)] if self.gated else []), inner, inner]
+        widest = [at.features(self.widest)] if self.gated else []
+        return [*widest, inner, *self.down.kept(at)]
 
     def workspace(self, at: Saving) -> int:
         """Bytes that its backward pass needs in passing: gradients of the hidden states, before and after,
-        and of the widest ones between, and of their weights.
+        and of the widest ones between, and what their products need.
         """
         hidden = self.down.weights[0].shard.shape[0]
-        return at.features(self.widest + 2 * hidden).bytes + apart_bytes(self.widest * hidden, at)
+        passing = max(layer.product.passing(at.tokens, at) for layer in (self.up, self.down))
+        return at.features(self.widest + 2 * hidden).bytes + passing
 
     def passing(self, at: Saving) -> tuple[int, int]:
         """Where weight gradients are computed later, bytes that are there beside what is saved of a block:

@@ -37,7 +37,8 @@ class Mixture(nn.Module):
         sizes = shape.experts, shape.experts_per_token, shape.hidden, shape.expert_mlp
         self.experts = Experts(f"{name}.experts", *sizes, groups, shape.capacity)
         inner = shape.shared_experts * shape.expert_mlp
-        self.shared = FeedForward(f"{name}.shared", shape, groups, inner) if inner else None
+        # The router keeps what it sees, too.
+        self.shared = FeedForward(f"{name}.shared", shape, groups, inner, True) if inner else None
 
     def forward(self, x: Tensor, inputs: Inputs, residency: Residency) -> Tensor:
         """Route, send, compute, and combine; shared experts while tokens travel."""

@@ -31,7 +31,8 @@ class Precision:
         keys = deck.precision
         eight_bits = None
         if keys.compute == "fp8":
-            eight_bits = EightBits(keys.fp8, keys.fp8_gradients, keys.fp8_history, keys.fp8_exclude)
+            recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
+            eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
         gradient = compute if keys.gradients == "compute" else torch.float32
         return Precision(compute, compute, gradient, eight_bits)

@@ -176,9 +176,12 @@ class Block(TransformerLayer):
 
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer."""
-        hidden, mask = at.row_features(self.hidden), _masks(self, at)
-        attended = [*self.attention_norm.saved(at), hidden, *self.attention.saved(at), *mask]
-        return [*attended, *self.feed_forward_norm.saved(at), hidden, *self.feed_forward.saved(at), *mask]
+        mask, expanding = _masks(self, at), self.feed_forward
+        attended = [*self.attention.inner.kept(at), *self.attention.saved(at)]
+        rows = [at.row_features(self.hidden)]
+        normal = rows if isinstance(expanding, Mixture) else expanding.up.kept(at)
+        of_norms = self.attention_norm.saved(at), self.feed_forward_norm.saved(at)
+        return [*of_norms[0], *attended, *mask, *of_norms[1], *normal, *expanding.saved(at), *mask]
 
     def workspace(self, at: Saving) -> int:
         """See Layer."""

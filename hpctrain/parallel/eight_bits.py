@@ -12,14 +12,15 @@ AS_STORED = ("head", "embedding.*")
 @dataclass(frozen=True)
 class EightBits:
     """By which recipe layers multiply in 8 bits, and with gradients of their outputs in which format, by the
-    names that a deck has for these; by maxima of how many steps where it is a delayed one; and without which
-    matrices, by patterns of their names.
+    names that a deck has for these; by maxima of how many steps where it is a delayed one; without which
+    matrices, by patterns of their names; and whether pieces of sequences travel in 8 bits.
     """
 
     recipe: str
     gradients: str
     history: int
     exclude: tuple[str, ...] = ()
+    messages: bool = False
 
     def excludes(self, name: str) -> bool:
         """Whether a parameter of this name is multiplied as it is stored."""

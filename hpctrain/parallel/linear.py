@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product, gradient_of, joined
+from hpctrain.parallel.product import Operand, Product, gradient_of, joined, operand_of, tensors_of
 from hpctrain.parallel.products import make_product
-from hpctrain.parallel.saved import Saving, total
+from hpctrain.parallel.saved import Saving, Storage, total
 from hpctrain.parallel.shard import Initial, Parameter, Shard
 
 
@@ -87,11 +87,14 @@ class Multiplying(nn.Module, ABC):
 
 
 class SplitLinear(Multiplying):
-    """What both layers share: fused weights and biases, and the weight-gradient computation."""
+    """What both layers share: fused weights and biases, and the weight-gradient computation.
 
-    def __init__(self, groups: LayerGroups) -> None:
+    `shared_input` says that others keep the input for backward, too.
+    """
+
+    def __init__(self, groups: LayerGroups, shared_input: bool) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.shared_input = groups, shared_input
         self.weights: list[Parameter] = []
         self.product: Product
         self.biases: list[Parameter] = []
@@ -121,9 +124,23 @@ class SplitLinear(Multiplying):
         """See Multiplying."""
         return self.weights
 
-    def _add_gradients(self, output_gradient: Tensor, inputs: Tensor) -> None:
+    @property
+    def pieces(self) -> Group | None:
+        """The ranks whose sequence is split before and after."""
+        return self.groups.tensor if self.groups.sequence_parallel else None
+
+    def compact(self, training: bool) -> bool:
+        """Whether a product may keep its input in another form for backward: nobody else keeps it."""
+        return training and not self.shared_input
+
+    def _kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
+        if self.shared_input:
+            return Product.kept(self.product, rows, at, pieces)
+        return self.product.kept(rows, at, pieces)
+
+    def _add_gradients(self, output_gradient: Operand, kept: Operand) -> None:
         if self.weights[0].requires_grad:
-            self.product.add_weight_gradient(output_gradient, inputs)
+            self.product.add_weight_gradient_of(output_gradient, kept)
             for parameter in self.weights:
                 parameter.added()
 
@@ -138,55 +155,71 @@ class SplitLinear(Multiplying):
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer.product.forward(layer.groups.gathered(x), layer.bias())
+        output, kept = layer.product.forward_kept(x, layer.bias(), layer.pieces, layer.compact(training))
+        ctx.save_for_backward(*tensors_of(kept))
+        return output
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: ColumnLinear = ctx.layer
-        groups, tensor = layer.groups, layer.groups.tensor
-        (x,) = ctx.saved_tensors
+        groups, product, pieces = layer.groups, layer.product, layer.pieces
+        kept = operand_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         deferred = groups.weight_gradients.deferring
-        gathering = tensor.start_all_gather(x) if groups.sequence_parallel and not deferred else None
+        coming = product.start_whole(kept, pieces) if pieces is not None and not deferred else None
+        gradient = product.whole_gradient(output_gradient, None)
         summing = None
         if ctx.needs_input_grad[0]:
-            summing = groups.start_sum(layer.product.input_gradient(output_gradient))
+            of_input = product.input_gradient_of(gradient).view(*output_gradient.shape[:-1], -1)
+            summing = groups.start_sum(of_input)
+
+        of_biases = output_gradient if layer.biases else None
 
         def compute() -> None:
-            whole = groups.gathered(x) if gathering is None else gathering.wait()
-            layer._add_gradients(output_gradient, whole)
-            layer._add_bias_gradients(output_gradient)
+            whole = kept
+            if pieces is not None:
+                whole = (product.start_whole(kept, pieces, True) if coming is None else coming)()
+            layer._add_gradients(gradient, whole)
+            if of_biases is not None:
+                layer._add_bias_gradients(of_biases)
 
-        groups.weight_gradients.submit(compute, x, output_gradient)
+        others = () if of_biases is None or gradient is of_biases else (of_biases,)
+        groups.weight_gradients.submit(compute, *tensors_of(kept), *tensors_of(gradient), *others)
         input_gradient = None if summing is None else summing.wait()
-        return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
+        return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: RowLinear, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: RowLinear, training: bool, *_: Tensor) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(x)
         groups, bias = layer.groups, layer.bias()
+        of_product = bias if groups.tensor.size == 1 else None
+        output, kept = layer.product.forward_kept(x, of_product, None, layer.compact(training))
+        ctx.save_for_backward(*tensors_of(kept))
         if groups.tensor.size == 1:
-            return layer.product.forward(x, bias)
-        output = groups.sum(layer.product.forward(x))
+            return output
+        output = groups.sum(output)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: RowLinear = ctx.layer
-        groups = layer.groups
-        (x,) = ctx.saved_tensors
+        groups, product = layer.groups, layer.product
+        kept = operand_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
         layer._add_bias_gradients(output_gradient)
-        whole = groups.gathered(output_gradient)
-        input_gradient = layer.product.input_gradient(whole) if ctx.needs_input_grad[0] else None
-        groups.weight_gradients.submit(lambda: layer._add_gradients(whole, x), whole, x)
-        return (input_gradient, None, *(None for _ in ctx.needs_input_grad[2:]))
+        whole, input_gradient = product.whole_gradient(output_gradient, layer.pieces), None
+        if ctx.needs_input_grad[0]:
+            batch = output_gradient.shape[1:-1]
+            of_input = product.input_gradient_of(whole)
+            input_gradient = of_input.view(-1, *batch, of_input.shape[-1])
+        groups.weight_gradients.submit(
+            lambda: layer._add_gradients(whole, kept), *tensors_of(whole), *tensors_of(kept)
+        )
+        return (input_gradient, None, None, *(None for _ in ctx.needs_input_grad[3:]))
 
 
 class ColumnLinear(SplitLinear):
@@ -199,9 +232,14 @@ class ColumnLinear(SplitLinear):
     """
 
     def __init__(
-        self, inputs: int, outputs: Sequence[tuple[str, Rows]], bias: bool, groups: LayerGroups
+        self,
+        inputs: int,
+        outputs: Sequence[tuple[str, Rows]],
+        bias: bool,
+        groups: LayerGroups,
+        shared_input: bool = False,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, shared_input)
         self.split_sizes = [rows.local for _, rows in outputs]
         for name, rows in outputs:
             weight = rows_shard(f"{name}.weight", rows, (inputs,))
@@ -209,7 +247,7 @@ class ColumnLinear(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
-        result: Tensor = _Column.apply(x, self, *self.weights, *self.biases)
+        result: Tensor = _Column.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
         return result
 
     @property
@@ -219,8 +257,13 @@ class ColumnLinear(SplitLinear):
 
     def waiting(self, at: Saving) -> int:
         """See Multiplying."""
-        inputs = at.row_features(self.weights[0].shape[1])
-        return total((inputs, at.features(sum(self.split_sizes))))
+        gradient = self.product.operand_bytes(at.tokens, at)
+        plain = at.features(sum(self.split_sizes)).bytes
+        return total(self.kept(at)) + gradient + (plain if self.biases and gradient < plain else 0)
+
+    def kept(self, at: Saving) -> list[Storage]:
+        """What is kept of the input for the weights' gradients."""
+        return self._kept(at.rows, at, self.pieces)
 
 
 class RowLinear(SplitLinear):
@@ -230,8 +273,16 @@ class RowLinear(SplitLinear):
     parallelism. The bias is added once, after the sum.
     """
 
-    def __init__(self, name: str, inputs: int, outputs: int, bias: bool, groups: LayerGroups) -> None:
-        super().__init__(groups)
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        groups: LayerGroups,
+        shared_input: bool = False,
+    ) -> None:
+        super().__init__(groups, shared_input)
         columns = Rows.split(inputs, groups.tensor)
         self.declare(
             Shard(
@@ -247,10 +298,13 @@ class RowLinear(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, k/t] -> [s or s/t, b, n]."""
-        result: Tensor = _Row.apply(x, self, *self.weights, *self.biases)
+        result: Tensor = _Row.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
         return result
 
     def waiting(self, at: Saving) -> int:
         """See Multiplying."""
-        outputs, inputs = self.weights[0].shape
-        return total((at.features(inputs), at.features(outputs)))
+        return total(self.kept(at)) + self.product.operand_bytes(at.tokens, at)
+
+    def kept(self, at: Saving) -> list[Storage]:
+        """As of a ColumnLinear."""
+        return self._kept(at.tokens, at, None)

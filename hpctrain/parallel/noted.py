@@ -57,6 +57,10 @@ class Noted:
             own[key] = torch.maximum(own[key], values) if how == "max" and key in own else values
             self._times[name] += 1
 
+    def numbers(self, how: How) -> int:
+        """How many numbers of a kind this rank has noted of the step so far."""
+        return sum({name: len(values) for (name, *_), values in self._values[how].items()}.values())
+
     def agree(self, everyone: Group) -> dict[str, Tensor]:
         """By name what all ranks have noted of the step, fp64 [k], which is then forgotten. Collective.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter
 
 PRODUCT_ELEMENTS = 1 << 23
@@ -17,6 +20,27 @@ PRODUCT_ELEMENTS = 1 << 23
 
 BLOCK_ROWS = 2048
 """Rows of a table that the CPU multiplies by at a time."""
+
+
+class Scaled(NamedTuple):
+    """Rows of tokens in 8 bits: values [m, features], and the scales of blocks of them."""
+
+    values: Tensor
+    scales: Tensor
+
+
+Operand = Tensor | Scaled
+"""What a Product multiplies of activations, or of their gradients: [..., features] as stored, or scaled."""
+
+
+def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
+    """What autograd is to save of one."""
+    return tuple(operand) if isinstance(operand, Scaled) else (operand,)
+
+
+def operand_of(tensors: Sequence[Tensor]) -> Operand:
+    """What `tensors_of` made these of."""
+    return Scaled(*tensors) if len(tensors) > 1 else tensors[0]
 
 
 class Product:
@@ -55,6 +79,54 @@ class Product:
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """[..., n] -> [..., k], into `out` where there is one."""
         return torch.matmul(output_gradient, self.weight(), out=out)
+
+    def forward_kept(
+        self,
+        inputs: Tensor,
+        bias: Tensor | None,
+        pieces: Group | None,
+        compact: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, Operand]:
+        """`forward` of the inputs, and what is to be kept of them for the weight's gradient.
+
+        With `pieces` the inputs are a piece of the tokens of these ranks, which the product is of
+        (collective), and so is what is kept. Where it is not to be `compact`, that is the inputs themselves.
+        """
+        whole = inputs if pieces is None else pieces.all_gather(inputs)
+        return self.forward(whole, bias), inputs
+
+    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:  # noqa: ARG002
+        """What that is, compact, of so many rows of inputs: in a step of the run where it is most."""
+        return [Storage(rows * self.weights[0].shard.local[1] * at.itemsize, at.itemsize)]
+
+    def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
+        """Have what is kept of all `pieces` come (collective); what waits for it."""
+        assert isinstance(kept, Tensor)
+        return pieces.start_all_gather(kept, blocking=blocking).wait
+
+    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+        """The gradient of the output, of the tokens of all `pieces` (collective), as both other products
+        take it.
+        """
+        return output_gradient if pieces is None else pieces.all_gather(output_gradient)
+
+    def operand_bytes(self, rows: int, at: Saving) -> int:
+        """Bytes of that, of so many rows, in a step where they are most."""
+        return rows * sum(weight.shard.local[0] for weight in self.weights) * at.itemsize
+
+    def input_gradient_of(self, output_gradient: Operand) -> Tensor:
+        """As `input_gradient`."""
+        assert isinstance(output_gradient, Tensor)
+        return self.input_gradient(output_gradient)
+
+    def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
+        """As `add_weight_gradient`, of what was kept of whole inputs."""
+        assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
+        self.add_weight_gradient(output_gradient, kept)
+
+    def passing(self, rows: int, at: Saving) -> int:  # noqa: ARG002
+        """Bytes that a product of so many rows takes in passing beside operands and results as stored."""
+        return apart_bytes(sum(prod(weight.shard.local) for weight in self.weights), at)
 
     def gradient(self) -> tuple[Tensor, bool]:
         """The buffer [n, k] of all weights' gradients, and whether it is to be overwritten."""

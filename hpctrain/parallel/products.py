@@ -25,5 +25,5 @@ def make_product(weights: Sequence[Parameter], groups: LayerGroups) -> Product:
         return PRODUCTS[groups.product_format](weights, groups)
     recipe, form = RECIPES[how.recipe], GRADIENT_FORMS[how.gradients]
     if recipe.delayed:
-        return DelayedProduct(weights, groups, recipe, how.history, form)
-    return QuantizedProduct(weights, groups, recipe, form)
+        return DelayedProduct(weights, groups, recipe, how.history, form, how.messages)
+    return QuantizedProduct(weights, groups, recipe, form, how.messages)

@@ -41,8 +41,8 @@ class Saving:
     """A micro-batch as the layers of one rank see it.
 
     `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
-    `itemsize` of weights and activations as stored, which is how layers save their inputs whatever format
-    their Products multiply in, `gradient_itemsize` of weights' gradients; `gpu` tells which of
+    `itemsize` of weights and activations as stored, which is how layers save what their Products do not
+    keep otherwise, `gradient_itemsize` of weights' gradients; `gpu` tells which of
     torch's kernels save; `selective` says that the core of attention is computed again.
     """
 

@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import device_named
+from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
@@ -39,6 +40,10 @@ from hpctrain.plan.model import rehearse
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
 """Axes along which layers and stages of the pipeline talk, in every micro-batch."""
+
+
+EVERYONE = ("pipeline", "data", "context", "tensor")
+"""Axes along which all ranks lie."""
 
 
 class Moved(NamedTuple):
@@ -136,7 +141,8 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
-    stages = []
+    noted: dict[object, int] = {}
+    stages, of_stages = [], []
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
         ends = number in {0, schedule.stage_count - 1}
@@ -152,12 +158,16 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
             layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
             steps = _steps(deck, stage, schedule, number, listener)
+            noted[kind] = stage.groups.noted.numbers("max")
             of_all = _of_all(shape, mesh, stage)
             keep = LAYERS if layers is not None else frozenset[str]()
             more = [*(layers if layers is not None else _exchanges(deck, stage, schedule, number)), *of_all]
             planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
         stages.append(StageTraffic(number, planned[kind]))
-    return TrafficPlan(tuple(stages), passes, not shape.experts)
+        of_stages.append(noted[kind])
+    maxima = _all_reduced(mesh.group(*EVERYONE), sum(of_stages))
+    every = [StageTraffic(s.stage, tuple((*step, *maxima) for step in s.steps)) for s in stages]
+    return TrafficPlan(tuple(every), passes, not shape.experts)
 
 
 def steady(deck: Deck) -> Deck:
@@ -210,7 +220,8 @@ def _layers(
     """What layers and the pipeline move in a step, by axis; None where layers have to see values."""
     if shape.experts:
         return None
-    if all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline")):
+    alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
+    if alone and not stage.modules.learning:
         return []
     first, second = (_of_passes(deck, shape, mesh, stage, plain(schedule, few), listener) for few in (1, 2))
     return [_further(first[axis], second[axis], passes) for axis in first]
@@ -247,7 +258,12 @@ def _run(
     """Forward and backward of a step by the run's own executor."""
     objective, groups, size = make_objective(deck), stage.groups, (deck.batch.micro_size, shape.sequence)
     executor = Executor(
-        stage.models, mesh.group("pipeline"), groups.weight_gradients, mesh.ledger, objective.figures
+        stage.models,
+        mesh.group("pipeline"),
+        groups.weight_gradients,
+        mesh.ledger,
+        objective.figures,
+        noted=groups.noted,
     )
     with META:
         positions = context_positions(groups.context, groups.context_form, shape.sequence)
@@ -299,14 +315,17 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
 def _of_all(shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
     """The counts and figures that all ranks sum, see Step."""
     figures = len(count(shape).terms) + 1 + stage.replica[1]
-    everyone = mesh.group("pipeline", "data", "context", "tensor")
+    everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 1), (everyone, figures)]
     sums += [(everyone, 2)] if stage.synchronizer.measured else []
-    moved = []
-    for group, numbers in sums:
-        tensor = torch.empty(numbers, dtype=torch.float64, device=META)
-        call = Call("all_reduce", tensor, tensor)
-        name = group.name if len(group.axes) == 1 else "world"
-        traffic = traffic_of(call, group.rank, group.size)
-        moved += [Moved(name, call.payload, traffic)] if group.size > 1 else []
-    return moved
+    return [moved for group, numbers in sums for moved in _all_reduced(group, numbers)]
+
+
+def _all_reduced(group: Group, numbers: int) -> list[Moved]:
+    """What a reduction of so many numbers in double precision moves, if there are any."""
+    if group.size == 1 or not numbers:
+        return []
+    tensor = torch.empty(numbers, dtype=torch.float64, device=META)
+    call = Call("all_reduce", tensor, tensor)
+    name = group.name if len(group.axes) == 1 else "world"
+    return [Moved(name, call.payload, traffic_of(call, group.rank, group.size))]

@@ -22,6 +22,7 @@ WIDE = ["model.hidden=512", "model.heads=8", "model.key_value_heads=8", "model.m
         [*FP8, "precision.fp8=block"],
         [*FP8, *WIDE, "precision.fp8=block", "layout.tensor=4"],
         [*FP8, *WIDE, "precision.fp8=mx", "layout.tensor=4", "layout.sequence_parallel=true"],
+        [*FP8, "precision.fp8_messages=true", "layout.tensor=2", "layout.sequence_parallel=true"],
         [*FP8, "precision.fp8=mx", "layout.context=2", "batch.sequence=64", "batch.micro_size=2"],
         [*FP8, "precision.fp8=row", "communication.server=sync"],
     ],
@@ -44,6 +45,15 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
         (
             ["precision.fp8_gradients=e4m3"],
             'precision.fp8_gradients=e4m3: has no effect with precision.compute = "fp32" (leave it out)',
+        ),
+        (
+            ["precision.fp8_messages=true"],
+            'precision.fp8_messages=true: has no effect with precision.compute = "fp32" (leave it out)',
+        ),
+        (
+            [*FP8, "precision.fp8_messages=true", "layout.tensor=2"],
+            "precision.fp8_messages=true: has no effect without layout.sequence_parallel = true "
+            "(leave it out)",
         ),
         (
             ['precision.fp8_exclude=["head"]'],

@@ -31,6 +31,8 @@ def sent(world: World, deck: Deck, steps: int = 1) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
+LOCAL = ("layout.tensor=2", "layout.sequence_parallel=true")
+EIGHT = ("precision.compute=fp8", "precision.fp8_messages=true")
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
         (),
@@ -44,6 +46,12 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.context=2", "layout.context_form=all_to_all"),
         ("layout.pipeline=2", "model.tied=true"),
         ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
+        ("layout.pipeline=2", "precision.compute=fp8", 'model.frozen=["embedding.*", "blocks.0.*"]'),
+        ("layout.zero=2", "precision.compute=fp8"),
+        (*LOCAL, "precision.compute=fp8", "precision.fp8=tensor"),
+        (*LOCAL, *EIGHT, "precision.fp8=row", "memory.recompute=full"),
+        (*LOCAL, *EIGHT, "model.hidden=64", "precision.fp8=mx"),
+        (*LOCAL, *EIGHT),
     ],
     4: [
         ("layout.tensor=2", "layout.zero=1", "layout.zero_group=1"),

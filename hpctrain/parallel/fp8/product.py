@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,11 +13,13 @@ from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
 from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.quantize import Quantized, Scaling
+from hpctrain.parallel.fp8.pieces import gathered, start_gather
+from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import Recipe
 from hpctrain.parallel.fp8.watched import note_lost
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import Product
+from hpctrain.parallel.product import Operand, Product, Scaled
+from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter, Shard
 
 Kind = Literal["inputs", "weights", "gradients"]
@@ -27,10 +30,16 @@ KINDS: tuple[Kind, ...] = ("inputs", "weights", "gradients")
 Dims = tuple[Literal["tokens", "inputs", "outputs"], Literal["tokens", "inputs", "outputs"]]
 """Of what a matrix has its rows, and its columns: tokens m, input features k or output features n."""
 
+_INPUTS: Dims = ("tokens", "inputs")
+_GRADIENTS: Dims = ("tokens", "outputs")
+
 
 class QuantizedProduct(Product):
     """All three products are of matrices in 8 bits, scaled by a `recipe`, each made of high precision.
 
+    What is kept of inputs for backward is in 8 bits, as the product for the weight's gradient takes it. With
+    `messages` pieces of tokens travel in 8 bits where these are what is multiplied: inputs in forward, and
+    gradients of the output where both of their products have the same numbers.
     Inputs and weights are in E4M3, gradients of the output in `gradient_form`. Where a scale is of what
     several ranks have parts of, it follows from the maximum over these, in each product (collective): context
     ranks have tokens of their own, tensor ranks features. It is not for a head: logits stay as stored.
@@ -42,50 +51,181 @@ class QuantizedProduct(Product):
         groups: LayerGroups,
         recipe: Recipe,
         gradient_form: Format = E5M2,
+        messages: bool = False,
     ) -> None:
         super().__init__(weights, groups)
-        self.recipe, self.gradient_form = recipe, gradient_form
+        self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product."""
-        left = self._quantized("inputs", _rows(inputs), ("tokens", "inputs"))
-        right = self._quantized("weights", self.weight(), ("outputs", "inputs"))
-        output = multiplied(left, right, inputs.dtype).view(*inputs.shape[:-1], -1)
-        return output if bias is None else output.add_(bias)
+        return self._forward(self._quantized("inputs", _rows(inputs), _INPUTS), inputs, bias)
+
+    def forward_kept(
+        self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
+    ) -> tuple[Tensor, Operand]:
+        """See Product: in 8 bits is kept what the weight's gradient multiplies.
+
+        Where one scale is that of both products, these are the values that were multiplied, or else others,
+        which are made of the inputs here instead of in backward.
+        """
+        rows, dims = _rows(inputs), _INPUTS
+        if self.messages and pieces is not None:
+            own = self._quantized("inputs", rows, dims, in_pieces=True)
+            whole = gathered(own, pieces)
+        else:
+            together = rows if pieces is None else pieces.all_gather(rows)
+            own = whole = self._quantized("inputs", together, dims)
+            if pieces is not None and self.one_scale:
+                own = replace(whole, values=whole.values.chunk(pieces.size)[pieces.rank].clone())
+        output = self._forward(whole, inputs, bias)
+        if not compact or not self._is_exact(len(rows), pieces):
+            return output, inputs
+        if not self.one_scale:
+            own = self._quantized("inputs", rows, dims, pieces is not None, transposed=True)
+        return output, Scaled(own.values, own.scales)
+
+    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
+        """See Product."""
+        if not self._is_exact(rows, pieces):
+            return super().kept(rows, at, pieces)
+        features = self.weights[0].shard.local[1]
+        scaling = self.recipe.tokens.transposed
+        below, beside = scaling.blocks.counts((rows, features))
+        size = 1 if scaling.as_bytes else 4
+        return [Storage(rows * features, 1, False), Storage(below * beside * size, size, False)]
+
+    def start_whole(self, kept: Operand, pieces: Group, blocking: bool = False) -> Callable[[], Operand]:
+        """See Product."""
+        if isinstance(kept, Tensor):
+            return super().start_whole(kept, pieces, blocking)
+        finish = start_gather(self._kept_rows(kept), pieces, blocking)
+
+        def coming() -> Scaled:
+            whole = finish()
+            return Scaled(whole.values, whole.scales)
+
+        return coming
+
+    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+        """See Product: in 8 bits, where one scale is that of both products."""
+        if not self.one_scale:
+            return super().whole_gradient(output_gradient, pieces)
+        rows, dims = _rows(output_gradient), _GRADIENTS
+        if self.messages and pieces is not None:
+            whole = gathered(self._quantized("gradients", rows, dims, in_pieces=True), pieces)
+        else:
+            rows = rows if pieces is None else pieces.all_gather(rows)
+            whole = self._quantized("gradients", rows, dims)
+        return Scaled(whole.values, whole.scales)
+
+    def operand_bytes(self, rows: int, at: Saving) -> int:
+        """See Product."""
+        whole = super().operand_bytes(rows, at)
+        return whole // at.itemsize + 4 if self.one_scale else whole
+
+    def passing(self, rows: int, at: Saving) -> int:
+        """See Product: both operands in 8 bits, and expanded, unless the device multiplies them as they are;
+        and the gradient of the weight, which is added whole.
+        """
+        outputs, features = sum(w.shard.local[0] for w in self.weights), self.weights[0].shard.local[1]
+        native = at.gpu and self.recipe.tokens.blocks.columns is None
+        sizes = rows * features, rows * outputs, outputs * features
+        inputs, gradients, weights = sizes
+        of_sum = 0 if native else min(4, at.gradient_itemsize)
+        as_stored = 0 if native else at.itemsize
+        added = (1 + of_sum) * (inputs + gradients) + at.gradient_itemsize * weights
+        return max(added, (1 + as_stored) * (max(inputs, gradients) + weights))
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """See Product."""
-        left = self._quantized("gradients", _rows(output_gradient), ("tokens", "outputs"))
-        right = self._quantized("weights", self.weight().t(), ("inputs", "outputs"))
-        gradient = multiplied(left, right, output_gradient.dtype).view(*output_gradient.shape[:-1], -1)
+        left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS)
+        gradient = self._input_gradient(left, output_gradient.dtype).view(*output_gradient.shape[:-1], -1)
         return gradient if out is None else out.copy_(gradient)
+
+    def input_gradient_of(self, output_gradient: Operand) -> Tensor:
+        """See Product."""
+        if isinstance(output_gradient, Tensor):
+            return self.input_gradient(output_gradient)
+        return self._input_gradient(Quantized(*output_gradient, Blocks()), self.weight().dtype)
 
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """See Product."""
-        left = self._quantized("gradients", _rows(output_gradient).t(), ("outputs", "tokens"))
-        right = self._quantized("inputs", _rows(inputs).t(), ("inputs", "tokens"))
+        left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
+        right = self._quantized("inputs", _rows(inputs), _INPUTS, transposed=True)
+        self._add(left, right)
+
+    def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
+        """See Product."""
+        if isinstance(output_gradient, Tensor):
+            left = self._quantized("gradients", _rows(output_gradient), _GRADIENTS, transposed=True)
+        else:
+            left = Quantized(*output_gradient, Blocks())
+        if isinstance(kept, Tensor):
+            right = self._quantized("inputs", _rows(kept), _INPUTS, transposed=True)
+        else:
+            right = self._kept_rows(kept)
+        self._add(left, right)
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether rows of tokens have one scale, so that transposed ones are the same numbers."""
+        return self.recipe.tokens.blocks == Blocks()
+
+    def _forward(self, left: Quantized, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        right = self._quantized("weights", self.weight(), ("outputs", "inputs"))
+        output = multiplied(left, right, inputs.dtype).view(-1, *inputs.shape[1:-1], len(right.values))
+        return output if bias is None else output.add_(bias)
+
+    def _input_gradient(self, left: Quantized, dtype: torch.dtype) -> Tensor:
+        right = self._quantized("weights", self.weight().t(), ("inputs", "outputs"))
+        return multiplied(left, right, dtype)
+
+    def _add(self, left: Quantized, right: Quantized) -> None:
+        """Gradient [m, n] and inputs [m, k], by blocks of tokens."""
         gradient, first = self.gradient()
-        product = multiplied(left, right, gradient.dtype)
+        product = multiplied(left.transposed(), right.transposed(), gradient.dtype)
         if first:
             gradient.copy_(product)
         else:
             gradient.add_(product)
 
-    def _quantized(self, kind: Kind, matrix: Tensor, dims: Dims) -> Quantized:
+    def _is_exact(self, rows: int, pieces: Group | None) -> bool:
+        """Whether no block of what is kept of so many rows lies in two pieces."""
+        below = self.recipe.tokens.transposed.blocks.rows
+        return pieces is None or below is None or rows % below == 0
+
+    def _kept_rows(self, kept: Scaled) -> Quantized:
+        return Quantized(*kept, self.recipe.tokens.transposed.blocks)
+
+    def _quantized(
+        self, kind: Kind, matrix: Tensor, dims: Dims, in_pieces: bool = False, transposed: bool = False
+    ) -> Quantized:
+        """A matrix for the product along its columns, or, `transposed`, for that along its rows; `in_pieces`
+        of tokens on the tensor axis.
+        """
         scaling = self.recipe.weights if kind == "weights" else self.recipe.tokens
+        scaling = scaling.transposed if transposed else scaling
         form = self.gradient_form if kind == "gradients" else E4M3
-        maxima = self._maxima(kind, scaling, matrix, dims)
+        maxima = self._maxima(kind, scaling, matrix, dims, in_pieces)
         found = scaling.quantized(matrix, form, maxima)
-        note_lost(self.groups.noted, self.weights[0].shard.name, kind, " ".join(dims), matrix, maxima, found)
+        use = " ".join(dims[::-1] if transposed else dims)
+        note_lost(self.groups.noted, self.weights[0].shard.name, kind, use, matrix, maxima, found)
         return found
 
-    def _maxima(self, kind: Kind, scaling: Scaling, matrix: Tensor, dims: Dims) -> Tensor:  # noqa: ARG002
+    def _maxima(
+        self,
+        kind: Kind,  # noqa: ARG002
+        scaling: Scaling,
+        matrix: Tensor,
+        dims: Dims,
+        in_pieces: bool,
+    ) -> Tensor:
         """The maxima of all that shares a scale."""
         maxima = agreed_maximum(scaling.maxima(matrix))
-        holders = self._holders(scaling, dims)
+        holders = self._holders(scaling, dims, in_pieces)
         return maxima if holders is None or holders.size == 1 else holders.all_reduce(maxima, "max")
 
-    def _holders(self, scaling: Scaling, dims: Dims) -> Group | None:
+    def _holders(self, scaling: Scaling, dims: Dims, in_pieces: bool) -> Group | None:
         """The ranks that have parts of what shares a scale: of dims that a block has whole, a rank not."""
         whole = {dim for dim, size in zip(dims, scaling.blocks, strict=True) if size is None}
         split = {
@@ -94,7 +234,7 @@ class QuantizedProduct(Product):
             if any(weight.shard.local[number] != weight.shard.shape[number] for weight in self.weights)
         }
         if "tokens" in whole:
-            return self.groups.micro_batch if whole & split else self.groups.context
+            return self.groups.micro_batch if whole & split or in_pieces else self.groups.context
         return self.groups.tensor if whole & split else None
 
 
@@ -112,8 +252,9 @@ class DelayedProduct(QuantizedProduct):
         recipe: Recipe,
         steps: int,
         gradient_form: Format = E5M2,
+        messages: bool = False,
     ) -> None:
-        super().__init__(weights, groups, recipe, gradient_form)
+        super().__init__(weights, groups, recipe, gradient_form, messages)
         self.histories = {
             kind: History(groups.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
         }
@@ -147,6 +288,38 @@ class DelayedProduct(QuantizedProduct):
         else:
             super().add_weight_gradient(output_gradient, inputs)
 
+    def forward_kept(
+        self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
+    ) -> tuple[Tensor, Operand]:
+        """See Product."""
+        if not self.known:
+            return Product.forward_kept(self, inputs, bias, pieces, compact)
+        self._note("inputs", inputs)
+        self._note("weights", self.weight())
+        return super().forward_kept(inputs, bias, pieces, compact)
+
+    def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
+        """See Product."""
+        if not self.known:
+            return Product.whole_gradient(self, output_gradient, pieces)
+        self._note("gradients", output_gradient)
+        return super().whole_gradient(output_gradient, pieces)
+
+    def add_weight_gradient_of(self, output_gradient: Operand, kept: Operand) -> None:
+        """See Product."""
+        if not self.known:
+            Product.add_weight_gradient_of(self, output_gradient, kept)
+        else:
+            super().add_weight_gradient_of(output_gradient, kept)
+
+    def kept(self, rows: int, at: Saving, pieces: Group | None) -> list[Storage]:
+        """See Product: most in the steps in which nothing is known."""
+        return Product.kept(self, rows, at, pieces)
+
+    def operand_bytes(self, rows: int, at: Saving) -> int:
+        """See Product: as `kept`."""
+        return Product.operand_bytes(self, rows, at)
+
     def state(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """See KeepsState: the maxima of each kind, the newest first."""
         for kind, history in self.histories.items():
@@ -164,7 +337,8 @@ class DelayedProduct(QuantizedProduct):
         return self.histories[kind].largest
 
     def _note(self, kind: Kind, values: Tensor) -> None:
-        self.groups.noted.most(self._noted_name(kind), agreed_maximum(values.abs().amax().reshape(1)))
+        largest = block_maxima(_rows(values), Blocks())
+        self.groups.noted.most(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
 
     def _noted_name(self, kind: Kind) -> str:
         return f"fp8/{self.weights[0].shard.name}/{kind}"

@@ -72,8 +72,10 @@ def scales_of(world: World, *keys: str, steps: int = 2) -> Scales:
     own: Scales = set()
     quantize = QuantizedProduct._quantized
 
-    def noted(self: QuantizedProduct, kind: Kind, matrix: Tensor, dims: Dims) -> Quantized:
-        made = quantize(self, kind, matrix, dims)
+    def noted(
+        self: QuantizedProduct, kind: Kind, matrix: Tensor, dims: Dims, *how: bool, **named: bool
+    ) -> Quantized:
+        made = quantize(self, kind, matrix, dims, *how, **named)
         own.add((self.weights[0].shard.name, kind, dims, made.factors.numpy().tobytes()))
         return made
 

@@ -1,0 +1,33 @@
+"""Pieces of tokens in 8 bits, sent to the ranks that have the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from hpctrain.comm.group import Group
+from hpctrain.parallel.fp8.quantize import Quantized
+
+
+def start_gather(piece: Quantized, pieces: Group, blocking: bool = False) -> Callable[[], Quantized]:
+    """Have the rows of all ranks come, one's below the other's; what waits for them. Collective.
+
+    They are what quantizing all of them at once gives where no block lies in two pieces, or where ranks have
+    one scale of a block that does.
+    """
+    values = pieces.start_all_gather(piece.values.view(torch.uint8), blocking=blocking)
+    of_rows = piece.blocks.rows is not None
+    scales = pieces.start_all_gather(piece.scales, blocking=blocking) if of_rows else None
+
+    def finish() -> Quantized:
+        whole = values.wait().view(piece.values.dtype)
+        return replace(piece, values=whole, scales=piece.scales if scales is None else scales.wait())
+
+    return finish
+
+
+def gathered(piece: Quantized, pieces: Group) -> Quantized:
+    """As `start_gather`, at once."""
+    return start_gather(piece, pieces, blocking=True)()

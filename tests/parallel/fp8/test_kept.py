@@ -1,0 +1,102 @@
+"""What is kept of inputs in 8 bits: the training of a run that keeps none, bit for bit, in fewer bytes.
+
+Tests of parallel/fp8/product.py and of parallel/fp8/pieces.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.parallel import products
+from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.fp8.recipes import RECIPES
+from hpctrain.parallel.product import Product
+from tests.engines import LLAMA, small_deck, trainer
+from tests.memory.test_recompute import predicted, saved_bytes
+
+KEYS = ("precision.compute=fp8", "model.mlp=128", "batch.sequence=64", "batch.global_size=4")
+LOCAL = ("layout.tensor=2", "layout.sequence_parallel=true", "model.hidden=64", "model.heads=4")
+SPLIT = ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=8")
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "selective": (*LLAMA, "memory.recompute=selective"),
+        "full": ("memory.recompute=full", "model.dropout=0.1"),
+        "frozen": ('model.frozen=["embedding.*", "blocks.0.*", "blocks.1.attention.*"]', *LLAMA),
+    },
+    2: {
+        "sequence": (*LOCAL, "memory.recompute=selective"),
+        "split backward": SPLIT,
+        "exchanged": ("layout.context=2", "layout.context_form=all_to_all", "layout.zero=3"),
+    },
+    4: {"sequence, split backward": (*LOCAL, *SPLIT)},
+}
+ALONE = {"split backward": {"tensor", "row"}, "exchanged": {"delayed", "mx"}}
+"""Which recipes are tried, if not all."""
+
+
+class Unkept(Product):
+    """Inputs are kept as stored, and everything is quantized where it is multiplied."""
+
+    forward_kept = Product.forward_kept
+    start_whole = Product.start_whole
+    whole_gradient = Product.whole_gradient
+    input_gradient_of = Product.input_gradient_of
+    add_weight_gradient_of = Product.add_weight_gradient_of
+
+
+class UnkeptProduct(Unkept, QuantizedProduct):  # type: ignore[misc]
+    pass
+
+
+class UnkeptDelayed(Unkept, DelayedProduct):  # type: ignore[misc]
+    pass
+
+
+def layouts(ranks: int, recipe: str) -> dict[str, tuple[str, ...]]:
+    wide = {"mx": ("model.hidden=128",), "block": ("model.hidden=256", "model.mlp=256", "batch.sequence=128")}
+    found = {
+        name: keys for name, keys in LAYOUTS.get(ranks, {}).items() if recipe in ALONE.get(name, {recipe})
+    }
+    # Blocks of tokens and of features, of which ranks have whole ones.
+    return {
+        name: (*KEYS, *keys, *(wide.get(recipe, ()) if ranks > 1 else ()), f"precision.fp8={recipe}")
+        for name, keys in found.items()
+    }
+
+
+def trained(world: World, keys: tuple[str, ...]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses and parameters of three steps, and the bytes of messages of the last one."""
+    run = trainer(world, small_deck(*keys))
+    losses = [step.loss for step in run.train(2)]
+    world.ledger.reset()
+    losses += [step.loss for step in run.train(1)]
+    return losses, run.parameters(), sum(entry.bytes for entry in world.ledger.rows())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_kept_changes_no_bit(world: World, recipe: str) -> None:
+    for name, keys in layouts(world.size, recipe).items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(products, "QuantizedProduct", UnkeptProduct)
+            patch.setattr(products, "DelayedProduct", UnkeptDelayed)
+            losses, parameters, most = trained(world, keys)
+        local = "layout.sequence_parallel=true" in keys
+        for more in ((), ("precision.fp8_messages=true",)) if local else ((),):
+            again, others, sent = trained(world, (*keys, *more))
+            assert again == losses, name
+            for each, values in parameters.items():
+                assert torch.equal(others[each], values), (name, each)
+            assert sent < most or not local
+            most = sent
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_bytes_are_those_predicted(world: World, recipe: str) -> None:
+    for name, keys in layouts(world.size, recipe).items():
+        if "layout.zero=3" not in keys and name != "frozen":  # what is gathered counts as a parameter
+            run = trainer(world, small_deck(*keys))
+            assert saved_bytes(run) == predicted(run), name
