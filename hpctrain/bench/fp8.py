@@ -1,7 +1,7 @@
 """`hpctrain bench fp8`: what the products of a layer cost in 8 bits, beside those in bf16.
 
 Everything takes turns in one run: forward, input gradient and weight gradient of a matrix by each recipe, and
-what they consist of, each by itself: quantizing the six operands, and multiplying them once they are there.
+what they consist of, each by itself: quantizing the operands, and multiplying them once they are there.
 """
 
 from __future__ import annotations
@@ -162,23 +162,30 @@ def _variant(shape: Shape, recipe: Recipe | None, device: torch.device) -> dict[
     weight.data = normal(*sizes, 0.02)
     weight.gradient = torch.zeros(sizes, device=device)
     product = _product(weight, recipe)
-    runs: dict[str, Callable[[], object]] = {
-        "forward": lambda: product.forward(inputs),
-        "input gradient": lambda: product.input_gradient(gradients),
-        "weight gradient": lambda: product.add_weight_gradient(gradients, inputs),
-    }
-    if recipe is None:
-        return runs
     if isinstance(product, DelayedProduct):
         for kind, values in zip(KINDS, (inputs, weight.data, gradients), strict=True):
             product.histories[kind].remember(values.abs().amax())
+    _, kept = product.forward_kept(inputs, None, None, True)
+    whole = product.whole_gradient(gradients, None)
+    runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: product.forward_kept(inputs, None, None, True),
+        "input gradient": lambda: product.input_gradient_of(product.whole_gradient(gradients, None)),
+        "weight gradient": lambda: product.add_weight_gradient_of(whole, kept),
+    }
+    if recipe is None:
+        return runs
     tokens, weights, matrix = recipe.tokens, recipe.weights, weight.data
 
     def quantized() -> list[tuple[Quantized, Quantized, torch.dtype]]:
+        lying = tokens.quantized(inputs, E4M3), tokens.quantized(gradients, E5M2)
+        if tokens.transposed == tokens:  # one scale is that of both products
+            left, right = lying[1].transposed(), lying[0].transposed()
+        else:
+            left, right = tokens.quantized(gradients.t(), E5M2), tokens.quantized(inputs.t(), E4M3)
         return [
-            (tokens.quantized(inputs, E4M3), weights.quantized(matrix, E4M3), torch.bfloat16),
-            (tokens.quantized(gradients, E5M2), weights.quantized(matrix.t(), E4M3), torch.bfloat16),
-            (tokens.quantized(gradients.t(), E5M2), tokens.quantized(inputs.t(), E4M3), torch.float32),
+            (lying[0], weights.quantized(matrix, E4M3), torch.bfloat16),
+            (lying[1], weights.quantized(matrix.t(), E4M3), torch.bfloat16),
+            (left, right, torch.float32),
         ]
 
     operands = quantized()
