@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -80,7 +80,7 @@ def planned_group(
 
 
 class PlannedMesh:
-    """What groups are asked of a mesh, at the place of the first rank of a pipeline stage.
+    """What groups are asked of a mesh, at the `place` of one rank among those of a pipeline stage.
 
     A node has `ranks_per_node` of its ranks, in their order, which would compute on `device`. `heard`, where
     there is one, is told of every call. With `echo` groups have memory of the host, where calls give back
@@ -95,28 +95,33 @@ class PlannedMesh:
         heard: Heard | None = None,
         echo: bool = False,
         device: torch.device = HOST,
+        place: int = 0,
     ) -> None:
-        self._sizes, self._stage, self._per_node = dict(sizes), stage, ranks_per_node
+        self._per_node = ranks_per_node
         self._along = {**expert_sizes(sizes), **sizes}
         self._heard, self._echo, self._device = heard, echo, device
+        self._rank = stage * self._strides(AXES)["pipeline"] + place
         self.ledger = Ledger()
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, *axes: str) -> Group:
         """The group along these axes."""
         if axes not in self._groups:
-            rank = self._stage if axes == ("pipeline",) else 0
-            self._groups[axes] = self._planned(axes, rank, self._ranks(axes))
+            ranks = self._ranks(axes)
+            self._groups[axes] = self._planned(axes, ranks.index(self._rank), ranks)
         return self._groups[axes]
 
     def part(self, axis: str, size: int) -> Group:
-        """The first `size` ranks along an axis."""
-        return self._planned((axis,), 0, self._ranks((axis,))[:size])
+        """The `size` neighbours along an axis."""
+        ranks = self._ranks((axis,))
+        first, rank = self._cut(ranks.index(self._rank), size)
+        return self._planned((axis,), rank, ranks[first : first + size])
 
     def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
-        """The first `size` ranks of a group, and the first ranks of all such parts."""
-        peers = self._planned((across,), 0, group.ranks[::size])
-        return self._planned(group.axes, 0, group.ranks[:size]), peers
+        """The `size` neighbours in a group, and the ranks of all such parts with the same place there."""
+        first, rank = self._cut(group.rank, size)
+        peers = self._planned((across,), group.rank // size, group.ranks[rank::size])
+        return self._planned(group.axes, rank, group.ranks[first : first + size]), peers
 
     def nodes(self, group: Group) -> list[int]:
         """The node of every rank of a group."""
@@ -130,14 +135,22 @@ class PlannedMesh:
         return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks along axes, of the first rank of the stage."""
+        """The ranks along axes, of which this one is one."""
         folding = AXES if set(axes) <= set(AXES) else EXPERT_AXES
-        strides = {
+        strides = self._strides(folding)
+        along = [axis for axis in folding if axis in axes]
+        own = sum(self._rank // strides[axis] % self._along[axis] * strides[axis] for axis in along)
+        steps = [range(0, self._along[axis] * strides[axis], strides[axis]) for axis in along]
+        return tuple(self._rank - own + sum(places) for places in product(*steps))
+
+    def _strides(self, folding: Sequence[str]) -> dict[str, int]:
+        """How far the ranks that are neighbours along each axis are from each other."""
+        return {
             axis: prod(self._along[inner] for inner in folding[place + 1 :])
             for place, axis in enumerate(folding)
         }
-        first = 0 if "pipeline" in axes else self._stage * strides["pipeline"]
-        steps = [
-            range(0, self._along[axis] * strides[axis], strides[axis]) for axis in folding if axis in axes
-        ]
-        return tuple(first + sum(along) for along in product(*steps))
+
+    @staticmethod
+    def _cut(rank: int, size: int) -> tuple[int, int]:
+        """Where the part of `size` begins that a rank is in, and its place there."""
+        return rank // size * size, rank % size

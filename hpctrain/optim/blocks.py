@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
-from hpctrain.parallel.shard import Block, Parameter, Shard
+from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment, Treated
 from hpctrain.sharding.state import MASTER, OPTIMIZER, StateTensor, segment_state
@@ -76,6 +76,12 @@ class BlockRules:
     def names(self) -> tuple[str, ...]:
         """Those of the state of parameters beside master weights."""
         return (*self.elements.names, *self.blocks.cells((1, 1)))
+
+    def numbers(self, treatment: Treatment) -> int:
+        """Of state beside weights that an element has which is treated so, without that of cells."""
+        if not treatment.in_blocks:
+            return len(self.elements.names)
+        return sum(cell is None for cell in self.blocks.cells((1, 1)).values())
 
     def assign(self, parameters: Sequence[Parameter]) -> None:
         """Have parameters be updated in blocks."""

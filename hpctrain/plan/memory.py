@@ -12,6 +12,7 @@ from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import unmeasured_split
+from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
@@ -21,6 +22,7 @@ from hpctrain.model.build import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
+from hpctrain.optim.blocks import BlockRules
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
@@ -147,6 +149,10 @@ def plan_memory(
         if kind not in planned:
             mesh = PlannedMesh(sizes, number, ranks_per_node or ranks, device=device)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
+            place = fullest_place(deck, stage, sizes, number)
+            if place:
+                mesh = PlannedMesh(sizes, number, ranks_per_node or ranks, device=device, place=place)
+                stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
@@ -179,6 +185,32 @@ def plan_memory(
     numbers = count(shape)
     totals = numbers.parameters, numbers.active_parameters
     return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages))
+
+
+def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], number: int) -> int:
+    """The place, among the ranks of a pipeline stage, of the one whose shares of buckets take most memory,
+    where they differ: where blocks are not cut (`sharding/ownership.py`).
+    """
+    rules = RULES[deck.optimizer.name](deck)
+    cut = [bucket for bucket in stage.buckets if bucket.layout.sizes is not None and bucket.sharding.zero]
+    if not cut or not isinstance(rules, BlockRules):
+        return 0
+
+    def held(place: int) -> int:
+        mesh, total = PlannedMesh(sizes, number, 1, place=place), 0
+        for bucket in cut:
+            group, zero = bucket.sharding.group, bucket.sharding.zero
+            rank = mesh.group(*group.axes).rank % group.size
+            first, last = bucket.layout.borders[rank : rank + 2]
+            kept = 4 * (bucket.dtype != torch.float32)
+            kept += bucket.gradient_dtype.itemsize * (zero > 1) + bucket.dtype.itemsize * (zero == 3)
+            for treated in bucket.layout.treated:
+                elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
+                total += elements * (kept + 4 * rules.numbers(treated.treatment))
+        return total
+
+    ranks = rank_count(sizes) // sizes["pipeline"]
+    return max(range(0, ranks, sizes["tensor"]), key=held)
 
 
 def _states(deck: Deck, stage: TrainedStage, device: torch.device) -> Account:

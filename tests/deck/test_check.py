@@ -261,9 +261,9 @@ def test_what_fits(overrides: list[str]) -> None:
         (
             ["optimizer.others_rate=0.1", 'optimizer.matrices=["*"]', "optimizer.nesterov=true"],
             [
+                'optimizer.others_rate=0.1: has no effect on optimizer.name = "adamw" (leave it out)',
                 'optimizer.matrices=["*"]: has no effect on optimizer.name = "adamw" (leave it out)',
                 'optimizer.nesterov=true: has no effect on optimizer.name = "adamw" (leave it out)',
-                'optimizer.others_rate=0.1: has no effect on optimizer.name = "adamw" (leave it out)',
                 "optimizer.nesterov=true: looks ahead by the momentum, and needs optimizer.momentum above 0",
             ],
         ),

@@ -17,7 +17,10 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.blocks import BlockOptimizer, BlockRules
 from hpctrain.optim.muon import Match, Muon, orthogonalized
 from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.plan.memory import plan_memory
+from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.replication import Replications
+from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.verify import LayoutError, verify_layout
 from tests.engines import LLAMA, Trainer, alone, make_buckets, one_thread, reference, small_deck, trainer
@@ -223,3 +226,26 @@ def test_a_deck_makes_its_rule() -> None:
     assert isinstance(rules, BlockRules)
     assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
     assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_plan_is_of_the_rank_that_holds_most(world: World, zero: int, precision: str) -> None:
+    """One moment of matrices, two of all else; ranks that own other matrices hold other amounts."""
+    layouts = (
+        [()] if world.size < 4 else [("layout.tensor=2",), ("layout.pipeline=2",), ("layout.zero_group=2",)]
+    )
+    layouts += [(*EXPERTS, "layout.expert=2")] if world.size in {2, 4} else []
+    for layout in layouts:
+        if "layout.zero_group=2" in layout and not zero:
+            continue
+        deck = small_deck(*LLAMA, *MUON, *layout, f"layout.zero={zero}", f"precision.compute={precision}")
+        engine = trainer(world, deck).engine
+        state = state_bytes(engine.state(), engine.buckets)
+        own = state, gradient_bytes(engine.buckets), value_bytes(engine.buckets)
+        everyone = world.everyone.all_gather_object((engine.mesh.coordinate("pipeline"), own))
+        for stage in plan_memory(deck, world.size, 61).stages:
+            most = max((held for number, held in everyone if number == stage.stage), key=sum)
+            told = stage.memory.optimizer, stage.memory.gradient, stage.memory.parameter
+            assert told == tuple(most), layout
