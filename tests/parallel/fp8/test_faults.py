@@ -155,11 +155,19 @@ def test_a_transposed_operand_made_of_the_quantized_one_is_found(
         pytest.skip("blocks of 128 x 128 are the same transposed: quantizing twice is quantizing once")
     quantize = QuantizedProduct._quantized
 
-    def twice(self: QuantizedProduct, of: Kind, matrix: Tensor, dims: Dims) -> Quantized:
-        transposed = dims[1] == "tokens" or dims == ("inputs", "outputs")
+    def twice(
+        self: QuantizedProduct,
+        of: Kind,
+        matrix: Tensor,
+        dims: Dims,
+        in_pieces: bool = False,
+        transposed: bool = False,
+    ) -> Quantized:
         if of == kind and transposed:
+            matrix = quantize(self, of, matrix, dims).dequantized()
+        elif of == kind and dims == ("inputs", "outputs"):
             matrix = quantize(self, of, matrix.t(), (dims[1], dims[0])).dequantized().t()
-        return quantize(self, of, matrix, dims)
+        return quantize(self, of, matrix, dims, in_pieces, transposed)
 
     monkeypatch.setattr(QuantizedProduct, "_quantized", twice)
     assert not operands_are_of_high_precision(name, monkeypatch.setattr)
