@@ -14,7 +14,7 @@ from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
-from hpctrain.deck.defaults import second_beta, usual_momentum
+from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
@@ -35,6 +35,8 @@ _OF_OPTIMIZERS = {
         *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
         *("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate"),
     ),
+    "adafactor": ("beta1",),
+    "adam-mini": ("beta1", "beta2", "epsilon"),
 }
 """The keys that are for some optimizers alone."""
 
@@ -237,8 +239,8 @@ def _learning_rate(deck: Deck) -> Iterator[Problem]:
 def _optimizer(deck: Deck) -> Iterator[Problem]:
     keys = deck.optimizer
     usual = {name: field.default for name, field in type(keys).model_fields.items()}
-    usual |= {"beta2": second_beta(keys.name), "momentum": usual_momentum(keys.name)}
-    usual["nesterov"] = keys.name == "muon"
+    usual |= {"beta1": first_beta(keys.name), "beta2": second_beta(keys.name)}
+    usual |= {"momentum": usual_momentum(keys.name), "nesterov": keys.name == "muon"}
     for name in dict.fromkeys(name for names in _OF_OPTIMIZERS.values() for name in names):
         if name not in _OF_OPTIMIZERS[keys.name] and getattr(keys, name) != usual[name]:
             sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'

@@ -77,7 +77,7 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
             shown = f'"{shown}"' if isinstance(value, str) else shown
             sentence = f'does not go with {_SERVER} = "{keys.server}": {why} ({shown} would do)'
             yield Problem(name, sentence, (_SERVER,))
-    if deck.optimizer.name == "muon":
+    if deck.optimizer.name in {"muon", "adafactor", "adam-mini"}:
         sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
         yield Problem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":

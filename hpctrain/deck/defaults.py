@@ -79,6 +79,11 @@ def is_default(tables: Tables, key: str) -> bool:
     return key in followed and without[section][name] == tables[section][name]
 
 
+def first_beta(optimizer: object) -> float:
+    """The usual optimizer.beta1 of an optimizer."""
+    return 0.0 if optimizer == "adafactor" else 0.9
+
+
 def second_beta(optimizer: object) -> float:
     """The usual optimizer.beta2 of an optimizer."""
     if optimizer == "schedule-free":
@@ -119,6 +124,7 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
             default("learning_rate", "cooldown", max(0, min(max(1, end // 10), end - warmup)))
 
     optimizer = tables["optimizer"].get("name")
+    default("optimizer", "beta1", first_beta(optimizer))
     default("optimizer", "beta2", second_beta(optimizer))
     default("optimizer", "momentum", usual_momentum(optimizer))
     default("optimizer", "nesterov", optimizer == "muon")

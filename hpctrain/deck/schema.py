@@ -344,23 +344,23 @@ class Batch(Section):
 class OptimizerSection(Section):
     """How parameters follow gradients."""
 
-    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon"] = key(
+    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon", "adafactor", "adam-mini"] = key(
         "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
         "adamw",
     )
     beta1: float = key(
-        "Decay of the gradient's mean (adamw, muon; lion's steps), or share of the average (schedule-free).",
-        0.9,
+        "Decay of the gradients' mean (adafactor: updates'; lion's steps); schedule-free: share of averages.",
+        derived="0.9, with adafactor 0: none",
         ge=0,
         lt=1,
     )
     beta2: float = key(
-        "Decay of the gradient's square (adamw, muon, schedule-free), or of its mean as it is kept (lion).",
+        "Decay of the gradient's square (adam-mini too), or of its mean as it is kept (lion).",
         derived="0.95, with lion 0.99, with schedule-free 0.999",
         ge=0,
         lt=1,
     )
-    epsilon: float = key("Added to the root of the square (adamw, muon, schedule-free).", 1e-8, gt=0)
+    epsilon: float = key("Added to the root of the square (all but sgd, lion, adafactor).", 1e-8, gt=0)
     momentum: float = key(
         "Decay of the sum (sgd) or mean (muon) of gradients that parameters follow.",
         derived="0, with muon 0.95",

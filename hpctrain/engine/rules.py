@@ -12,8 +12,10 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.shape import ModelShape
+from hpctrain.optim.adafactor import Adafactor
+from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.blocks import BlockRule, BlockRules
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
@@ -49,12 +51,29 @@ def _muon(deck: Deck) -> BlockRules:
     return BlockRules(rule, _adamw(deck), keys.matrices, keys.others_rate)
 
 
+def _adafactor(deck: Deck) -> BlockRules:
+    keys = deck.optimizer
+    return _of_all(Adafactor(keys.beta1, keys.weight_decay))
+
+
+def _adam_mini(deck: Deck) -> BlockRules:
+    keys = deck.optimizer
+    return _of_all(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
+
+
+def _of_all(rule: BlockRule) -> BlockRules:
+    """The rule for all parameters, vectors too, so that none is left to one of elements."""
+    return BlockRules(rule, SGD(0.0, False, 0.0), ("*",))
+
+
 RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "lion": _lion,
     "schedule-free": _schedule_free,
     "muon": _muon,
+    "adafactor": _adafactor,
+    "adam-mini": _adam_mini,
 }
 """What makes each optimizer of a deck, by its name."""
 

@@ -69,7 +69,11 @@ class Attention(nn.Module):
         keys = Rows.split(shape.key_value_heads * size, groups.tensor, size)
         self.inner = ColumnLinear(
             shape.hidden,
-            [(f"{name}.query", queries), (f"{name}.key", keys), (f"{name}.value", keys)],
+            [
+                (f"{name}.query", replace(queries, unit=size)),
+                (f"{name}.key", replace(keys, unit=size)),
+                (f"{name}.value", keys),
+            ],
             shape.biases,
             groups,
         )

@@ -33,8 +33,8 @@ class BlockRule(Protocol):
     def block(self, shard: Shard) -> Block | None:
         """The Blocks of a parameter; None where this rule is not for it."""
 
-    def cells(self, shape: Sequence[int]) -> Mapping[str, Sequence[int] | None]:
-        """The state beside master weights of a parameter of this whole shape, which begins as zeros, by name.
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        """The state beside master weights of a parameter, which begins as zeros, by name.
 
         None is a number for each element. Others have one for each cell of such a shape, as many dims as the
         parameter's: of a block [n, m] one a row with (1, m). Cells fill blocks, but for the last ones.
@@ -75,13 +75,13 @@ class BlockRules:
     @property
     def names(self) -> tuple[str, ...]:
         """Those of the state of parameters beside master weights."""
-        return (*self.elements.names, *self.blocks.cells((1, 1)))
+        return (*self.elements.names, *self.blocks.cells(Shard.whole("", (1, 1))))
 
     def numbers(self, treatment: Treatment) -> int:
         """Of state beside weights that an element has which is treated so, without that of cells."""
         if not treatment.in_blocks:
             return len(self.elements.names)
-        return sum(cell is None for cell in self.blocks.cells((1, 1)).values())
+        return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
 
     def assign(self, parameters: Sequence[Parameter]) -> None:
         """Have parameters be updated in blocks."""
@@ -221,7 +221,7 @@ class _Blocks:
         assert not rest, f"{shard.name}: a block is cut"
         span = slice(start - own.start, stop - own.start)
         state, cells = {MASTER: master[span]}, {}
-        for name, cell in rule.cells(shard.shape).items():
+        for name, cell in rule.cells(shard).items():
             numbers = elements
             if cell is not None:
                 cells[name] = _cells_of(shard, block, cell)

@@ -54,7 +54,7 @@ class Muon:
         products = 2.0 * rows * rows * (2 * columns + rows)
         return Block((1,) * (len(shard.shape) - 2) + shard.shape[-2:], self.steps * products)
 
-    def cells(self, shape: Sequence[int]) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:  # noqa: ARG002
         """See BlockRule."""
         return {MOMENTUM: None}
 

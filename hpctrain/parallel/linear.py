@@ -30,13 +30,15 @@ from hpctrain.parallel.shard import Initial, Parameter, Shard
 class Rows:
     """One rank's rows `start .. start + local` of `size` output features.
 
-    Where there are fewer units (heads) than ranks, `copies` neighbouring ranks hold the same rows.
+    Where there are fewer units (heads) than ranks, `copies` neighbouring ranks hold the same rows. `unit` is
+    that of the Shard.
     """
 
     size: int
     start: int
     local: int
     copies: int = 1
+    unit: int = 1
 
     @staticmethod
     def split(size: int, group: Group, unit: int = 1) -> Rows:
@@ -60,6 +62,7 @@ def rows_shard(name: str, rows: Rows, others: tuple[int, ...]) -> Shard:
         split=frozenset({"tensor"}),
         partial=frozenset({"tensor"}) if rows.copies > 1 else frozenset(),
         copies=rows.copies,
+        unit=rows.unit,
     )
 
 

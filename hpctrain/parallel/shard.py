@@ -32,6 +32,7 @@ class Shard:
     parallelism, key/value heads shared by several tensor ranks).
     `copies` is how many neighbours along the split axes hold this same piece; `stage_copy` and
     `stage_copies` number the pipeline stages that do (tied embeddings, on the first and the last one).
+    `unit` are its rows that act together on what a layer computes: those of one head of queries or keys.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Shard:
     copies: int = 1
     stage_copy: int = 0
     stage_copies: int = 1
+    unit: int = 1
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], partial: frozenset[str] = frozenset()) -> Shard:

@@ -96,7 +96,8 @@ def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
     if not other and not named and set(own.names) <= set(theirs.names):
         return False
     if not deck.optimizer.restart:
-        key = "name" if other else "matrices" if named else "momentum"
+        mean = "beta1" if deck.optimizer.name == "adafactor" else "momentum"
+        key = "name" if other else "matrices" if named else mean
         held = f"the state of {toml_value(before.optimizer.name)}" if other else "no momentum"
         if named:
             held = f"muon's state of {toml_value(before.optimizer.matrices)}"

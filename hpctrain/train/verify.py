@@ -45,6 +45,7 @@ _STEPS = 2
 
 _SMOOTH: Mapping[str, Mapping[str, object]] = {
     "lion": {"name": "sgd", "momentum": 0.9},
+    "adafactor": {"name": "adam-mini", "beta1": 0.9},
     # More steps make much of the smallest singular values, which are rounding.
     "muon": {"newton_schulz": "fp32", "newton_schulz_steps": 1},
 }

@@ -90,7 +90,7 @@ VALUES: dict[str, list[str]] = {
     "memory.optimizer": ['"host"', '"disk"'],
     "memory.parameters": ['"host"', '"disk"'],
     "memory.offload_buffer": ["4096", '"1 MB"'],
-    "optimizer.name": ['"sgd"', '"lion"', '"schedule-free"', '"muon"'],
+    "optimizer.name": ['"sgd"', '"lion"', '"schedule-free"', '"muon"', '"adafactor"', '"adam-mini"'],
     "optimizer.matrices": ['["blocks.*"]', '["*.query.weight"]', "[]"],
     "optimizer.match": ['"original"'],
     "optimizer.newton_schulz": ['"fp32"'],

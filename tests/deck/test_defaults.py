@@ -27,6 +27,7 @@ def test_defaults_that_follow_other_keys() -> None:
         assert (keys.momentum, keys.nesterov) == (momentum, nesterov)
     free = parse_deck(deck_text(deck), ["optimizer.name=schedule-free"])
     assert (free.optimizer.beta2, free.learning_rate.decay) == (0.999, "constant")
+    assert parse_deck(deck_text(deck), ["optimizer.name=adafactor"]).optimizer.beta1 == 0.0
     assert parse_deck(deck_text(free), ["optimizer.name=adamw"]).learning_rate.decay == "cosine"
 
 

@@ -54,8 +54,8 @@ class Orthogonalized:
         shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
         return Block(shape, float(prod(shape))) if len(shape) > 1 else None
 
-    def cells(self, shape: Sequence[int]) -> Mapping[str, Sequence[int] | None]:
-        return {"velocity": None, "row": (1,) * (len(shape) - 1) + (shape[-1],)}
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + (shard.shape[-1],)}
 
     def working_bytes(self, shape: Sequence[int]) -> int:
         return 0
@@ -199,7 +199,7 @@ class Held(TorchDispatchMode):
 class InPlace(Orthogonalized):
     """Needs no memory but of what it gives."""
 
-    def cells(self, shape: Sequence[int]) -> Mapping[str, Sequence[int] | None]:
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
         return {}
 
     def direction(self, part: Elements, gradient_divisor: float) -> Tensor:

@@ -1,0 +1,158 @@
+"""Adafactor against its authors' formulas in numpy and against torch's, on layouts, in plans, checkpoints.
+
+Of engine/rules.py it tries what makes rules of all parameters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.world import World
+from hpctrain.deck.read import parse_deck
+from hpctrain.engine.build import make_mesh
+from hpctrain.errors import HpctrainError
+from hpctrain.optim.adafactor import Adafactor
+from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.sgd import SGD
+from hpctrain.plan.memory import plan_memory
+from hpctrain.train.start import begins_anew
+from hpctrain.train.verify import miniature, verify_layout
+from tests.engines import DECK, small_deck
+from tests.optim.block_rules import LAYOUTS, frozen_stay, goes_on, replicas_meet, ten_updates, trains_as_one
+
+NAME = "optimizer.name=adafactor"
+
+
+def rules(momentum: float) -> BlockRules:
+    return BlockRules(Adafactor(momentum, 0.3), SGD(0.0, False, 0.0), ("*",))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "momentum"), [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.8)], ids=str
+)
+def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype, momentum: float) -> None:
+    """Algorithms 4 and 5 of arXiv 1804.04235 with a rate that is given, of each of stacked matrices."""
+    rows: dict[tuple[str, int], np.ndarray] = {}
+    columns: dict[tuple[str, int], np.ndarray] = {}
+    means: dict[str, np.ndarray] = {}
+
+    def update(name: str, weights: np.ndarray, gradient: np.ndarray, t: int, rate: float) -> np.ndarray:
+        decay = 1 - t**-0.8
+        squares = gradient**2 + 1e-30
+        matrices = [gradient] if gradient.ndim < 3 else list(gradient.reshape(-1, *gradient.shape[-2:]))
+        steps = []
+        for number, (matrix, square) in enumerate(
+            zip(matrices, squares.reshape(len(matrices), *matrices[0].shape), strict=True)
+        ):
+            key = name, number
+            if matrix.ndim == 1:
+                rows[key] = variance = decay * rows.get(key, 0.0) + (1 - decay) * square
+            else:
+                rows[key] = decay * rows.get(key, 0.0) + (1 - decay) * square.sum(1)
+                columns[key] = decay * columns.get(key, 0.0) + (1 - decay) * square.sum(0)
+                variance = np.outer(rows[key], columns[key]) / rows[key].sum()
+            step = matrix / np.sqrt(variance)
+            steps.append(step / max(1.0, np.sqrt((step**2).mean())))
+        step = rate * np.stack(steps).reshape(gradient.shape)
+        if momentum:
+            means[name] = step = momentum * means.get(name, 0.0) + (1 - momentum) * step
+        return weights * (1 - 0.3 * rate * (gradient.ndim > 1)) - step
+
+    optimizer = ten_updates(world, dtype, rules(momentum), update)
+    kinds = {each.kind for each in optimizer.state() if each.kind.startswith("optimizer/")}
+    names = {"row", "column", "exp_avg_sq", "updates"} | ({"exp_avg"} if momentum else set())
+    assert kinds == {f"optimizer/{name}" for name in names}
+
+
+def test_steps_are_those_of_torch(world: World) -> None:
+    """Whose rate is times a parameter's size, and at most one over the root of the step: taken out here."""
+    rate = 1e-3
+    copies: dict[str, torch.nn.Parameter] = {}
+    theirs: dict[str, torch.optim.Adafactor] = {}
+
+    def update(name: str, weights: np.ndarray, gradient: np.ndarray, t: int, own: float) -> np.ndarray:
+        if gradient.ndim > 2:
+            flat = gradient.reshape(-1, *gradient.shape[-2:])
+            parts = [each(f"{name}.{index}", part, t) for index, part in enumerate(flat)]
+            step = np.stack(parts).reshape(gradient.shape)
+        else:
+            step = each(name, gradient, t)
+        return weights * (1 - 0.3 * own * (gradient.ndim > 1)) - own * step
+
+    def each(name: str, gradient: np.ndarray, t: int) -> np.ndarray:
+        if name not in copies:
+            copies[name] = torch.nn.Parameter(torch.ones(gradient.shape, dtype=torch.float64))
+            theirs[name] = torch.optim.Adafactor(
+                [copies[name]], lr=rate, eps=(1e-30, 1e-3), weight_decay=0.0, foreach=False
+            )
+        parameter = copies[name]
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.from_numpy(gradient)
+        theirs[name].step()
+        return (1.0 - parameter.detach().numpy()) / min(rate, t**-0.5)
+
+    ten_updates(world, torch.float32, rules(0.0), update)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_train_as_one_rank_and_hold_what_is_planned(world: World, name: str) -> None:
+    trains_as_one(world, name, NAME)
+
+
+def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
+    """Of a Llama without biases: embedding, head and 2 blocks of 4 + 3 matrices; 5 norms."""
+    deck = small_deck(NAME, "model.family=llama", "model.mlp=48", "model.tied=false")
+    matrices = [(61, 32)] * 2 + [(32, 32)] * 8 + [(48, 32)] * 4 + [(32, 48)] * 2
+    numbers = sum(n + m + 1 for n, m in matrices) + 5 * (32 + 1)
+    assert plan_memory(deck, 1, 61).largest.memory.optimizer == 4 * numbers
+    mean = small_deck(NAME, "model.family=llama", "model.mlp=48", "model.tied=false", "optimizer.beta1=0.9")
+    elements = sum(n * m for n, m in matrices) + 5 * 32
+    assert plan_memory(mean, 1, 61).largest.memory.optimizer == 4 * (numbers + elements)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("mean", ["0", "0.9"])
+def test_a_run_goes_on_on_another_layout(world: World, mpi_tmp_path: Path, mean: str) -> None:
+    stored = goes_on(world, mpi_tmp_path, NAME, f"optimizer.beta1={mean}")
+    assert stored["optimizer/row/blocks.0.feed_forward.experts.down.weight"].shape == (4, 32, 1)
+    assert stored["optimizer/column/blocks.0.attention.query.weight"].shape == (1, 32)
+    assert (stored["optimizer/updates/head.weight"] == 3).all()
+    assert any(name.startswith("optimizer/exp_avg/") for name in stored) == (mean != "0")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_layout_is_verified_with_another_rule_of_blocks(world: World) -> None:
+    deck = small_deck(NAME, "layout.tensor=2")
+    assert miniature(deck).optimizer.name == "adam-mini"
+    assert verify_layout(deck, world, make_mesh(deck, world))
+
+
+def test_what_is_frozen_stays(world: World) -> None:
+    frozen_stay(world, NAME)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_replicas_have_state_of_their_own_and_meet(world: World) -> None:
+    replicas_meet(world, NAME)
+
+
+def test_what_it_does_not_go_with() -> None:
+    for key, sentence in {
+        "communication.server=sync": "optimizer.name=adafactor: does not go with .*: servers cut matrices",
+        "optimizer.beta2=0.9": "optimizer.beta2=0.9: has no effect on optimizer.name",
+    }.items():
+        with pytest.raises(HpctrainError, match=sentence) as error:
+            parse_deck(DECK, [NAME, key])
+        assert len(error.value.problems) == 1
+    with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: .*in blocks"):
+        plan_memory(small_deck(NAME, "memory.optimizer=disk"), 1, 61)
+    assert small_deck(NAME).optimizer.beta1 == 0.0
+    decks = small_deck(NAME, "optimizer.beta1=0.9"), small_deck(NAME)
+    assert not begins_anew(decks[1], decks[0], Path("x.h5"))
+    with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum to go on from"):
+        begins_anew(*decks, Path("x.h5"))
