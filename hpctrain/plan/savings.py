@@ -57,6 +57,8 @@ def _changes(deck: Deck, memory: MemoryPlan) -> Iterator[str]:
             yield f"layout.zero={zero}"
     if deck.precision.compute == "fp32":
         yield "precision.compute=bf16"
+    elif deck.precision.compute == "fp8" and deck.precision.fp8 == "delayed":
+        yield "precision.fp8=tensor"  # which keeps inputs in 8 bits from the first step on
     if deck.memory.recompute == "none":
         yield "memory.recompute=selective"
         yield "memory.recompute=full"

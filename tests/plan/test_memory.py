@@ -16,6 +16,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.state import MASTER
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
@@ -262,3 +263,21 @@ def test_slices_within_nodes_need_to_know_nodes() -> None:
         plan_memory(deck, 8, VOCABULARY)
     apart, together = (plan_memory(deck, 8, VOCABULARY, ranks_per_node=ranks) for ranks in (4, 8))
     assert apart.largest.memory.optimizer > together.largest.memory.optimizer
+
+
+def test_scales_that_are_known_at_once_are_told_to_save_memory() -> None:
+    sizes = ("model.hidden=256", "model.layers=8", "batch.sequence=1024", "batch.micro_size=8")
+
+    def changed(*changes: str) -> Deck:
+        return small_deck(*sizes, "precision.compute=fp8", *changes)
+
+    def planned(deck: Deck) -> MemoryPlan:
+        return plan_memory(deck, 1, VOCABULARY)
+
+    found = find_savings(changed(), planned(changed()), changed, planned)
+    (told,) = (each for each in found if "precision" in each.change)
+    assert told.change == "precision.fp8=tensor"
+    # Of norms' outputs and the feed-forward part's, a byte of an element less, and no scale of four bytes.
+    inputs = 8 * (8 * 1024 * (2 * 256 + 4 * 256) - 3 * 4)
+    activations = (planned(deck).largest.memory.activation for deck in (changed(), changed(told.change)))
+    assert next(activations) - next(activations) == inputs

@@ -28,11 +28,12 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "sequence": (*LOCAL, "memory.recompute=selective"),
         "split backward": SPLIT,
+        "cut": (*LOCAL, "batch.micro_size=1"),
         "exchanged": ("layout.context=2", "layout.context_form=all_to_all", "layout.zero=3"),
     },
     4: {"sequence, split backward": (*LOCAL, *SPLIT)},
 }
-ALONE = {"split backward": {"tensor", "row"}, "exchanged": {"delayed", "mx"}}
+ALONE = {"split backward": {"tensor", "row"}, "exchanged": {"delayed", "mx"}, "cut": {"block"}}
 """Which recipes are tried, if not all."""
 
 
@@ -89,7 +90,7 @@ def test_what_is_kept_changes_no_bit(world: World, recipe: str) -> None:
             assert again == losses, name
             for each, values in parameters.items():
                 assert torch.equal(others[each], values), (name, each)
-            assert sent < most or not local
+            assert sent < most or not local or (name == "cut" and not more)
             most = sent
 
 
@@ -100,3 +101,45 @@ def test_saved_bytes_are_those_predicted(world: World, recipe: str) -> None:
         if "layout.zero=3" not in keys and name != "frozen":  # what is gathered counts as a parameter
             run = trainer(world, small_deck(*keys))
             assert saved_bytes(run) == predicted(run), name
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block", "mx"])
+def test_a_byte_of_two_is_kept_of_inputs_that_nobody_else_keeps(
+    world: World, recipe: str, recompute: str
+) -> None:
+    """Of two norms, of the last product's input, of attention's output where its core is computed again."""
+    deck = small_deck(*KEYS, f"precision.fp8={recipe}", f"memory.recompute={recompute}")
+    plain = deck.with_keys(precision={"compute": "bf16", "fp8": "delayed"})
+    tokens = deck.batch.micro_size * deck.batch.sequence
+    inputs = [deck.model.hidden, deck.model.hidden, deck.model.mlp]
+    inputs += [deck.model.hidden] if recompute == "selective" else []
+    scales = {
+        "tensor": 4 * len(inputs),
+        "row": 4 * sum(inputs),
+        "block": 4 * sum(inputs) * (tokens // 128),
+        "mx": sum(inputs) * (tokens // 32),
+    }
+    saved = saved_bytes(trainer(world, plain))[0] - saved_bytes(trainer(world, deck))[0]
+    assert saved == deck.model.layers * (tokens * sum(inputs) - scales[recipe])
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "row"])
+def test_pieces_of_inputs_travel_in_a_byte_of_two(world: World, recipe: str) -> None:
+    """Of each block's two norms and two outputs' gradients; the head's input, the embedding's gradient and
+    six numbers of a token's losses stay what they are.
+    """
+    size = 2 * 64  # tokens of a micro-batch
+    for messages in (False, True):
+        keys = (*KEYS, *LOCAL, f"precision.fp8={recipe}", f"precision.fp8_messages={str(messages).lower()}")
+        run = trainer(world, small_deck(*keys))
+        run.train(1)
+        world.ledger.reset()
+        run.train(1)
+        gathered = (e for e in world.ledger.rows() if (e.axis, e.operation) == ("tensor", "all_gather"))
+        forward = 64 + (4 if recipe == "row" else 0) if messages else 2 * 64
+        gradients = 64 if messages and recipe != "row" else 2 * 64
+        a_block = 2 * (forward + 64 + gradients)
+        assert sum(e.bytes for e in gathered) == 2 * size * (2 * a_block + 2 * 2 * 64 + 6 * 4)
