@@ -57,6 +57,7 @@ from hpctrain.sharding.reducer import ExactSum, Summation, make_reducer
 from hpctrain.sharding.replication import Axes, Replications, Sharding
 from hpctrain.sharding.state import Stateful, StateOfModules, StateTensor
 from hpctrain.sharding.synchronize import GradientSynchronizer
+from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 
 SUMMATIONS: Mapping[str, Callable[[Deck, Bucket], Summation]] = {
     "none": lambda _, bucket: ExactSum(bucket),
@@ -118,6 +119,7 @@ class Stage:
     buckets: list[Bucket]
     residency: Residency
     modules: StateOfModules
+    weight_maxima: WeightMaxima
 
 
 @dataclass
@@ -219,8 +221,10 @@ def build_stage(
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
-    modules = StateOfModules([layer for model in models for layer in model.layers], replications)
-    return Stage(groups, list(models), replications, buckets, residency, modules)
+    layers = [layer for model in models for layer in model.layers]
+    modules = StateOfModules(layers, replications)
+    maxima = WeightMaxima(quantized_products(layers), buckets, groups.tensor)
+    return Stage(groups, list(models), replications, buckets, residency, modules, maxima)
 
 
 def build_trained_stage(

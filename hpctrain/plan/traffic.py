@@ -7,7 +7,7 @@ run counts it; `Traffic` is what passes a rank's link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -159,8 +159,8 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
             steps = _steps(deck, stage, schedule, number, listener)
             noted[kind] = stage.groups.noted.numbers("max")
-            of_all = _of_all(shape, mesh, stage)
             keep = LAYERS if layers is not None else frozenset[str]()
+            of_all = [*_of_all(shape, mesh, stage), *_of_weights(stage, listener, keep)]
             more = [*(layers if layers is not None else _exchanges(deck, stage, schedule, number)), *of_all]
             planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
         stages.append(StageTraffic(number, planned[kind]))
@@ -274,7 +274,7 @@ def _run(
             for _ in range(passes)
         ]
         stage.synchronizer.start(passes)
-        with stage.residency.step(("rehearsed", passes)):
+        with stage.weight_maxima.known(), stage.residency.step(("rehearsed", passes)):
             executor.run(schedule, batches)
         stage.synchronizer.finish()
 
@@ -329,3 +329,10 @@ def _all_reduced(group: Group, numbers: int) -> list[Moved]:
     call = Call("all_reduce", tensor, tensor)
     name = group.name if len(group.axes) == 1 else "world"
     return [Moved(name, call.payload, traffic_of(call, group.rank, group.size))]
+
+
+def _of_weights(stage: TrainedStage, listener: _Listener, counted: Collection[str]) -> list[Moved]:
+    """Maxima of weights that a step begins with, but along the axes that are counted with layers."""
+    listener.take()
+    with META, stage.weight_maxima.known():
+        return [moved for moved in _by_axis(listener.take()) if moved.axis not in counted]

@@ -154,7 +154,7 @@ class Step:
             for index, micro in enumerate(micro_batches)
         ]
         engine.synchronizer.start(len(prepared), state.step - state.skipped)
-        with engine.residency.step(("train", len(prepared))):
+        with engine.weight_maxima.known(), engine.residency.step(("train", len(prepared))):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
         return sums, tokens
@@ -196,6 +196,7 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
             self.engine.outer.shown(self.engine.optimizer),
+            self.engine.weight_maxima.known(),
             self.engine.optimizer.shown(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):

@@ -63,6 +63,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
             "layout.zero=1",
         ),
         ("layout.pipeline=2", "layout.tensor=2", "batch.global_size=32"),
+        ("layout.tensor=2", "layout.zero=3", "precision.compute=fp8", "precision.fp8=tensor"),
     ],
 }
 

@@ -33,6 +33,10 @@ Dims = tuple[Literal["tokens", "inputs", "outputs"], Literal["tokens", "inputs",
 _INPUTS: Dims = ("tokens", "inputs")
 _GRADIENTS: Dims = ("tokens", "outputs")
 
+WEIGHTS: Dims = ("outputs", "inputs")
+TURNED_WEIGHTS: Dims = ("inputs", "outputs")
+"""How the weights lie for the output, and for the gradient of the input."""
+
 
 class QuantizedProduct(Product):
     """All three products are of matrices in 8 bits, scaled by a `recipe`, each made of high precision.
@@ -55,6 +59,7 @@ class QuantizedProduct(Product):
     ) -> None:
         super().__init__(weights, groups)
         self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
+        self._known_weights: dict[Dims, Tensor] = {}
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product."""
@@ -172,12 +177,12 @@ class QuantizedProduct(Product):
         return self.recipe.tokens.blocks == Blocks()
 
     def _forward(self, left: Quantized, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        right = self._quantized("weights", self.weight(), ("outputs", "inputs"))
+        right = self._quantized("weights", self.weight(), WEIGHTS)
         output = multiplied(left, right, inputs.dtype).view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
     def _input_gradient(self, left: Quantized, dtype: torch.dtype) -> Tensor:
-        right = self._quantized("weights", self.weight().t(), ("inputs", "outputs"))
+        right = self._quantized("weights", self.weight().t(), TURNED_WEIGHTS)
         return multiplied(left, right, dtype)
 
     def _add(self, left: Quantized, right: Quantized) -> None:
@@ -197,6 +202,29 @@ class QuantizedProduct(Product):
     def _kept_rows(self, kept: Scaled) -> Quantized:
         return Quantized(*kept, self.recipe.tokens.transposed.blocks)
 
+    @property
+    def weight_dims(self) -> tuple[Dims, ...]:
+        """How weights lie whose maxima are worth knowing before: one is of both, or ranks share them."""
+        scaling, group = self.recipe.weights, self.groups.tensor
+        if self.one_scale:
+            return (WEIGHTS,)
+        lying = (WEIGHTS, TURNED_WEIGHTS)
+        return tuple(dims for dims in lying if group.size > 1 and self._holders(scaling, dims, False))
+
+    def own_weight_maxima(self, dims: Dims) -> Tensor:
+        """The maxima of this rank's part of the weights, which are there."""
+        return self.recipe.weights.maxima(self.weight() if dims == WEIGHTS else self.weight().t())
+
+    def know_weights(self, dims: Dims, maxima: Tensor) -> None:
+        """Take the maxima of all ranks for those of the weights that lie so, until they are forgotten."""
+        self._known_weights[dims] = maxima
+        if self.one_scale:
+            self._known_weights[TURNED_WEIGHTS] = maxima
+
+    def forget_weights(self) -> None:
+        """The weights may change."""
+        self._known_weights.clear()
+
     def _quantized(
         self, kind: Kind, matrix: Tensor, dims: Dims, in_pieces: bool = False, transposed: bool = False
     ) -> Quantized:
@@ -214,13 +242,15 @@ class QuantizedProduct(Product):
 
     def _maxima(
         self,
-        kind: Kind,  # noqa: ARG002
+        kind: Kind,
         scaling: Scaling,
         matrix: Tensor,
         dims: Dims,
         in_pieces: bool,
     ) -> Tensor:
         """The maxima of all that shares a scale."""
+        if kind == "weights" and dims in self._known_weights:
+            return self._known_weights[dims]
         maxima = agreed_maximum(scaling.maxima(matrix))
         holders = self._holders(scaling, dims, in_pieces)
         return maxima if holders is None or holders.size == 1 else holders.all_reduce(maxima, "max")
