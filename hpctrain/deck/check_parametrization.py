@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
-SCALED = ("adamw", "lion", "schedule-free", "sgd")
+SCALED = ("adamw", "lion", "muon", "schedule-free", "sgd")
 """The optimizers of which it is known how rates follow the width."""
 
 
@@ -44,6 +45,12 @@ def parametrization_problems(deck: Deck) -> Iterator[Problem]:
             f'has no known rule for rates by width, for model.parametrization = "mup" ({known} would do)'
         )
         yield Problem("optimizer.name", sentence, by)
+    if optimizer == "muon":
+        for name in ("embedding.tokens.weight", "embedding.positions.weight", "head.weight"):
+            if any(fnmatchcase(name, pattern) for pattern in deck.optimizer.matrices):
+                sentence = f'names {name}, of whose rate with model.parametrization = "mup" no rule is known'
+                yield Problem("optimizer.matrices", sentence, by)
+                break
     if optimizer == "sgd" and model.query_key_norm == "head":
         sentence = (
             'has no known rule for rates of optimizer.name = "sgd" with model.parametrization = "mup" '

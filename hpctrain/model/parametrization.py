@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import sqrt
 
 from hpctrain.deck.schema import Deck
@@ -75,14 +76,28 @@ def _of_gradients(model: Parametrization, initial: Initial) -> float:
     return 1 / model.width if initial == "router" else model.width
 
 
+def _of_muon(model: Parametrization, initial: Initial) -> float:
+    """Of steps of one spectral norm: what they add to values of a kind is of one size, but of routers, whose
+    rows get longer steps the more they add up.
+    """
+    return 1.0 if initial in HIDDEN else 1 / sqrt(model.width)
+
+
+def _of_larger_muon(model: Parametrization, initial: Initial) -> float:
+    """Of steps that grow with the root of the width."""
+    return _of_muon(model, initial) / sqrt(model.width)
+
+
 RATES: Mapping[str, Callable[[Parametrization, Initial], float]] = {
     "adamw": _of_adam,
     "lion": _of_adam,
     "schedule-free": _of_adam,
     "sgd": _of_gradients,
+    "original": _of_muon,
+    "adamw-rms": _of_larger_muon,
 }
-"""What multiplies the rate of a parameter by its role, by optimizer: those whose steps do not depend on the
-size of gradients, and those whose steps are proportional to it.
+"""What multiplies the rate of a parameter by its role, by optimizer, or by optimizer.match of what is Muon's:
+those whose steps do not depend on the size of gradients, and those whose steps are proportional to it.
 """
 
 
@@ -92,4 +107,8 @@ def set_rates(parts: Iterable[Part], deck: Deck) -> None:
     if parametrization == STANDARD:
         return
     for parameter in (parameter for part in parts for parameter in parameter_list(part)):
-        parameter.rate = parametrization.rate(parameter.initial, deck.optimizer.name)
+        name: str = deck.optimizer.name
+        if name == "muon":
+            named = any(fnmatchcase(parameter.shard.name, each) for each in deck.optimizer.matrices)
+            name = deck.optimizer.match if named and parameter.dim() > 1 else "adamw"
+        parameter.rate = parametrization.rate(parameter.initial, name)

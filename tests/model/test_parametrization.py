@@ -53,8 +53,10 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
         assert deviation(shape, initial) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
     adam = {"normal": 1 / m, "residual": 1 / m, "table": 1.0, "router": 1 / m, "ones": 1.0, "zeros": 1.0}
     sgd = {"normal": 1.0, "residual": 1.0, "table": m, "router": 1 / m, "ones": m, "zeros": m}
+    root = {"original": 1.0, "adamw-rms": 1 / sqrt(m)}
+    muon = {name: {"normal": each, "residual": each, "router": each / sqrt(m)} for name, each in root.items()}
     by = Parametrization.of(deck)
-    for optimizer, rates in {"adamw": adam, "lion": adam, "schedule-free": adam, "sgd": sgd}.items():
+    for optimizer, rates in {"adamw": adam, "lion": adam, "schedule-free": adam, "sgd": sgd, **muon}.items():
         assert {initial: by.rate(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
     assert by.of_logits == 1 / m
     # 1 / d, and at the base's d of 4 as usual: a constant of sqrt(4).
@@ -62,7 +64,7 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
 
 
 def test_every_optimizer_that_is_allowed_has_rates() -> None:
-    assert set(SCALED) == set(RATES)
+    assert {*SCALED, "original", "adamw-rms"} == {*RATES, "muon"}
 
 
 @pytest.mark.parametrize("family", [(), EXPERTS], ids=["gpt2", "mixture"])
@@ -82,6 +84,16 @@ def test_parameters_begin_and_are_updated_by_their_role(world: World, family: tu
         assert parameter.rate == (0.25 if matrix else 1.0), name
         hidden += matrix
     assert hidden == (2 * (4 + 3) if family else 2 * 6)
+
+
+def test_what_muon_leaves_to_adamw_has_the_rates_of_that(world: World) -> None:
+    """All but attention, of a mixture four times as wide; steps of 0.2 sqrt(width) are half as large."""
+    deck = small_deck(*EXPERTS, *MUP, "optimizer.name=muon", 'optimizer.matrices=["blocks.*.attention.*"]')
+    for parameter in parameter_list(build_engine(deck, world, make_mesh(deck, world)).model):
+        name = parameter.shard.name
+        hidden = parameter.dim() > 1 and name.startswith("blocks")
+        expected = 0.5 if hidden and ".attention." in name else 0.25 if hidden else 1.0
+        assert parameter.rate == expected, name
 
 
 @pytest.mark.parametrize("family", [(), EXPERTS, (*LLAMA, "model.query_key_norm=head")], ids=str)
@@ -221,6 +233,10 @@ def test_a_run_goes_on_in_the_same_parametrization_alone() -> None:
         (MUP[:1], "needs it as model.base_width (at 32, model.hidden, it changes nothing yet)"),
         (MUP[:2], "(4 if wider models have more heads, 1 if theirs are wider)"),
         ((MUP[0], "model.base_width=32", MUP[2]), "must be 4, model.head_size, at model.base_width"),
+        (
+            (*MUP, "optimizer.name=muon", 'optimizer.matrices=["*"]'),
+            "names embedding.tokens.weight, of whose",
+        ),
         ((*MUP, *LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),
     ],
 )
