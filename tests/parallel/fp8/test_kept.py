@@ -68,12 +68,13 @@ def layouts(ranks: int, recipe: str) -> dict[str, tuple[str, ...]]:
 
 
 def trained(world: World, keys: tuple[str, ...]) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses and parameters of three steps, and the bytes of messages of the last one."""
+    """Losses of three steps, parameters and maxima after them, and the bytes of the last one's messages."""
     run = trainer(world, small_deck(*keys))
     losses = [step.loss for step in run.train(2)]
     world.ledger.reset()
     losses += [step.loss for step in run.train(1)]
-    return losses, run.parameters(), sum(entry.bytes for entry in world.ledger.rows())
+    states = {f"{each.kind}/{each.shard.name}": each.values for each in run.engine.modules.state()}
+    return losses, run.parameters() | states, sum(entry.bytes for entry in world.ledger.rows())
 
 
 @pytest.mark.mpi
