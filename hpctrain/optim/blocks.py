@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.work import Work
 from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
 from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
@@ -101,20 +103,31 @@ class BlockOptimizer(Optimizer):
         self._rules = rules
         self._runs: list[_Run] = []
         self._blocks: list[_Blocks] = []
+        self._handed: list[_Handed] = []
+        self._alone: list[_Blocks] = []
         for bucket, master in zip(buckets, masters, strict=True):
             for treated in bucket.layout.treated:
                 if treated.treatment.in_blocks:
                     segments = _within(bucket, treated)
-                    self._blocks += [_Blocks.of(rules.blocks, bucket, each, master) for each in segments]
+                    blocks = [_Blocks.of(rules.blocks, bucket, each, master) for each in segments]
+                    self._blocks += blocks
+                    trained = [each for each in blocks if each.segment.parameter.requires_grad]
+                    if trained and _Handed.worth(bucket, trained):
+                        self._handed.append(_Handed(rules.blocks, bucket, treated, trained))
+                    else:
+                        self._alone += trained
                 else:
                     self._runs.append(_Run.of(rules.elements, bucket, treated, master))
 
     @property
     def working_bytes(self) -> int:
-        """Host memory that pieces of a block are joined in, and gradients of another type copied."""
+        """Host memory that pieces of a block are joined in, blocks are handed to others in, and gradients of
+        another type copied.
+        """
+        handed = sum(sorted(each.bytes for each in self._handed)[-2:])
         runs = (run.elements * 4 for run in self._runs if run.bucket.gradient_dtype != torch.float32)
         blocks = (each.working_bytes(self._rules.blocks) for each in self._blocks)
-        return max((*runs, *blocks), default=0)
+        return max((*runs, *blocks), default=0) + handed
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
@@ -129,11 +142,27 @@ class BlockOptimizer(Optimizer):
             if parts:
                 self.rule.update(parts, learning_rate * self._rules.others_rate, gradient_divisor)
             del parts
-        for blocks in self._blocks:
-            if blocks.segment.parameter.requires_grad:
-                blocks.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
+        for blocks in self._alone:
+            blocks.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
+        # While the others' blocks are under way, this rank transforms its next ones.
+        under_way: _Handed | None = None
+        for handed in self._handed:
+            handed.start(updates, gradient_divisor)
+            if under_way is not None:
+                under_way.finish(learning_rate)
+            under_way = handed
+        if under_way is not None:
+            under_way.finish(learning_rate)
         self.updates += 1
         self.publish()
+
+    def rehearse(self) -> None:
+        """See Optimizer."""
+        for blocks in self._blocks:
+            if blocks.segment.parameter.requires_grad:
+                blocks.rehearse(self._rules.blocks)
+        for handed in self._handed:
+            handed.hand(handed.empty()).wait()
 
     def state(self) -> Iterator[StateTensor]:
         """See Optimizer."""
@@ -252,19 +281,52 @@ class _Blocks:
 
     def update(self, rule: BlockRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
         """Update all of them. Collective over the ranks that hold pieces."""
-        gradients = self.bucket.own_gradients[self.span]
-        count = torch.tensor(updates, device=gradients.device)
-        how, shard = self.segment.parameter.treatment, self.segment.parameter.shard
         for number in range(self.count):
-            state = {name: self._one(flat, number, self._shape(name)) for name, flat in self.state.items()}
-            cells = {name: state.pop(name) for name in self.cells}
-            part = Elements(state, self._one(gradients, number, self.local).float(), count, how, shard)
-            directions = rule.direction(part, gradient_divisor).to(rule.format)
-            if self.cut is None:
-                directions = rule.transformed(directions, cells)
-            else:
-                directions = self.cut.take(rule.transformed(self.cut.join(directions), cells), self.local)
+            part = self.part(number, updates)
+            directions = self.transformed(rule, number, rule.direction(single(part), gradient_divisor))
             rule.follow(part, directions, learning_rate)
+
+    def transformed(self, rule: BlockRule, number: int, directions: Tensor) -> Tensor:
+        """This rank's piece of what comes of a block. Collective over the ranks that hold pieces."""
+        cells = {name: self._one(self.state[name], number, self._shape(name)) for name in self.cells}
+        directions = directions.to(rule.format)
+        if self.cut is None:
+            return rule.transformed(directions, cells)
+        return self.cut.take(rule.transformed(self.cut.join(directions), cells), self.local)
+
+    def rehearse(self, rule: BlockRule) -> None:
+        """Have pieces be joined as often as an update does, without values."""
+        if self.cut is not None:
+            piece = torch.empty(self.local, dtype=rule.format, device=self.state[MASTER].device)
+            for number in range(self.count):
+                if self.owned(number):
+                    self.cut.join(piece)
+
+    def place(self, number: int) -> slice:
+        """The elements of a block of its own, of all those of the bucket."""
+        start = self.bucket.own.start + self.span.start + number * prod(self.local)
+        return slice(start, start + prod(self.local))
+
+    def owned(self, number: int) -> bool:
+        """Whether this rank is the one to transform it: all its own, but where all ranks have it."""
+        place, share = self.place(number), self.bucket.slice
+        handed = _Handed.worth(self.bucket, [self])
+        return not handed or share.start <= place.start < share.stop
+
+    def part(self, number: int, updates: float) -> Elements:
+        """This rank's piece of a block, with state of elements and its gradients as they lie."""
+        gradients = self.bucket.own_gradients[self.span]
+        return Elements(
+            {
+                name: self._one(flat, number, self.local)
+                for name, flat in self.state.items()
+                if name not in self.cells
+            },
+            self._one(gradients, number, self.local),
+            torch.tensor(updates, device=gradients.device),
+            self.segment.parameter.treatment,
+            self.segment.parameter.shard,
+        )
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """All but the weights."""
@@ -295,6 +357,70 @@ class _Blocks:
     def _one(self, flat: Tensor, number: int, shape: Sequence[int]) -> Tensor:
         elements = prod(shape)
         return flat[number * elements : (number + 1) * elements].view(*shape)
+
+
+class _Handed:
+    """Blocks of a bucket that all ranks of its group have, and each of them transforms its share of, to hand
+    what comes of it to the others.
+    """
+
+    def __init__(self, rule: BlockRule, bucket: Bucket, treated: Treated, blocks: Sequence[_Blocks]) -> None:
+        self.rule, self.bucket, self.blocks, self.part = rule, bucket, blocks, treated.part
+        borders = [min(max(each, self.part.start), self.part.stop) for each in bucket.layout.borders]
+        self._sizes = [last - first for first, last in pairwise(borders)]
+        first, last = (each - self.part.start for each in borders[bucket.sharding.group.rank :][:2])
+        self._own = slice(first, last)
+        self._parts: list[tuple[_Blocks, int, Elements]] = []
+        self._work: Work[Tensor] | None = None
+
+    @staticmethod
+    def worth(bucket: Bucket, blocks: Sequence[_Blocks]) -> bool:
+        """Whether ranks hand each other what comes of blocks: if otherwise each transformed all of them, and
+        no state of theirs is to follow.
+        """
+        sharding = bucket.sharding
+        return sharding.zero == 0 and sharding.group.size > 1 and not any(each.cells for each in blocks)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what comes of all of them."""
+        elements: int = self.part.stop - self.part.start
+        return elements * self.rule.format.itemsize
+
+    def empty(self) -> Tensor:
+        """That memory."""
+        group = self.bucket.sharding.group
+        return group.empty((self.part.stop - self.part.start,), self.rule.format)
+
+    def hand(self, flat: Tensor) -> Work[Tensor]:
+        """Start to hand this rank's share to the others."""
+        return self.bucket.sharding.group.start_all_gather(flat[self._own], flat, self._sizes)
+
+    def start(self, updates: float, gradient_divisor: float) -> None:
+        """Transform what is this rank's, and start to hand it to the others."""
+        flat = self.empty()
+        for blocks in self.blocks:
+            for number in range(blocks.count):
+                part = blocks.part(number, updates)
+                directions = self.rule.direction(single(part), gradient_divisor)
+                if blocks.owned(number):
+                    directions = blocks.transformed(self.rule, number, directions)
+                    flat[self._place(blocks, number)].view(blocks.local).copy_(directions)
+                self._parts.append((blocks, number, part))
+        self._work = self.hand(flat)
+
+    def finish(self, learning_rate: float) -> None:
+        """Update with what all have handed."""
+        assert self._work is not None
+        flat = self._work.wait()
+        for blocks, number, part in self._parts:
+            self.rule.follow(part, flat[self._place(blocks, number)].view(blocks.local), learning_rate)
+        self._parts.clear()
+        self._work = None
+
+    def _place(self, blocks: _Blocks, number: int) -> slice:
+        place = blocks.place(number)
+        return slice(place.start - self.part.start, place.stop - self.part.start)
 
 
 @dataclass(frozen=True)
@@ -334,6 +460,11 @@ class _CutBlock:
 
     def _place(self, start: Sequence[int], local: Sequence[int]) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(start, local, strict=True))
+
+
+def single(part: Elements) -> Elements:
+    """The same with gradients in fp32."""
+    return replace(part, gradients=part.gradients.float())
 
 
 def _cells_of(shard: Shard, block: Block, cell: Sequence[int]) -> _Cells:

@@ -126,6 +126,9 @@ class Optimizer(ABC):
         Gradient buffers in fp32 that lie where the update is computed hold the divided gradients afterwards.
         """
 
+    def rehearse(self) -> None:  # noqa: B027
+        """Send what a step sends before its weights are published, without values; of a plan's buckets."""
+
     @property
     def masters(self) -> Sequence[Flat]:
         """The weights that are updated, of each bucket this rank's own."""

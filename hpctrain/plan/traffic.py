@@ -157,11 +157,12 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             mesh = PlannedMesh(sizes, number, ranks_per_node, listener)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
             layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
-            steps = _steps(deck, stage, schedule, number, listener)
+            steps, of_update = _steps(deck, stage, schedule, number, listener)
             noted[kind] = stage.groups.noted.numbers("max")
             keep = LAYERS if layers is not None else frozenset[str]()
             of_all = [*_of_all(shape, mesh, stage), *_of_weights(stage, listener, keep)]
-            more = [*(layers if layers is not None else _exchanges(deck, stage, schedule, number)), *of_all]
+            in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
+            more = [*in_layers, *of_all, *of_update]
             planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
         stages.append(StageTraffic(number, planned[kind]))
         of_stages.append(noted[kind])
@@ -181,8 +182,10 @@ def _steps(
     schedule: Schedule,
     number: int,
     listener: _Listener,
-) -> list[list[Moved]]:
-    """What buckets and replicas move in the steps after which they do the same again."""
+) -> tuple[list[list[Moved]], list[Moved]]:
+    """What buckets and replicas move in the steps after which they do the same again, and what an update does
+    in each of them.
+    """
     # How often gradients are summed does not depend on the micro-batches, but where they are cut.
     schedule = plain(schedule, 1) if deck.layout.zero < 2 else schedule
     keys = deck.communication
@@ -195,17 +198,20 @@ def _steps(
     for _ in range(2 * period):
         listener.take()
         rehearse(stage, deck.memory.recompute, schedule, number)
+        of_gradients = listener.take()
         with META:
+            stage.optimizer.rehearse()
+            of_update = listener.take()
             weights.publish()
             weights.updates += 1
-            of_gradients = listener.take()
+            of_gradients += listener.take()
             stage.outer.after_update(weights)
             of_replicas = [
                 moved if moved.begun is None else moved._replace(ahead=delay) for moved in listener.take()
             ]
             stage.synchronizer.after_step(True, 1.0)
         steps.append([*of_gradients, *of_replicas])
-    return steps[period:]
+    return steps[period:], of_update
 
 
 def _layers(

@@ -52,6 +52,9 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         (*LOCAL, *EIGHT, "precision.fp8=row", "memory.recompute=full"),
         (*LOCAL, *EIGHT, "model.hidden=64", "precision.fp8=mx"),
         (*LOCAL, *EIGHT),
+        ("optimizer.name=muon",),
+        ("optimizer.name=muon", "layout.zero=3"),
+        ("optimizer.name=muon", "layout.tensor=2", *LLAMA),
     ],
     4: [
         ("layout.tensor=2", "layout.zero=1", "layout.zero_group=1"),
