@@ -33,7 +33,7 @@ _FILE = (
 _WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")
 _CHECKPOINT = r"step-\d{8,}\.h5|\.step-\d{8,}\.h5\.tmp"
 _LINKS = ("latest", ".latest.tmp")
-_PICTURE = r"(loss|learning_rate|throughput|grad_norm|noise_scale|expert_load|schedule)\.png"
+_PICTURE = r"(loss|learning_rate|throughput|grad_norm|noise_scale|fp8|expert_load|schedule)\.png"
 
 _AT_LEAST = {"deck.toml", "log.txt", LOCK}  # what every run wrote before there was a marker
 

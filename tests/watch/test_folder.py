@@ -50,6 +50,8 @@ WRITTEN = (
     "checkpoints/step-00000010.h5",
     "checkpoints/.step-00000020.h5.tmp",
     "plots/loss.png",
+    "plots/noise_scale.png",
+    "plots/fp8.png",
     "offload/.hpctrain-offload",
     "offload/offload-elsewhere-1-2-rank0-abc/optimizer-0",
 )
