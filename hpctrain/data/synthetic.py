@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_SEEDS = 1 << 63
+"""What torch takes is below it."""
+
 
 @dataclass
 class SyntheticSource:
@@ -20,7 +23,7 @@ class SyntheticSource:
 
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of sequence `index`, each int64 [length]."""
-        random = torch.Generator().manual_seed(self.seed * self.count + index)
+        random = torch.Generator().manual_seed((self.seed * self.count + index) % _SEEDS)
         window = torch.randint(self.vocabulary, (self.length + 1,), generator=random)
         targets = window[1:].clone()
         if self.masked:
