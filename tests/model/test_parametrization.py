@@ -194,7 +194,7 @@ def test_the_miniature_of_a_layout_is_as_many_times_wider(world: World) -> None:
     assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
 
 
-@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_run_goes_on_from_another_layout(world: World, mpi_tmp_path: Path) -> None:
     """Buckets that are laid out by rates on the one, cut into slices on the other."""
     decks = [small_deck(*MUP), small_deck(*MUP, "layout.zero=3")]

@@ -228,7 +228,7 @@ def test_a_deck_makes_its_rule() -> None:
     assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_plan_is_of_the_rank_that_holds_most(world: World, zero: int, precision: str) -> None:
