@@ -2,12 +2,12 @@
 
 ZeRO cuts no block: its elements are all one rank's (`sharding/ownership.py`), which has their sums of
 gradients, updates them, and hands them back to the others as it does with any slice. What the ranks of the
-axis "tensor" hold in pieces they join.
+axis "tensor" hold in pieces they join, or divide among themselves (`cut_blocks.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
+from hpctrain.optim.cut_blocks import CutBlock, Division
 from hpctrain.optim.optimizer import Elements, Optimizer, UpdateRule, is_master
 from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
 from hpctrain.sharding.bucket import Bucket
@@ -104,7 +105,7 @@ class BlockOptimizer(Optimizer):
         self._runs: list[_Run] = []
         self._blocks: list[_Blocks] = []
         self._handed: list[_Handed] = []
-        self._alone: list[_Blocks] = []
+        alone: list[_Blocks] = []
         for bucket, master in zip(buckets, masters, strict=True):
             for treated in bucket.layout.treated:
                 if treated.treatment.in_blocks:
@@ -115,9 +116,11 @@ class BlockOptimizer(Optimizer):
                     if trained and _Handed.worth(bucket, trained):
                         self._handed.append(_Handed(rules.blocks, bucket, treated, trained))
                     else:
-                        self._alone += trained
+                        alone += trained
                 else:
                     self._runs.append(_Run.of(rules.elements, bucket, treated, master))
+        self._alone = [each for each in alone if not each.divided]
+        self._divided = _Divided.all_of(rules.blocks, alone)
 
     @property
     def working_bytes(self) -> int:
@@ -127,7 +130,8 @@ class BlockOptimizer(Optimizer):
         handed = sum(sorted(each.bytes for each in self._handed)[-2:])
         runs = (run.elements * 4 for run in self._runs if run.bucket.gradient_dtype != torch.float32)
         blocks = (each.working_bytes(self._rules.blocks) for each in self._blocks)
-        return max((*runs, *blocks), default=0) + handed
+        everywhere = [*self._divided, *(divided for each in self._handed for divided in each.divided)]
+        return max((*runs, *blocks, *(each.working_bytes for each in everywhere)), default=0) + handed
 
     def step(self, learning_rate: float, gradient_divisor: float) -> None:
         """See Optimizer."""
@@ -144,6 +148,8 @@ class BlockOptimizer(Optimizer):
             del parts
         for blocks in self._alone:
             blocks.update(self._rules.blocks, updates, learning_rate, gradient_divisor)
+        for divided in self._divided:
+            divided.update(updates, learning_rate, gradient_divisor)
         # While the others' blocks are under way, this rank transforms its next ones.
         under_way: _Handed | None = None
         for handed in self._handed:
@@ -161,7 +167,11 @@ class BlockOptimizer(Optimizer):
         for blocks in self._blocks:
             if blocks.segment.parameter.requires_grad:
                 blocks.rehearse(self._rules.blocks)
+        for divided in self._divided:
+            divided.division.rehearse()
         for handed in self._handed:
+            for divided in handed.divided:
+                divided.division.rehearse()
             handed.hand(handed.empty()).wait()
 
     def state(self) -> Iterator[StateTensor]:
@@ -236,7 +246,7 @@ class _Blocks:
     local: tuple[int, ...]
     state: Mapping[str, Tensor]
     cells: Mapping[str, _Cells]
-    cut: _CutBlock | None
+    cut: CutBlock | None
 
     @staticmethod
     def of(rule: BlockRule, bucket: Bucket, segment: BucketSegment, master: Tensor) -> _Blocks:
@@ -265,19 +275,33 @@ class _Blocks:
             tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True)),
             state,
             cells,
-            _CutBlock.of(segment, block),
+            CutBlock.of(segment, block),
         )
 
+    @property
+    def divided(self) -> bool:
+        """Whether the ranks that hold pieces divide them among themselves: those whose cells' state all have
+        are joined by all.
+        """
+        return self.cut is not None and not self.cells
+
     def working_bytes(self, rule: BlockRule) -> int:
-        """Memory that one block takes in passing."""
+        """Memory that one block takes in passing, where it is divided without that of the Division."""
         block = self.segment.parameter.block
         assert block is not None
         if not self.count or not self.segment.parameter.requires_grad:
             return 0
         elements = prod(self.local)
-        joined = 0 if self.cut is None else self.cut.group.size * elements + prod(block.shape)
         copied = elements * 4 * (self.bucket.gradient_dtype != torch.float32)
+        if self.divided:
+            return self.direction_bytes
+        joined = 0 if self.cut is None else self.cut.group.size * elements + prod(block.shape)
         return (elements + joined) * rule.format.itemsize + copied + rule.working_bytes(block.shape)
+
+    @property
+    def direction_bytes(self) -> int:
+        """Memory of the directions of one, in fp32, and of gradients of another type."""
+        return prod(self.local) * 4 * (1 + (self.bucket.gradient_dtype != torch.float32))
 
     def update(self, rule: BlockRule, updates: float, learning_rate: float, gradient_divisor: float) -> None:
         """Update all of them. Collective over the ranks that hold pieces."""
@@ -292,15 +316,14 @@ class _Blocks:
         directions = directions.to(rule.format)
         if self.cut is None:
             return rule.transformed(directions, cells)
-        return self.cut.take(rule.transformed(self.cut.join(directions), cells), self.local)
+        return self.cut.take(rule.transformed(self.cut.join(directions), cells))
 
     def rehearse(self, rule: BlockRule) -> None:
         """Have pieces be joined as often as an update does, without values."""
-        if self.cut is not None:
+        if self.cut is not None and not self.divided:
             piece = torch.empty(self.local, dtype=rule.format, device=self.state[MASTER].device)
-            for number in range(self.count):
-                if self.owned(number):
-                    self.cut.join(piece)
+            for _ in range(self.count):
+                self.cut.join(piece)
 
     def place(self, number: int) -> slice:
         """The elements of a block of its own, of all those of the bucket."""
@@ -370,6 +393,7 @@ class _Handed:
         self._sizes = [last - first for first, last in pairwise(borders)]
         first, last = (each - self.part.start for each in borders[bucket.sharding.group.rank :][:2])
         self._own = slice(first, last)
+        self.divided = _Divided.all_of(rule, blocks)
         self._parts: list[tuple[_Blocks, int, Elements]] = []
         self._work: Work[Tensor] | None = None
 
@@ -399,14 +423,21 @@ class _Handed:
     def start(self, updates: float, gradient_divisor: float) -> None:
         """Transform what is this rank's, and start to hand it to the others."""
         flat = self.empty()
+
+        def take(blocks: _Blocks, number: int, directions: Tensor) -> None:
+            flat[self._place(blocks, number)].view(blocks.local).copy_(directions)
+
         for blocks in self.blocks:
             for number in range(blocks.count):
                 part = blocks.part(number, updates)
+                self._parts.append((blocks, number, part))
+                if blocks.divided and blocks.owned(number):
+                    continue
                 directions = self.rule.direction(single(part), gradient_divisor)
                 if blocks.owned(number):
-                    directions = blocks.transformed(self.rule, number, directions)
-                    flat[self._place(blocks, number)].view(blocks.local).copy_(directions)
-                self._parts.append((blocks, number, part))
+                    take(blocks, number, blocks.transformed(self.rule, number, directions))
+        for divided in self.divided:
+            divided.transform(updates, gradient_divisor, take)
         self._work = self.hand(flat)
 
     def finish(self, learning_rate: float) -> None:
@@ -424,42 +455,60 @@ class _Handed:
 
 
 @dataclass(frozen=True)
-class _CutBlock:
-    """A block of this `shape` of which the ranks of `group` hold pieces, which begin at `starts`."""
+class _Divided:
+    """Blocks that this rank is to see transformed and `numbers` theirs, which the ranks that hold pieces of
+    them divide among themselves.
+    """
 
-    shape: tuple[int, ...]
-    group: Group
-    starts: Sequence[Sequence[int]]
+    rule: BlockRule
+    blocks: Sequence[tuple[_Blocks, int]]
+    division: Division
 
     @staticmethod
-    def of(segment: BucketSegment, block: Block) -> _CutBlock | None:
-        """Of a parameter whose blocks are cut; None where they are whole. Collective."""
-        shard, group = segment.parameter.shard, segment.replication.pieces
-        if all(size <= held for size, held in zip(block.shape, shard.local, strict=True)):
-            return None
-        assert group is not None
-        starts = [at % size for at, size in zip(shard.start, block.shape, strict=True)]
-        return _CutBlock(block.shape, group, group.all_gather_object(starts))
+    def all_of(rule: BlockRule, blocks: Sequence[_Blocks]) -> list[_Divided]:
+        """One for each group of ranks that hold pieces. Collective over these."""
+        found: dict[Group, list[tuple[_Blocks, int, CutBlock]]] = {}
+        for each in blocks:
+            if each.cut is not None and each.divided:
+                numbers = [number for number in range(each.count) if each.owned(number)]
+                found.setdefault(each.cut.group, []).extend((each, number, each.cut) for number in numbers)
+        made = []
+        for group, of_group in found.items():
+            names = [[each.segment.parameter.shard.name, each.first + number] for each, number, _ in of_group]
+            division = Division(group, [cut for _, _, cut in of_group], names, rule.format)
+            made.append(_Divided(rule, [(each, number) for each, number, _ in of_group], division))
+        return made
 
-    def join(self, piece: Tensor) -> Tensor:
-        """All of it, of this rank's piece. Collective over the group."""
-        whole = piece.new_empty(self.shape)
-        for start, other in zip(self.starts, self.group.all_gather(piece.unsqueeze(0)), strict=True):
-            into = whole[self._place(start, other.shape)]
-            into.copy_(other[tuple(slice(0, size) for size in into.shape)])
-        return whole
+    @property
+    def working_bytes(self) -> int:
+        """Memory that they take in passing."""
+        return self.division.working_bytes(
+            lambda index: self.blocks[index][0].direction_bytes,
+            lambda index: self.rule.working_bytes(self.division.blocks[index].shape),
+        )
 
-    def take(self, whole: Tensor, local: Sequence[int]) -> Tensor:
-        """This rank's piece of it, zero behind its end."""
-        piece = whole[self._place(self.starts[self.group.rank], local)]
-        if tuple(piece.shape) == tuple(local):
-            return piece
-        padded = whole.new_zeros(tuple(local))
-        padded[tuple(slice(0, size) for size in piece.shape)] = piece
-        return padded
+    def update(self, updates: float, learning_rate: float, gradient_divisor: float) -> None:
+        """Update all of them. Collective."""
 
-    def _place(self, start: Sequence[int], local: Sequence[int]) -> tuple[slice, ...]:
-        return tuple(slice(at, at + size) for at, size in zip(start, local, strict=True))
+        def follow(blocks: _Blocks, number: int, directions: Tensor) -> None:
+            self.rule.follow(blocks.part(number, updates), directions, learning_rate)
+
+        self.transform(updates, gradient_divisor, follow)
+
+    def transform(
+        self, updates: float, gradient_divisor: float, follow: Callable[[_Blocks, int, Tensor], None]
+    ) -> None:
+        """Have `follow` use this rank's piece of what comes of each. Collective."""
+
+        def directions(index: int) -> Tensor:
+            blocks, number = self.blocks[index]
+            return self.rule.direction(single(blocks.part(number, updates)), gradient_divisor)
+
+        self.division.run(
+            directions,
+            lambda _, whole: self.rule.transformed(whole, {}),
+            lambda index, piece: follow(*self.blocks[index], piece),
+        )
 
 
 def single(part: Elements) -> Elements:

@@ -1,0 +1,143 @@
+"""Blocks that ranks hold pieces of are transformed once, by one of these, and everybody gets its piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.optim.cut_blocks import CutBlock, Division
+from hpctrain.optim.muon import Muon
+from tests.engines import LLAMA, small_deck, trainer
+from tests.optim.test_blocks import Held
+from tests.optim.test_muon import MUON, give_gradients
+
+
+def blocks_of(world: World) -> list[CutBlock]:
+    """Cut by rows and by columns, of other sizes; of the last ones' ranks have padding, or none of it."""
+    size, group, found = world.size, world.everyone, []
+    for rows, columns, dim in [
+        (8, 16, 0),
+        (16, 8, 1),
+        (24, 40, 1),
+        (24, 40, 0),
+        (7, 5, 0),
+        (5, 9, 1),
+        (16, 8, 0),
+    ]:
+        shape = [rows, columns]
+        local = list(shape)
+        local[dim] = -(-shape[dim] // size)
+        starts = [
+            [min(local[axis] * rank, shape[axis]) * (axis == dim) for axis in (0, 1)] for rank in range(size)
+        ]
+        found.append(CutBlock((rows, columns), (local[0], local[1]), group, starts, float(rows * columns)))
+    return found
+
+
+def whole_of(number: int, block: CutBlock) -> Tensor:
+    return torch.randn(block.shape, generator=torch.Generator().manual_seed(number))
+
+
+def plain(whole: Tensor) -> Tensor:
+    """Every element depends on all others."""
+    return whole.cumsum(0).cumsum(1).flip(0, 1) / whole.abs().max()
+
+
+def piece(whole: Tensor, block: CutBlock, rank: int) -> Tensor:
+    """By one element after the other."""
+    found = torch.zeros(block.local)
+    for row in range(block.local[0]):
+        for column in range(block.local[1]):
+            at = block.starts[rank][0] + row, block.starts[rank][1] + column
+            if at[0] < block.shape[0] and at[1] < block.shape[1]:
+                found[row, column] = whole[at]
+    return found
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bits of all of it; the next round's pieces are sent before this one is transformed."""
+    blocks, events = blocks_of(world), list[Any]()
+    division = Division(world.everyone, blocks, range(len(blocks)), torch.float32)
+    start = world.everyone.start_all_to_all
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        events.append("send")
+        return start(*arguments, **named)
+
+    def transform(number: int, whole: Tensor) -> Tensor:
+        assert torch.equal(whole, whole_of(number, blocks[number]))
+        events.append(number)
+        return plain(whole)
+
+    monkeypatch.setattr(world.everyone, "start_all_to_all", noted)
+    results: dict[int, Tensor] = {}
+    division.run(
+        lambda number: piece(whole_of(number, blocks[number]), blocks[number], world.rank),
+        transform,
+        lambda number, result: results.update({number: result.clone()}),
+    )
+    for number, block in enumerate(blocks):
+        expected = piece(plain(whole_of(number, block)), block, world.rank)
+        assert torch.equal(results[number], expected), number
+    assert events[:2] == ["send", "send"]
+    assert events.count("send") == 2 * -(-len(blocks) // world.size)
+    mine = [each for each in events if each != "send"]
+    everyone = world.everyone.all_gather_object(mine)
+    assert sorted(number for each in everyone for number in each) == list(range(len(blocks)))
+    assert max(map(len, everyone)) - min(map(len, everyone)) <= 1
+    works = [sum(blocks[number].work for number in each) for each in everyone]
+    assert max(works) - min(works) <= max(block.work for block in blocks)
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_memory_in_passing_is_what_is_told(world: World) -> None:
+    blocks = blocks_of(world)
+    division = Division(world.everyone, blocks, range(len(blocks)), torch.float32)
+    told = division.working_bytes(
+        lambda number: 4 * blocks[number].elements, lambda number: 8 * blocks[number].shape[0]
+    )
+    with Held() as held:
+        division.run(
+            lambda number: torch.ones(blocks[number].local),
+            lambda number, whole: whole.mul_(torch.ones(2 * blocks[number].shape[0]).sum()),
+            lambda *_: None,
+        )
+    assert 0 <= held.most - told <= 16
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_pieces_of_other_blocks_are_found(world: World) -> None:
+    blocks = blocks_of(world)
+    Division(world.everyone, [], [], torch.float32)
+    with pytest.raises(AssertionError, match="pieces of other blocks"):
+        Division(world.everyone, blocks, [number * world.rank for number in range(7)], torch.float32)
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_ranks_of_a_layout_transform_their_share(
+    world: World, monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    """Of 14 matrices on two tensor ranks 7 each; on four ranks each by one of all."""
+    deck = small_deck(
+        *LLAMA, *MUON, "layout.tensor=2", f"layout.zero={zero}", "communication.bucket_bytes=1000000"
+    )
+    training, calls = trainer(world, deck), list[int]()
+    transformed = Muon.transformed
+
+    def counted(rule: Muon, directions: Tensor, cells: Any) -> Tensor:
+        calls.append(directions.numel())
+        return transformed(rule, directions, cells)
+
+    monkeypatch.setattr(Muon, "transformed", counted)
+    give_gradients(training, 0)
+    training.engine.optimizer.step(1e-2, 1.0)
+    numbers = world.everyone.all_gather_object(len(calls))
+    assert sum(numbers) == 14
+    for pair in range(0, world.size, 2):
+        assert abs(numbers[pair] - numbers[pair + 1]) <= 1
