@@ -40,6 +40,9 @@ _OF_OPTIMIZERS = {
 }
 """The keys that are for some optimizers alone."""
 
+IN_BLOCKS = "muon", "adafactor", "adam-mini"
+"""The optimizers that update parameters in blocks, such as whole matrices."""
+
 
 def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
     """Everything that can be wrong with a deck whatever the number of ranks.
@@ -229,6 +232,8 @@ def _learning_rate(deck: Deck) -> Iterator[Problem]:
             f"leaves of learning_rate.decay_steps = {rate.decay_steps}"
         )
         yield Problem("learning_rate.cooldown", sentence, ("learning_rate.warmup", *others))
+    if rate.decay == "constant" and rate.floor != type(rate).model_fields["floor"].default:
+        yield Problem("learning_rate.floor", no_effect, ("learning_rate.decay",), idle=True)
     if rate.decay != "wsd" and rate.cooldown:
         yield Problem("learning_rate.cooldown", no_effect, ("learning_rate.decay",), idle=True)
     # "constant" has let it stand from the beginning.
@@ -248,8 +253,8 @@ def _optimizer(deck: Deck) -> Iterator[Problem]:
     if keys.name == "muon" and not keys.matrices:
         sentence = 'names nothing for muon to update (["blocks.*"] would do)'
         yield Problem("optimizer.matrices", sentence, ("optimizer.name",))
-    if keys.nesterov and not keys.momentum:
-        sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0"
+    if "nesterov" in _OF_OPTIMIZERS[keys.name] and keys.nesterov and not keys.momentum:
+        sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0 (or false)"
         yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))
     if keys.name == "schedule-free":
         yield from _averaged(deck)
@@ -277,7 +282,13 @@ def _offload(deck: Deck) -> Iterator[Problem]:
             f"needs layout.zero = 3, which gathers parameters when they are needed, not {deck.layout.zero}"
         )
         yield Problem("memory.parameters", sentence, ("layout.zero",))
-    if memory.parameters != "device" and memory.optimizer == "device":
+    in_blocks = deck.optimizer.name in IN_BLOCKS
+    for name in ("optimizer", "parameters"):
+        if in_blocks and getattr(memory, name) != "device":
+            updates = f'{deck.optimizer.name} updates parameters in blocks ("device" would do)'
+            sentence = f"is for state that is kept by element, but {updates}"
+            yield Problem(f"memory.{name}", sentence, ("optimizer.name",))
+    if memory.parameters != "device" and memory.optimizer == "device" and not in_blocks:
         sentence = 'needs memory.optimizer = "host" or "disk": the update is where the parameters are'
         yield Problem("memory.parameters", sentence, ("memory.optimizer",))
     if memory.activations == "host" and deck.run.device == "cpu":

@@ -127,7 +127,7 @@ def _follow_others(tables: Tables, filled: set[str]) -> None:
     default("optimizer", "beta1", first_beta(optimizer))
     default("optimizer", "beta2", second_beta(optimizer))
     default("optimizer", "momentum", usual_momentum(optimizer))
-    default("optimizer", "nesterov", optimizer == "muon")
+    default("optimizer", "nesterov", optimizer == "muon" and tables["optimizer"]["momentum"] != 0)
 
     schedule = tables["layout"].get("schedule")
     two = isinstance(schedule, str) and schedule in TWO_CHUNKS

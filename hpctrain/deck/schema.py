@@ -369,7 +369,7 @@ class OptimizerSection(Section):
     )
     nesterov: bool = key(
         "Whether they follow it one step ahead (sgd, muon; Nesterov's momentum).",
-        derived="false, with muon true",
+        derived="false, with muon and a momentum true",
     )
     matrices: tuple[str, ...] = key(
         "Parameters whose matrices muon updates, by name; all others are adamw's.",

@@ -115,14 +115,12 @@ def make_optimizer(
 ) -> Optimizer:
     """The deck's optimizer, with its state where `store` makes it or, without one, on the device.
 
-    `device` is the run's, where a plan's buckets are not. HpctrainError for state of blocks elsewhere.
+    `device` is the run's, where a plan's buckets are not.
     """
     rule, memory = RULES[deck.optimizer.name](deck), deck.memory
     if store is None and isinstance(rule, BlockRules):
         return BlockOptimizer(rule, buckets)
-    if isinstance(rule, BlockRules):
-        elsewhere = "holds an optimizer's state by element, and this one updates parameters in blocks"
-        raise HpctrainError(deck.problem("memory.optimizer", f'{elsewhere} ("device" would do)'))
+    assert not isinstance(rule, BlockRules)  # the check of the deck refuses it
     if store is None:
         return ResidentOptimizer(rule, buckets)
     computing: Home = "host" if on_host(device) else "gpu"

@@ -146,9 +146,7 @@ class Checkpoints(Hook):
         wanted = list(engine.state())
         if anew := begins_anew(self.deck, before, path):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
-            name, theirs = self.deck.optimizer.name, before.optimizer.name
-            was = f"was trained by {theirs}" if theirs != name else "has no momentum"
-            self.heeded = [f"{path}: {was}; {name} begins with new state"]
+            self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} begins with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):

@@ -84,9 +84,9 @@ def require_same_parametrization(deck: Deck, before: Deck, path: Path) -> None:
             raise HpctrainError(deck.problem(f"model.{name}", sentence))
 
 
-def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
-    """Whether the optimizer of a run that goes on from `path`, with the deck `before`, begins with new state,
-    since another one has written that, or the same one has kept less.
+def begins_anew(deck: Deck, before: Deck, path: Path) -> str:
+    """What `path`, with the deck `before`, holds in place of what a run could go on from, so that its
+    optimizer begins with new state: that of another one, of other matrices, or less. Empty where it goes on.
 
     HpctrainError without optimizer.restart, or where what is kept beside its state counts on it.
     """
@@ -94,13 +94,13 @@ def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
     other = deck.optimizer.name != before.optimizer.name
     named = deck.optimizer.name == "muon" and set(deck.optimizer.matrices) != set(before.optimizer.matrices)
     if not other and not named and set(own.names) <= set(theirs.names):
-        return False
+        return ""
+    held = f"the state of {toml_value(before.optimizer.name)}" if other else "no momentum"
+    if named and not other:
+        held = f"muon's state of {toml_value(before.optimizer.matrices)}"
     if not deck.optimizer.restart:
         mean = "beta1" if deck.optimizer.name == "adafactor" else "momentum"
         key = "name" if other else "matrices" if named else mean
-        held = f"the state of {toml_value(before.optimizer.name)}" if other else "no momentum"
-        if named:
-            held = f"muon's state of {toml_value(before.optimizer.matrices)}"
         would = "optimizer.restart = true begins with new state"
         raise HpctrainError(deck.problem(f"optimizer.{key}", f"{path} holds {held} to go on from ({would})"))
     if deck.communication.warmup and (momentum_given_after(deck) or in_replicas(deck)):
@@ -109,7 +109,7 @@ def begins_anew(deck: Deck, before: Deck, path: Path) -> bool:
             f'(optimizer.restart) begin at 0; a run of its own starts from it with [model] from = "{path}"'
         )
         raise HpctrainError(deck.problem("communication.warmup", sentence))
-    return True
+    return held
 
 
 def require_no_second_warm_up(deck: Deck, before: Deck, updates: int) -> None:

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from hpctrain.deck.check import check_deck
+from hpctrain.deck.check import IN_BLOCKS, check_deck
 from hpctrain.deck.check_world import check_world, data_ranks
 from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import deck_text, parse_deck
@@ -264,7 +264,39 @@ def test_what_fits(overrides: list[str]) -> None:
                 'optimizer.others_rate=0.1: has no effect on optimizer.name = "adamw" (leave it out)',
                 'optimizer.matrices=["*"]: has no effect on optimizer.name = "adamw" (leave it out)',
                 'optimizer.nesterov=true: has no effect on optimizer.name = "adamw" (leave it out)',
-                "optimizer.nesterov=true: looks ahead by the momentum, and needs optimizer.momentum above 0",
+            ],
+        ),
+        *(
+            (
+                [f"optimizer.name={name}", "optimizer.nesterov=true", "optimizer.momentum=0"],
+                [
+                    "optimizer.nesterov=true: looks ahead by the momentum, and needs optimizer.momentum "
+                    "above 0 (or false)"
+                ],
+            )
+            for name in ("sgd", "muon")
+        ),
+        *(
+            (
+                [
+                    f"optimizer.name={name}",
+                    "memory.optimizer=disk",
+                    "memory.parameters=disk",
+                    "layout.zero=3",
+                ],
+                [
+                    f"memory.{key}=disk: is for state that is kept by element, but {name} updates parameters "
+                    'in blocks ("device" would do)'
+                    for key in ("optimizer", "parameters")
+                ],
+            )
+            for name in IN_BLOCKS
+        ),
+        (
+            ["optimizer.name=muon", "memory.parameters=disk", "layout.zero=3"],
+            [
+                "memory.parameters=disk: is for state that is kept by element, but muon updates parameters "
+                'in blocks ("device" would do)'
             ],
         ),
         (
@@ -293,6 +325,10 @@ def test_what_fits(overrides: list[str]) -> None:
             ['learning_rate.cooldown=5: has no effect with learning_rate.decay = "cosine" (leave it out)'],
         ),
         (
+            ["optimizer.name=schedule-free", "learning_rate.floor=0.5"],
+            ['learning_rate.floor=0.5: has no effect with learning_rate.decay = "constant" (leave it out)'],
+        ),
+        (
             ["learning_rate.decay=inverse-sqrt", "learning_rate.decay_steps=20", "learning_rate.cooldown=5"],
             [
                 f'learning_rate.{key}: has no effect with learning_rate.decay = "inverse-sqrt" (leave it out)'
@@ -318,7 +354,7 @@ def test_what_another_decay_had_of_its_own_may_stay_in_a_stored_deck() -> None:
         stored = deck_text(parse_deck(DECK, [f"learning_rate.{key}" for key in before.split()]))
         return parse_deck(stored, changes, includes=False).learning_rate.cooldown
 
-    assert gone_on("decay=wsd cooldown=5", "learning_rate.decay=constant") == 5
+    assert gone_on("decay=wsd cooldown=5 floor=0.5", "learning_rate.decay=constant") == 5
     inverse = "learning_rate.decay=inverse-sqrt"
     assert gone_on("decay_steps=20", inverse) == 0
     with pytest.raises(HpctrainError, match="decay_steps=30: has no effect"):

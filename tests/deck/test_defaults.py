@@ -25,6 +25,8 @@ def test_defaults_that_follow_other_keys() -> None:
     for name, momentum, nesterov in (("sgd", 0.0, False), ("muon", 0.95, True), ("adamw", 0.0, False)):
         keys = parse_deck(deck_text(deck), [f"optimizer.name={name}"]).optimizer
         assert (keys.momentum, keys.nesterov) == (momentum, nesterov)
+    muon = parse_deck(SMALL, ["optimizer.name=muon"])
+    assert not parse_deck(deck_text(muon), ["optimizer.momentum=0"]).optimizer.nesterov
     free = parse_deck(deck_text(deck), ["optimizer.name=schedule-free"])
     assert (free.optimizer.beta2, free.learning_rate.decay) == (0.999, "constant")
     assert parse_deck(deck_text(deck), ["optimizer.name=adafactor"]).optimizer.beta1 == 0.0

@@ -150,7 +150,7 @@ def test_what_it_does_not_go_with() -> None:
             parse_deck(DECK, [NAME, key])
         assert len(error.value.problems) == 1
     with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: .*in blocks"):
-        plan_memory(small_deck(NAME, "memory.optimizer=disk"), 1, 61)
+        small_deck(NAME, "memory.optimizer=disk")
     assert small_deck(NAME).optimizer.beta1 == 0.0
     decks = small_deck(NAME, "optimizer.beta1=0.9"), small_deck(NAME)
     assert not begins_anew(decks[1], decks[0], Path("x.h5"))

@@ -107,4 +107,4 @@ def test_what_it_does_not_go_with() -> None:
             parse_deck(DECK, [NAME, key])
         assert len(error.value.problems) == 1
     with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: .*in blocks"):
-        plan_memory(small_deck(NAME, "memory.optimizer=disk"), 1, 61)
+        small_deck(NAME, "memory.optimizer=disk")

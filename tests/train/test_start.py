@@ -254,40 +254,48 @@ def test_replicas_that_have_parted_warm_up_no_more() -> None:
 
 ANEW = "optimizer.restart=true"
 LION, SGD, MOMENTUM = "optimizer.name=lion", "optimizer.name=sgd", "optimizer.momentum=0.9"
+MUON, BOTH = "optimizer.name=muon", 'optimizer.matrices=["blocks.*", "*embedding*"]'
 TOP_K, ONE_BIT = "communication.compress=topk", "communication.compress=onebit"
 WARMED, APART = "communication.warmup=3", ("layout.replicas=2", "communication.local_steps=4")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "anew"),
+    ("before", "after", "held"),
     [
-        ([], [], False),
-        ([], [ANEW], False),
-        ([], ["optimizer.beta1=0.8"], False),
-        ([], [LION, ANEW], True),
-        ([LION], [SGD, ANEW], True),
-        ([SGD], [SGD, MOMENTUM, ANEW], True),
-        ([SGD, MOMENTUM], [SGD], False),
-        ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], False),
-        ([], [SGD, MOMENTUM, TOP_K, ANEW], True),
-        ([], [LION, ANEW, *APART], True),
+        ([], [], ""),
+        ([], [ANEW], ""),
+        ([], ["optimizer.beta1=0.8"], ""),
+        ([], [LION, ANEW], 'the state of "adamw"'),
+        ([LION], [SGD, ANEW], 'the state of "lion"'),
+        ([MUON], [SGD, ANEW], 'the state of "muon"'),
+        ([SGD], [SGD, MOMENTUM, ANEW], "no momentum"),
+        ([MUON], [MUON, BOTH, ANEW], 'muon\'s state of ["blocks.*"]'),
+        ([MUON], [MUON, ANEW, "optimizer.momentum=0.5"], ""),
+        ([SGD, MOMENTUM], [SGD], ""),
+        ([SGD, MOMENTUM], [SGD, MOMENTUM, TOP_K], ""),
+        ([], [SGD, MOMENTUM, TOP_K, ANEW], 'the state of "adamw"'),
+        ([], [LION, ANEW, *APART], 'the state of "adamw"'),
+    ],
+)
+def test_state_of_another_optimizer_is_no_state(before: list[str], after: list[str], held: str) -> None:
+    assert begins_anew(small_deck(*after), small_deck(*before), Path("x.h5")) == held
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
         ([], [LION, "optimizer.restart=false"], 'optimizer.name=lion: x.h5 holds the state of "adamw" to go'),
         ([LION], [], 'optimizer.name = "adamw" .*x.h5 holds the state of "lion" to go on from'),
         ([SGD], [SGD, MOMENTUM], r"momentum=0.9: x.h5 holds no momentum to go on from \(optimizer.restart"),
+        ([MUON], [MUON, BOTH], r"matrices=.*: x.h5 holds muon's state of \[.blocks.\*.\] to go on from"),
         ([LION], [ONE_BIT, WARMED, ANEW], "communication.warmup=3: counts updates of the whole run"),
         ([], [SGD, MOMENTUM, TOP_K, WARMED, ANEW], "communication.warmup=3: counts updates"),
         ([], [LION, ANEW, WARMED, *APART], "communication.warmup=3: counts updates"),
     ],
 )
-def test_state_of_another_optimizer_is_no_state(
-    before: list[str], after: list[str], anew: bool | str
-) -> None:
-    decks = small_deck(*after), small_deck(*before)
-    if isinstance(anew, str):
-        with pytest.raises(HpctrainError, match=anew):
-            begins_anew(*decks, Path("x.h5"))
-    else:
-        assert begins_anew(*decks, Path("x.h5")) is anew
+def test_state_of_another_optimizer_needs_a_restart(before: list[str], after: list[str], told: str) -> None:
+    with pytest.raises(HpctrainError, match=told):
+        begins_anew(small_deck(*after), small_deck(*before), Path("x.h5"))
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -314,5 +322,5 @@ def test_another_optimizer_begins_anew_where_it_is_asked_to(world: World, mpi_tm
     assert (state["step"], state["updates"]) == (6, 3)
     if world.rank == 0:
         said = (run / "log.txt").read_text()
-        assert said.count("00000003.h5: was trained by adamw; lion begins with new state") == 1
+        assert said.count('00000003.h5: holds the state of "adamw"; lion begins with new state') == 1
         assert said.count("not all of its optimizer/exp_avg suits this run: the rest begins anew") == 1
