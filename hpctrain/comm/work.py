@@ -7,7 +7,7 @@ before it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -73,6 +73,27 @@ class Successive(Work[Result]):
         if self._current is not None:
             self._current.test()
         return self._current is None
+
+
+class Together(Work[Result]):
+    """Operations that were all started, which make `result`."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work[Any]], result: Result) -> None:
+        super().__init__(result)
+        self._works = works
+
+    def wait(self) -> Result:
+        """See Work."""
+        for work in self._works:
+            work.wait()
+        return self._result
+
+    def test(self) -> bool:
+        """See Work."""
+        complete = [work.test() for work in self._works]  # each of them goes on
+        return all(complete)
 
 
 class StartedWork(Work[Result]):

@@ -10,7 +10,10 @@ from hpctrain.deck.schema import Deck, PrecisionSection
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 
-_OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_watch")
+_OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_gather", "fp8_watch")
+
+ONE_SCALE = ("tensor", "delayed")
+"""The recipes in which a matrix has one scale."""
 
 BLOCK_SIZES = {"block": 128, "mx": 32}
 """Of the recipes in which a scale is of some elements along a dim."""
@@ -26,6 +29,15 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
     if keys.fp8_messages and not deck.layout.sequence_parallel:
         sentence = "has no effect without layout.sequence_parallel = true (leave it out)"
         yield Problem("precision.fp8_messages", sentence, ("layout.sequence_parallel",), idle=True)
+    if keys.fp8_gather and deck.layout.zero != 3:
+        sentence = "has no effect without layout.zero = 3 (leave it out)"
+        yield Problem("precision.fp8_gather", sentence, ("layout.zero",), idle=True)
+    elif keys.fp8_gather and keys.fp8 not in ONE_SCALE:
+        sentence = (
+            f'does not go with precision.fp8 = "{keys.fp8}": slices cut what has a scale, and the transposed '
+            'matrix is another one ("tensor" and "delayed" have one scale a matrix)'
+        )
+        yield Problem("precision.fp8_gather", sentence, (*_COMPUTE, *_RECIPE, "layout.zero"))
     if keys.fp8 != "delayed":
         yield from _in_vain(keys, ("fp8_history",), f'precision.fp8 = "{keys.fp8}"', _RECIPE)
     elif deck.communication.server != "none":

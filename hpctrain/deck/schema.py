@@ -436,6 +436,9 @@ class PrecisionSection(Section):
         "Whether inputs (of one scale: gradients) travel in 8 bits under sequence_parallel; no bit changes.",
         False,
     )
+    fp8_gather: bool = key(
+        "Whether weights are gathered in 8 bits with zero = 3 (tensor, delayed); no bit changes.", False
+    )
     initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1

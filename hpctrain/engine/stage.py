@@ -47,6 +47,7 @@ from hpctrain.sharding.compression.one_bit import OneBitMomentum
 from hpctrain.sharding.compression.power import PowerSgd
 from hpctrain.sharding.compression.top_k import TopK
 from hpctrain.sharding.compression.warmed import exact_at_first
+from hpctrain.sharding.eight_bit_gather import bucket_maker
 from hpctrain.sharding.fragments import Timing, fragments_of
 from hpctrain.sharding.gather import make_residency
 from hpctrain.sharding.local_steps import LocalSteps, OuterRule
@@ -216,12 +217,13 @@ def build_stage(
     """Give the parts of a stage their memory. `store` makes that of slices, `trained` as in Bucket."""
     size, own = deck.communication.bucket_bytes, Precision.of(deck)
     layouts = (layout for model in models for layout in bucket_layouts(model.units(), replications, size))
-    buckets = [Bucket(layout, own.storage, own.gradient, trained, store) for layout in layouts]
+    layers = [layer for model in models for layer in model.layers]
+    make = bucket_maker(layers)
+    buckets = [make(layout, own.storage, own.gradient, trained, store) for layout in layouts]
     blocks = [block.held for model in models for block in blocks_of(model)]
     residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
     for model in models:
         model.residency = residency
-    layers = [layer for model in models for layer in model.layers]
     modules = StateOfModules(layers, replications)
     maxima = WeightMaxima(quantized_products(layers), buckets, groups.tensor)
     return Stage(groups, list(models), replications, buckets, residency, modules, maxima)

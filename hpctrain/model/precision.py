@@ -32,7 +32,7 @@ class Precision:
         eight_bits = None
         if keys.compute == "fp8":
             recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
-            eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages)
+            eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
         gradient = compute if keys.gradients == "compute" else torch.float32
         return Precision(compute, compute, gradient, eight_bits)

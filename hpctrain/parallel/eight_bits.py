@@ -13,7 +13,7 @@ AS_STORED = ("head", "embedding.*")
 class EightBits:
     """By which recipe layers multiply in 8 bits, and with gradients of their outputs in which format, by the
     names that a deck has for these; by maxima of how many steps where it is a delayed one; without which
-    matrices, by patterns of their names; and whether pieces of sequences travel in 8 bits.
+    matrices, by patterns of their names; whether pieces of sequences travel in 8 bits, and slices of weights.
     """
 
     recipe: str
@@ -21,6 +21,7 @@ class EightBits:
     history: int
     exclude: tuple[str, ...] = ()
     messages: bool = False
+    gather: bool = False
 
     def excludes(self, name: str) -> bool:
         """Whether a parameter of this name is multiplied as it is stored."""

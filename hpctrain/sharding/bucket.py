@@ -86,18 +86,23 @@ class Bucket:
 
     def start_gather(self) -> Work[Tensor]:
         """Start to make the values whole, with ZeRO-3; hand the result to `show_values`."""
-        group, own = self.sharding.group, self.own_values
-        if isinstance(own, ScratchTensor):
-            self.start_fetch()
-            assert self._fetched is not None
-            own, transfer = self._fetched
-            transfer.result()
+        group, own = self.sharding.group, self._own_in_memory()
         whole = self.sharding.pool.take(self.length, self.dtype)
         if self._fetched is not None or own.device != whole.device:
             # What was read from a file is dropped next: its copy has to be over by then.
             own = whole[self.slice].copy_(own, non_blocking=self._fetched is None)
         self.drop_fetched()
         return group.start_all_gather(own, whole, self.layout.sizes)
+
+    def _own_in_memory(self) -> Tensor:
+        """The own values, of a file as they have been read: until `drop_fetched`."""
+        if isinstance(self.own_values, Tensor):
+            return self.own_values
+        self.start_fetch()
+        assert self._fetched is not None
+        own, transfer = self._fetched
+        transfer.result()
+        return own
 
     def start_fetch(self) -> None:
         """Start to read this rank's slice where it lies in a file, for the `start_gather` that comes."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.memory.scratch import to_read
 from hpctrain.parallel.fp8.formats import agreed_maximum
 from hpctrain.parallel.fp8.product import WEIGHTS, Dims, QuantizedProduct
 from hpctrain.parallel.linear import SplitLinear
@@ -21,7 +22,8 @@ class WeightMaxima:
     That is one number of each matrix that has one scale, and where tensor ranks have parts of a matrix's rows
     (or columns) that have scales of their own, these rows' numbers: in one small reduction over the tensor
     axis. Of parameters in slices (ZeRO-3) that one number comes from these, in another one over their ranks,
-    where the tensor ranks have to agree; else, as rows that slices cut, it is found of gathered ones.
+    where the tensor ranks have to agree or matrices are gathered in 8 bits; else, as rows that slices cut, it
+    is found of gathered ones.
     """
 
     def __init__(
@@ -35,10 +37,8 @@ class WeightMaxima:
             bucket = held[product.weights[0]]
             if bucket.sharding.zero < 3:
                 self._whole += [(product, dims) for dims in product.weight_dims]
-            elif (
-                tensor.size > 1
-                and product.weight_dims == (WEIGHTS,)
-                and isinstance(bucket.own_values, Tensor)
+            elif product.weight_dims == (WEIGHTS,) and (
+                product.gathered or (tensor.size > 1 and isinstance(bucket.own_values, Tensor))
             ):
                 self._cut.append(product)
         self._slices = list(dict.fromkeys(held[product.weights[0]] for product in self._cut))
@@ -72,18 +72,24 @@ class WeightMaxima:
         group = self._slices[0].sharding.group
         found = torch.zeros(len(self._cut), device=group.device)
         for bucket in self._slices:
-            assert isinstance(bucket.own_values, Tensor) and bucket.sharding.group is group
-            for segment, values, _ in bucket.owned(bucket.own_values):
+            assert bucket.sharding.group is group
+            for segment, own, _ in bucket.owned(bucket.own_values):
                 number = numbers.get(segment.parameter)
-                if number is not None and values.numel():
+                if number is None or not own.numel():
+                    continue
+                for _, values in to_read(own):
                     most = agreed_maximum(values.abs().amax()).to(group.device)
                     found[number] = torch.maximum(found[number], most)
         found = group.all_reduce(found, "max") if group.size > 1 else found
         return [each.view(1, 1) for each in found]
 
 
-def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedProduct]:
-    """Those of layers whose scales follow from the weights themselves, and so are found anew in each step."""
+def products_in_8_bits(layers: Iterable[torch.nn.Module]) -> list[QuantizedProduct]:
+    """All of some layers."""
     linear = (module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear))
-    products = (layer.product for layer in linear)
-    return [each for each in products if isinstance(each, QuantizedProduct) and not each.recipe.delayed]
+    return [layer.product for layer in linear if isinstance(layer.product, QuantizedProduct)]
+
+
+def quantized_products(layers: Iterable[torch.nn.Module]) -> list[QuantizedProduct]:
+    """Those whose scales follow from the weights themselves, and so are found anew in each step."""
+    return [product for product in products_in_8_bits(layers) if not product.recipe.delayed]

@@ -196,8 +196,8 @@ class Step:
         forward = forward_only(self.engine.schedule, len(prepared))
         with (
             self.engine.outer.shown(self.engine.optimizer),
-            self.engine.weight_maxima.known(),
             self.engine.optimizer.shown(),
+            self.engine.weight_maxima.known(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.work import Successive, Work
+from hpctrain.comm.work import Successive, Together, Work
 from hpctrain.comm.world import World
 
 
@@ -60,7 +60,20 @@ def test_several_at_once(world: World) -> None:
     assert torch.equal(first.wait(), torch.full((70_000,), total**2 * world.size))
 
 
+@pytest.mark.mpi
+def test_works_of_one_result(world: World) -> None:
+    """Complete when all are, by waiting or by testing, which helps each of them along."""
+    for waits in (True, False):
+        parts = [torch.full((size,), 1.0) for size in (70_000, 3)]
+        work = Together([world.everyone.start_all_reduce(part) for part in parts], parts[0])
+        while not (waits or work.test()):
+            pass
+        assert work.wait() is parts[0] and work.test()
+        assert all(bool((part == world.size).all()) for part in parts)
+
+
 def test_nothing_to_do() -> None:
+    assert Together([], torch.ones(2)).test()
     work = Successive(iter(()), torch.ones(2))
     assert work.test()
     assert torch.equal(work.wait(), torch.ones(2))

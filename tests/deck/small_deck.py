@@ -114,6 +114,7 @@ VALUES: dict[str, list[str]] = {
     "precision.fp8_history": ["1", "2"],
     "precision.fp8_gradients": ['"e4m3"'],
     "precision.fp8_messages": ["true"],
+    "precision.fp8_gather": ["true"],
     "precision.fp8_exclude": ['["head"]', '["blocks.0.*"]', '["blocks.*"]', '["*.query"]', '["nothing"]'],
     "precision.fp8_watch": ["1", "2"],
     "precision.gradients": ['"compute"'],

@@ -25,6 +25,8 @@ WIDE = ["model.hidden=512", "model.heads=8", "model.key_value_heads=8", "model.m
         [*FP8, "precision.fp8_messages=true", "layout.tensor=2", "layout.sequence_parallel=true"],
         [*FP8, "precision.fp8=mx", "layout.context=2", "batch.sequence=64", "batch.micro_size=2"],
         [*FP8, "precision.fp8=row", "communication.server=sync"],
+        [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8_watch=4"],
+        [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8=tensor", "layout.tensor=2"],
     ],
 )
 def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
@@ -54,6 +56,19 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
             [*FP8, "precision.fp8_messages=true", "layout.tensor=2"],
             "precision.fp8_messages=true: has no effect without layout.sequence_parallel = true "
             "(leave it out)",
+        ),
+        (
+            ["precision.fp8_gather=true", "layout.zero=3"],
+            'precision.fp8_gather=true: has no effect with precision.compute = "fp32" (leave it out)',
+        ),
+        (
+            [*FP8, "precision.fp8_gather=true", "layout.zero=2"],
+            "precision.fp8_gather=true: has no effect without layout.zero = 3 (leave it out)",
+        ),
+        (
+            [*FP8, "precision.fp8_gather=true", "layout.zero=3", "precision.fp8=mx"],
+            'precision.fp8_gather=true: does not go with precision.fp8 = "mx": slices cut what has a scale, '
+            'and the transposed matrix is another one ("tensor" and "delayed" have one scale a matrix)',
         ),
         (
             ['precision.fp8_exclude=["head"]'],

@@ -188,6 +188,25 @@ def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None
         expect_activations(world, deck)
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("recipe", ["tensor", "delayed"])
+def test_what_is_gathered_in_8_bits_is_planned_as_it_is(world: World, recipe: str) -> None:
+    """Delayed scaling gathers 16 bits in its first step, and keeps their memory."""
+    wide = ("model.hidden=64", "layout.zero=3", "precision.compute=fp8", f"precision.fp8={recipe}")
+    taken = []
+    for more in ((), ("precision.fp8_gather=true",)):
+        deck = small_deck(*wide, *more)
+        training = trainer(world, deck)
+        training.train(2)
+        here = plan_memory(deck, world.size, VOCABULARY).stages[0].memory
+        turns = held(training)[3]
+        assert (here.parameter, here.buffer) == (held(training)[0], turns)
+        taken.append(turns)
+    block = max(bucket.layout.used for bucket in training.engine.buckets)
+    # Of a block and of the next one a byte of two.
+    assert taken[0] - taken[1] == pytest.approx(2 * block if recipe == "tensor" else 0, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "gigabytes"),
     [

@@ -32,6 +32,7 @@ def sent(world: World, deck: Deck, steps: int = 1) -> dict[str, float]:
 
 
 LOCAL = ("layout.tensor=2", "layout.sequence_parallel=true")
+GATHERED = ("precision.compute=fp8", "precision.fp8_gather=true", "layout.zero=3")
 EIGHT = ("precision.compute=fp8", "precision.fp8_messages=true")
 LAYOUTS: dict[int, list[tuple[str, ...]]] = {
     2: [
@@ -48,6 +49,8 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
         ("layout.pipeline=2", "precision.compute=fp8", 'model.frozen=["embedding.*", "blocks.0.*"]'),
         ("layout.zero=2", "precision.compute=fp8"),
+        (*GATHERED, "memory.recompute=full", *LLAMA),
+        (*GATHERED, "precision.fp8=tensor", "optimizer.name=muon"),
         (*LOCAL, "precision.compute=fp8", "precision.fp8=tensor"),
         (*LOCAL, *EIGHT, "precision.fp8=row", "memory.recompute=full"),
         (*LOCAL, *EIGHT, "model.hidden=64", "precision.fp8=mx"),
@@ -67,6 +70,7 @@ LAYOUTS: dict[int, list[tuple[str, ...]]] = {
         ),
         ("layout.pipeline=2", "layout.tensor=2", "batch.global_size=32"),
         ("layout.tensor=2", "layout.zero=3", "precision.compute=fp8", "precision.fp8=tensor"),
+        (*GATHERED, "layout.pipeline=2", "optimizer.name=muon"),
     ],
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.pieces import gathered, start_gather
 from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling, block_maxima
 from hpctrain.parallel.fp8.recipes import Recipe
-from hpctrain.parallel.fp8.watched import note_lost
+from hpctrain.parallel.fp8.watched import note_counts, note_lost
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Operand, Product, Scaled
 from hpctrain.parallel.saved import Saving, Storage
@@ -36,6 +36,15 @@ _GRADIENTS: Dims = ("tokens", "outputs")
 WEIGHTS: Dims = ("outputs", "inputs")
 TURNED_WEIGHTS: Dims = ("inputs", "outputs")
 """How the weights lie for the output, and for the gradient of the input."""
+
+
+class GivenWeights(NamedTuple):
+    """Weights [n, k] that came in 8 bits, with one scale; in steps that are watched also what those that this
+    rank owns of them have lost, see `lost`.
+    """
+
+    found: Quantized
+    counts: Tensor | None
 
 
 class QuantizedProduct(Product):
@@ -60,6 +69,7 @@ class QuantizedProduct(Product):
         super().__init__(weights, groups)
         self.recipe, self.gradient_form, self.messages = recipe, gradient_form, messages
         self._known_weights: dict[Dims, Tensor] = {}
+        self._given: GivenWeights | None = None
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product."""
@@ -151,7 +161,7 @@ class QuantizedProduct(Product):
         """See Product."""
         if isinstance(output_gradient, Tensor):
             return self.input_gradient(output_gradient)
-        return self._input_gradient(Quantized(*output_gradient, Blocks()), self.weight().dtype)
+        return self._input_gradient(Quantized(*output_gradient, Blocks()), self.weights[0].dtype)
 
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """See Product."""
@@ -177,13 +187,25 @@ class QuantizedProduct(Product):
         return self.recipe.tokens.blocks == Blocks()
 
     def _forward(self, left: Quantized, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        right = self._quantized("weights", self.weight(), WEIGHTS)
+        right = self._weights(WEIGHTS)
         output = multiplied(left, right, inputs.dtype).view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
     def _input_gradient(self, left: Quantized, dtype: torch.dtype) -> Tensor:
-        right = self._quantized("weights", self.weight().t(), TURNED_WEIGHTS)
+        right = self._weights(TURNED_WEIGHTS)
         return multiplied(left, right, dtype)
+
+    def _weights(self, dims: Dims) -> Quantized:
+        """The weights that lie so."""
+        if self._given is None:
+            matrix = self.weight()
+            return self._quantized("weights", matrix if dims == WEIGHTS else matrix.t(), dims)
+        (found, counts), maxima = self._given, self.weight_maxima
+        assert maxima is not None
+        if counts is not None:
+            name, use = self.weights[0].shard.name, " ".join(dims)
+            note_counts(self.groups.noted, name, "weights", use, counts, maxima, found)
+        return found if dims == WEIGHTS else found.transposed()
 
     def _add(self, left: Quantized, right: Quantized) -> None:
         """Gradient [m, n] and inputs [m, k], by blocks of tokens."""
@@ -210,6 +232,25 @@ class QuantizedProduct(Product):
             return (WEIGHTS,)
         lying = (WEIGHTS, TURNED_WEIGHTS)
         return tuple(dims for dims in lying if group.size > 1 and self._holders(scaling, dims, False))
+
+    @property
+    def gathered(self) -> bool:
+        """Whether weights that ranks have slices of are gathered in 8 bits."""
+        return self.groups.eight_bits is not None and self.groups.eight_bits.gather
+
+    @property
+    def weight_maxima(self) -> Tensor | None:
+        """The largest magnitude of weights that have one scale, [1, 1], where it is known without them."""
+        if self.weights[0].is_meta:  # a plan, in which nothing is known, and everything would be
+            return self.weights[0].new_empty((1, 1), dtype=torch.float32)
+        return self._known_weights.get(WEIGHTS)
+
+    def give_weights(self, given: GivenWeights | None) -> None:
+        """Multiply these in 8 bits, as if made here, as long as there are no others; None: there are."""
+        self._given = given
+
+    def note_weights(self, largest: Tensor) -> None:
+        """Note, where steps to come need it, the largest magnitude [1] of those that this rank owns."""
 
     def own_weight_maxima(self, dims: Dims) -> Tensor:
         """The maxima of this rank's part of the weights, which are there."""
@@ -300,7 +341,7 @@ class DelayedProduct(QuantizedProduct):
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product."""
         self._note("inputs", inputs)
-        self._note("weights", self.weight())
+        self._note_whole_weights()
         return super().forward(inputs, bias) if self.known else Product.forward(self, inputs, bias)
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
@@ -325,7 +366,7 @@ class DelayedProduct(QuantizedProduct):
         if not self.known:
             return Product.forward_kept(self, inputs, bias, pieces, compact)
         self._note("inputs", inputs)
-        self._note("weights", self.weight())
+        self._note_whole_weights()
         return super().forward_kept(inputs, bias, pieces, compact)
 
     def whole_gradient(self, output_gradient: Tensor, pieces: Group | None) -> Operand:
@@ -363,8 +404,22 @@ class DelayedProduct(QuantizedProduct):
             if maximum is not None:
                 history.remember(maximum[0])
 
+    @property
+    def weight_maxima(self) -> Tensor | None:
+        """See QuantizedProduct."""
+        return self.histories["weights"].largest if self.known else None
+
+    def note_weights(self, largest: Tensor) -> None:
+        """See QuantizedProduct."""
+        self.groups.noted.most(self._noted_name("weights"), agreed_maximum(largest))
+
     def _maxima(self, kind: Kind, *_: object) -> Tensor:
         return self.histories[kind].largest
+
+    def _note_whole_weights(self) -> None:
+        """Unless they came in 8 bits: then their owners have noted them."""
+        if self._given is None:
+            self._note("weights", self.weight())
 
     def _note(self, kind: Kind, values: Tensor) -> None:
         largest = block_maxima(_rows(values), Blocks())

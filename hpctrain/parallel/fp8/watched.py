@@ -28,10 +28,18 @@ def note_lost(
     `weight` names the product's matrix and `kind` what is quantized for it; `use` tells the products of a
     layer apart in which this is an operand. `maxima` are those that the scales follow from.
     """
-    if not noted.watched or not matrix.numel():
+    if noted.watched and matrix.numel():
+        note_counts(noted, weight, kind, use, lost(matrix, found), maxima, found)
+
+
+def note_counts(
+    noted: Noted, weight: str, kind: str, use: str, counts: Tensor, maxima: Tensor, found: Quantized
+) -> None:
+    """As `note_lost`, where `counts` are what is `lost`, of all of it or of this rank's part."""
+    if not noted.watched:
         return
     name = f"{weight}/{kind}/{use}"
-    noted.sum(f"{_LOST}/{name}", lost(matrix, found))
+    noted.sum(f"{_LOST}/{name}", counts)
     used, exponents = (maxima > 0) & maxima.isfinite(), exponents_of(found.factors).int()
     most = [torch.where(used, of, 0).amax() for of in (exponents, _NO_NUMBER - exponents)]
     noted.most(f"{_SCALES}/{name}", torch.stack(most))
