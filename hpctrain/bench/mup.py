@@ -26,6 +26,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import build_engine, open_corpus, settle_vocabulary
@@ -37,6 +38,7 @@ from hpctrain.report.widths import draw_widths
 from hpctrain.table import table
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
+from hpctrain.words import require
 
 PARAMETRIZATIONS = ("standard", "mup")
 KINDS = ("embedding", "attention", "feed_forward", "block", "logits")
@@ -80,12 +82,21 @@ def bench_mup(
 ) -> None:
     """Try a deck at several widths, of which its own is the base where it names none. Collective.
 
-    HpctrainError where a width does not fit its heads, or rates are to be compared on random tokens.
+    HpctrainError where a width does not fit its heads, no rule for muP is known of the deck, its weights come
+    from elsewhere, or rates are to be compared on random tokens.
     """
     with world.agreement():
+        if picture is not None:
+            require("matplotlib", "drawing pictures")
         deck = with_base(read_deck(path, overrides, read_source=settled_keys))
+        if deck.model.source is not None:
+            asked = "has no effect here: what is compared begins from new weights (leave it out)"
+            raise HpctrainError(deck.problem("model.from", asked))
         for width in (*wish.widths, *(wish.rate_widths if wish.rates else ())):
-            of_width(deck, width, "mup", wish.wider_heads)
+            changed = of_width(deck, width, "mup", wish.wider_heads)
+            problems = parametrization_problems(changed)
+            if told := [changed.problem(each.key, each.sentence) for each in problems]:
+                raise HpctrainError(told)
         if wish.random_tokens and wish.rates:
             raise HpctrainError("--rates: of random tokens nothing is learned; leave out --random-tokens")
     torch.set_num_threads(deck.run.threads)

@@ -9,7 +9,7 @@ from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import either
 
-SCALED = ("adamw", "lion", "muon", "schedule-free", "sgd")
+SCALED = ("adafactor", "adam-mini", "adamw", "lion", "muon", "schedule-free", "sgd")
 """The optimizers of which it is known how rates follow the width."""
 
 

@@ -67,6 +67,13 @@ STANDARD = Parametrization()
 
 
 def _of_adam(model: Parametrization, initial: Initial) -> float:
+    """Of steps whose elements are as large as the rate, whatever the size of gradients; by the root of their
+    mean square over a cell or the tensor, as those of Adam-mini and Adafactor, or each.
+
+    Those of a matrix go along with the values that it is multiplied with: what they add to sums of as many
+    terms as the width grows with it. Sums over rows, columns or cells that get larger with the width are
+    means: they leave elements their size.
+    """
     return 1 / model.width if initial in HIDDEN or initial == "router" else 1.0
 
 
@@ -90,6 +97,8 @@ def _of_larger_muon(model: Parametrization, initial: Initial) -> float:
 
 RATES: Mapping[str, Callable[[Parametrization, Initial], float]] = {
     "adamw": _of_adam,
+    "adafactor": _of_adam,
+    "adam-mini": _of_adam,
     "lion": _of_adam,
     "schedule-free": _of_adam,
     "sgd": _of_gradients,

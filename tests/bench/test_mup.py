@@ -19,15 +19,19 @@ from hpctrain.bench.mup import (
     WidthsWish,
     bench_mup,
     best_rate,
+    check_coordinates,
     of_width,
     rate_rows,
+    ratio,
     spread_rows,
     spreads_of,
     with_base,
 )
 from hpctrain.cli.bench import numbers
 from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
+from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import logits_of
 from hpctrain.report.widths import picture
@@ -62,6 +66,55 @@ def test_spreads_are_those_of_what_layers_give(world: World) -> None:
         table, positions = model.layers[0].table, model.layers[0].positions.table
         assert found["embedding"] == pytest.approx(float((table[tokens] + positions[:32]).std()), rel=1e-6)
     assert not any(module._forward_hooks for layer in model.layers for module in layer.modules())
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam-mini"])
+def test_values_do_not_follow_the_width_where_updates_are_of_blocks(world: World, optimizer: str) -> None:
+    """The coordinate check: what three steps lead to, at four times the width, is as large, or is not."""
+    deck = with_base(small_deck(f"optimizer.name={optimizer}"))
+    batches, figures = Batches(SyntheticSource(32, 61), 0), WidthsFigures()
+    check_coordinates(world, deck, batches, WidthsWish((32, 128), 3), figures)
+    for kind in ("attention", "feed_forward", "block"):
+        usual, ours = (
+            [steps[-1] for steps in figures.spread[name][kind].values()] for name in ("standard", "mup")
+        )
+        assert usual[1] > 4 * usual[0]
+        assert ratio(ours) < 1.5
+        assert figures.spread["mup"][kind][32] == figures.spread["standard"][kind][32]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            ("optimizer.name=muon", 'optimizer.matrices=["blocks.*","head.weight"]'),
+            "names head.weight, of whose",
+        ),
+        ((*LLAMA, "optimizer.name=sgd", "model.query_key_norm=head"), '("all" or "none" would do)'),
+        (("model.from=FOLDER/hf",), "has no effect here: what is compared begins from new weights"),
+    ],
+)
+def test_what_would_be_no_family_of_widths_is_refused_before_anything_is_trained(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], sentence: str
+) -> None:
+    monkeypatch.setattr("hpctrain.bench.mup._trainer", lambda *_: pytest.fail("was trained"))
+    (tmp_path / "deck.toml").write_text(DECK)
+    (tmp_path / "hf").mkdir()
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 8,
+        "vocab_size": 61,
+        "n_positions": 32,
+    }
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    given = [key.replace("FOLDER", str(tmp_path)) for key in keys]
+    wish = WidthsWish((32,), 1, random_tokens=True)
+    with pytest.raises(HpctrainError) as refused:
+        bench_mup(world, tmp_path / "deck.toml", given, wish, None, None)
+    (problem,) = refused.value.problems
+    assert sentence in problem
 
 
 @pytest.mark.parametrize(

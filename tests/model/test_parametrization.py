@@ -56,7 +56,8 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
     root = {"original": 1.0, "adamw-rms": 1 / sqrt(m)}
     muon = {name: {"normal": each, "residual": each, "router": each / sqrt(m)} for name, each in root.items()}
     by = Parametrization.of(deck)
-    for optimizer, rates in {"adamw": adam, "lion": adam, "schedule-free": adam, "sgd": sgd, **muon}.items():
+    of_size = dict.fromkeys(("adamw", "adafactor", "adam-mini", "lion", "schedule-free"), adam)
+    for optimizer, rates in {**of_size, "sgd": sgd, **muon}.items():
         assert {initial: by.rate(initial, optimizer) for initial in rates} == rates  # type: ignore[arg-type]
     assert by.of_logits == 1 / m
     # 1 / d, and at the base's d of 4 as usual: a constant of sqrt(4).
@@ -65,6 +66,24 @@ def test_what_a_width_changes_is_what_the_table_says(width: int) -> None:
 
 def test_every_optimizer_that_is_allowed_has_rates() -> None:
     assert {*SCALED, "original", "adamw-rms"} == {*RATES, "muon"}
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adam-mini"])
+def test_rates_by_role_reach_what_is_updated_in_blocks(world: World, optimizer: str) -> None:
+    """First steps from the same weights, of a width 4 times the base's, beside those at the base."""
+    keys = (*EXPERTS, f"optimizer.name={optimizer}", "optimizer.weight_decay=0", "optimizer.clip=0")
+    at_base = ("model.parametrization=mup", "model.base_width=32")
+    moved = []
+    for widths in (at_base, MUP):
+        run = trainer(world, small_deck(*keys, *widths, "learning_rate.warmup=0"))
+        before = {name: each.detach().clone() for name, each in run.parameters().items()}
+        run.train_step()
+        moved.append({name: run.parameters()[name].detach() - each for name, each in before.items()})
+    base, wide = moved
+    for name, step in base.items():
+        hidden = step.dim() > 1 and name.startswith("blocks")
+        found = wide[name].square().mean().sqrt() / step.square().mean().sqrt()
+        assert found == pytest.approx(0.25 if hidden else 1.0, rel=0.15), name
 
 
 @pytest.mark.parametrize("family", [(), EXPERTS], ids=["gpt2", "mixture"])
