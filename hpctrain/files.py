@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpctrain.characters import control_problem, escaped
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, InputOutputError
 
 JSON_BYTES = 64 << 20  # of a JSON file at most; the largest tokenizers have half of it
 _CHUNK = 1 << 20
@@ -30,6 +30,21 @@ def check_output(path: Path, replace: bool) -> None:
         problem = "exists already; --force replaces it"
     if problem:
         raise HpctrainError(f"{escaped(str(path))}: {problem}")
+
+
+def require_writable(path: Path) -> None:
+    """HpctrainError or OSError where no file of this name could be written, or written over: for what is made
+    last, before the work that it tells of is done. Nothing is made here.
+    """
+    check_output(path, replace=True)
+    there = path if path.exists() else path.parent
+    if there != path and not there.is_dir():
+        reason = errno.ENOTDIR if there.exists() else errno.ENOENT
+    elif not os.access(there, os.W_OK if there == path else os.W_OK | os.X_OK):
+        reason = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+    else:
+        return
+    raise InputOutputError(f"{escaped(str(path))}: cannot be written: {os.strerror(reason)} ({there})")
 
 
 def open_regular(path: str | Path) -> BinaryIO:

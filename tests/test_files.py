@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.files import is_unfit, open_regular, parse_json, read_bytes, read_text
+from hpctrain.errors import HpctrainError
+from hpctrain.files import is_unfit, open_regular, parse_json, read_bytes, read_text, require_writable
 
 
 def test_text_has_newlines_whatever_its_line_ends(tmp_path: Path) -> None:
@@ -32,6 +33,26 @@ def test_only_regular_files_are_opened_and_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as missing:
         open_regular(tmp_path / "none")
     assert not is_unfit(missing.value)
+
+
+def test_files_that_could_be_written_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").write_text("before")
+    for path in (tmp_path / "there", tmp_path / "new", Path("/dev/null"), Path("new")):
+        require_writable(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "before"
+    bad = {
+        tmp_path: "is a folder",
+        tmp_path / "no/a": "No such file",
+        tmp_path / "there/a": "Not a directory",
+    }
+    for path, sentence in bad.items():
+        with pytest.raises(HpctrainError, match=sentence):
+            require_writable(path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for path in (tmp_path / "there", tmp_path / "new"):
+        with pytest.raises(HpctrainError, match=f"{path}: cannot be written: Permission denied"):
+            require_writable(path)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -30,6 +30,21 @@ in_rounds = click.option("--rounds", default=5, show_default=True, type=COUNT, h
 figures_file = click.option("--json", "path", type=PATH, help="Write the figures to a file too.")
 
 
+def run_bench(measure: Callable[[World], int | None], *files: Path | None, device: str = "auto") -> NoReturn:
+    """Measure on all ranks, as `run_verb` does, where rank 0 can write the files that come of it."""
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.files import require_writable
+
+    def verb(world: World) -> int | None:
+        with world.agreement():
+            for file in files if world.rank == 0 else ():
+                if file is not None:
+                    require_writable(file)
+        return measure(world)
+
+    run_verb(verb, device)
+
+
 @command.command()
 @click.option("--min-bytes", default="1 KiB", show_default=True, help="Smallest full tensor.")
 @click.option("--max-bytes", default="256 MiB", show_default=True, help="Largest full tensor.")
@@ -41,7 +56,6 @@ figures_file = click.option("--json", "path", type=PATH, help="Write the figures
 def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, path: Path | None) -> None:
     """Time every primitive beside plain mpi4py on numpy arrays, under mpirun or srun."""
     from hpctrain.bench.collectives import bench, print_rows, write_rows
-    from hpctrain.comm.verb import run_verb
 
     def verb(world: World) -> None:
         rows = bench(world, operations, min_bytes, max_bytes, gloo)
@@ -51,7 +65,7 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
                 if path is not None:
                     write_rows(rows, world.size, path)
 
-    run_verb(verb, "cpu")
+    run_bench(verb, path, device="cpu")
 
 
 @command.command()
@@ -97,9 +111,8 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""
     from hpctrain.bench.train import TrainingWish, bench_train
-    from hpctrain.comm.verb import run_verb
 
-    run_verb(lambda world: bench_train(world, deck, overrides, TrainingWish(**wish), path))
+    run_bench(lambda world: bench_train(world, deck, overrides, TrainingWish(**wish), path), path)
 
 
 @command.command()
@@ -113,9 +126,8 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
 def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
     """Time DECK's mixtures of experts: spread over ranks and not, beside a dense layer, and exchanges."""
     from hpctrain.bench.mixture import bench_mixture
-    from hpctrain.comm.verb import run_verb
 
-    run_verb(lambda world: bench_mixture(world, deck, overrides, steps, rounds, path))
+    run_bench(lambda world: bench_mixture(world, deck, overrides, steps, rounds, path), path)
 
 
 @command.command()
@@ -126,9 +138,8 @@ def mixture(deck: Path, overrides: tuple[str, ...], steps: int, rounds: int, pat
 def offload(deck: Path, overrides: tuple[str, ...], rounds: int, path: Path | None) -> None:
     """Time the update of DECK's optimizer state in files beside disk and processor alone."""
     from hpctrain.bench.offload import bench_offload
-    from hpctrain.comm.verb import run_verb
 
-    run_verb(lambda world: bench_offload(world, deck, overrides, rounds, path))
+    run_bench(lambda world: bench_offload(world, deck, overrides, rounds, path), path)
 
 
 @command.command()
@@ -151,10 +162,9 @@ def checkpoint(
 ) -> None:
     """Time saving and loading DECK's state beside plain files written and read by as many ranks."""
     from hpctrain.bench.checkpoint import CheckpointWish, bench_checkpoint
-    from hpctrain.comm.verb import run_verb
 
     wished = CheckpointWish(dcp=against == "dcp", **wish)
-    run_verb(lambda world: bench_checkpoint(world, deck, overrides, wished, path))
+    run_bench(lambda world: bench_checkpoint(world, deck, overrides, wished, path), path)
 
 
 @command.command()
@@ -180,9 +190,8 @@ def communication(
 ) -> None:
     """Train DECK by each form of communication: bytes sent, validation loss beside that of exact sums."""
     from hpctrain.bench.communication import bench_communication
-    from hpctrain.comm.verb import run_verb
 
-    run_verb(lambda world: bench_communication(world, deck, overrides, only, variants, path))
+    run_bench(lambda world: bench_communication(world, deck, overrides, only, variants, path), path)
 
 
 @command.command()
@@ -199,9 +208,8 @@ def communication(
 def fp8(shapes: tuple[str, ...], device: str, rounds: int, path: Path | None) -> None:
     """Time the three products of a matrix in 8 bits, by every recipe and in their parts, beside bf16."""
     from hpctrain.bench.fp8 import SHAPES, bench_fp8
-    from hpctrain.comm.verb import run_verb
 
-    run_verb(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), device)
+    run_bench(lambda world: bench_fp8(world, shapes or SHAPES, rounds, path), path, device=device)
 
 
 @command.command()
@@ -235,7 +243,6 @@ def mup(
     Its own width, or model.base_width, is the base. Under mpirun or srun the ranks share the trainings out.
     """
     from hpctrain.bench.mup import WidthsWish, bench_mup
-    from hpctrain.comm.verb import run_verb
 
     wished = WidthsWish(
         widths=numbers("--widths", widths, int),
@@ -243,7 +250,7 @@ def mup(
         rate_widths=numbers("--rate-widths", rate_widths, int),
         **wish,
     )
-    run_verb(lambda world: bench_mup(world, deck, overrides, wished, path, picture))
+    run_bench(lambda world: bench_mup(world, deck, overrides, wished, path, picture), path, picture)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.bench import command
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 DECK = """
@@ -82,6 +85,33 @@ def test_counts_begin_at_one(benchmark: str, option: str) -> None:
         done = CliRunner().invoke(command, [benchmark, "deck.toml", option, count])
         assert done.exit_code == 2
         assert f"Invalid value for '{option}': {count} is not in the range x>=1" in done.output
+
+
+ALL = ("collectives", "train", "mixture", "offload", "checkpoint", "communication", "fp8", "mup")
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path: Path) -> None:
+    """Nor is the deck read, which is not there."""
+    assert {*ALL} == {*command.commands}
+    for benchmark in ALL:
+        deck = () if benchmark in {"collectives", "fp8"} else ("gone.toml",)
+        for option in ("--json", *(["--plot"] if benchmark == "mup" else [])):
+            file = tmp_path / "no" / "figures"
+            with pytest.MonkeyPatch.context() as patch:
+                told: list[str] = []
+                patch.setattr("hpctrain.comm.verb.run_verb", partial(_verb, told))
+                done = CliRunner().invoke(command, [benchmark, *deck, option, str(file)])
+            assert done.exit_code == 3, done.output
+            assert told == [f"{file}: cannot be written: No such file or directory ({file.parent})"]
+
+
+def _verb(told: list[str], verb: Callable[[World], object], device: str = "auto") -> None:
+    """As run_verb, on one rank, which does not end."""
+    try:
+        verb(World.start("cpu"))
+    except HpctrainError as error:
+        told += error.problems
+        raise SystemExit(error.exit_code) from None
 
 
 @pytest.mark.parametrize(
