@@ -14,10 +14,11 @@ from statistics import median
 import torch
 
 from hpctrain.bench.timing import seconds_of, write_json
-from hpctrain.comm.device import name_of, wait
+from hpctrain.comm.device import held_bytes, name_of, wait
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.deck.schema import Machine
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.fp8.formats import E4M3, E5M2
 from hpctrain.parallel.fp8.found import native
@@ -28,6 +29,7 @@ from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.plan.room import demand_room
 from hpctrain.table import table
 from hpctrain.units import format_seconds
 
@@ -43,6 +45,9 @@ SECONDS = 0.02
 
 BASE = "bf16"
 
+_DIGITS = 18
+"""Of a size at most."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -56,9 +61,20 @@ class Shape:
     def of(text: str) -> Shape:
         """From "MxNxK"; HpctrainError where it is none."""
         sizes = text.split("x")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        if len(sizes) != 3 or not all(
+            size.isdecimal() and len(size) <= _DIGITS and int(size) for size in sizes
+        ):
             raise HpctrainError(f"--shape {text}: must be tokens x outputs x inputs, e.g. {SHAPES[0]}")
         return Shape(*map(int, sizes))
+
+    @property
+    def least_bytes(self) -> int:
+        """Of what a rank holds at once, as all recipes take turns: of each the operands in 16 bits, the
+        weight's gradient in 32, and but in bf16 the operands in 8 bits as they lie and transposed.
+        """
+        weight = self.outputs * self.inputs
+        operands = self.tokens * (self.inputs + self.outputs) + weight
+        return (1 + len(RECIPES)) * (2 * operands + 4 * weight) + len(RECIPES) * 2 * operands
 
     def __str__(self) -> str:
         return f"{self.tokens}x{self.outputs}x{self.inputs}"
@@ -81,8 +97,17 @@ class ProductFigures:
 
 
 def bench_fp8(world: World, shapes: Sequence[str], rounds: int, output: Path | None) -> None:
-    """Time products of these shapes ("MxNxK") on the world's device, on every rank at once. Collective."""
-    figures = [each for text in shapes for each in measured(world, Shape.of(text), rounds)]
+    """Time products of these shapes ("MxNxK") on the world's device, on every rank at once. Collective.
+
+    HpctrainError, before any is timed, of what is no shape or does not fit into memory.
+    """
+    with world.agreement():
+        wanted = [Shape.of(text) for text in shapes]
+    held = held_bytes(world.device)
+    for shape in wanted:
+        needed = held + shape.least_bytes
+        demand_room(world, Machine(), f"--shape {shape}", needed, lambda _: "a smaller shape would do")
+    figures = [each for shape in wanted for each in measured(world, shape, rounds)]
     with world.agreement():
         if world.rank == 0:
             print("\n".join(lines(figures, name_of(world.device) or "CPU")), flush=True)

@@ -43,3 +43,21 @@ def test_a_shape_is_three_sizes() -> None:
     for text in ("32x48", "32x48x-1", "axbxc", "32x48x0"):
         with pytest.raises(HpctrainError, match=f"--shape {text}: must be tokens x outputs x inputs"):
             Shape.of(text)
+    with pytest.raises(HpctrainError, match="must be tokens x outputs x inputs"):
+        Shape.of(f"32x48x{'9' * 5000}")
+
+
+def test_what_no_node_could_hold_is_refused_before_anything_is_timed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "measured", lambda *_: pytest.fail("was timed"))
+    sentence = r"--shape 1000000000x100000x1: does not fit into memory: .*; a smaller shape would do"
+    with pytest.raises(HpctrainError, match=sentence):
+        bench_fp8(world, ["32x48x64", "1000000000x100000x1"], 1, None)
+
+
+def test_what_a_shape_holds_at_least_is_what_its_tensors_have() -> None:
+    """Of a recipe 2 (a + b + c) + 4 c bytes, and twice a + b + c quantized; bf16 has the former alone."""
+    a, b, c = 32 * 64, 32 * 48, 48 * 64
+    of_bf16, quantized = 2 * (a + b + c) + 4 * c, 2 * (a + b + c)
+    assert Shape(32, 48, 64).least_bytes == of_bf16 + len(RECIPES) * (of_bf16 + quantized)
