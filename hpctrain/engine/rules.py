@@ -79,12 +79,18 @@ RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {
 
 
 def check_matrices(deck: Deck, shape: ModelShape) -> None:
-    """Raise HpctrainError where optimizer.matrices names what is not there, or one of several weights that
-    are one matrix in memory without the others.
+    """Raise HpctrainError with all `matrix_problems`."""
+    if problems := matrix_problems(deck, shape):
+        raise HpctrainError([deck.problem("optimizer.matrices", each) for each in problems])
+
+
+def matrix_problems(deck: Deck, shape: ModelShape) -> list[str]:
+    """Where optimizer.matrices names what is not there, or one of several weights that are one matrix in
+    memory without the others: ends of sentences.
     """
     rule, problems = RULES[deck.optimizer.name](deck), list[str]()
     if not isinstance(rule, BlockRules):
-        return
+        return problems
     used: set[str] = set()
     found = False
     for leaf in (leaf for unit in bare_model(shape).units() for leaf in unit):
@@ -99,5 +105,4 @@ def check_matrices(deck: Deck, shape: ModelShape) -> None:
     problems += [f"no parameter is called {toml_value(each)}" for each in rule.patterns if each not in used]
     if not found and not problems:
         problems.append("names no matrix")
-    if problems:
-        raise HpctrainError([deck.problem("optimizer.matrices", each) for each in dict.fromkeys(problems)])
+    return list(dict.fromkeys(problems))

@@ -1,5 +1,5 @@
-"""What a deck names outside of itself: token file, parameters that it freezes, layers that it leaves out of
-8 bits, the file of its schedule.
+"""What a deck names outside of itself: token file, parameters that it freezes or gives to Muon, layers that
+it leaves out of 8 bits, the file of its schedule.
 
 A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
 """
@@ -26,6 +26,8 @@ def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
         yield from _tokens(deck)
     if deck.model.frozen:
         yield from _frozen(deck)
+    if deck.optimizer.name == "muon" and deck.optimizer.matrices:
+        yield from _matrices(deck)
     if deck.precision.compute == "fp8" and deck.precision.fp8_exclude:
         yield from _excluded(deck)
     if deck.layout.schedule not in NAMES:
@@ -53,6 +55,14 @@ def _frozen(deck: Deck) -> Iterator[Problem]:
     model = bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))
     frozen = freeze_parameters([model], deck.model.frozen)
     yield from (Problem("model.frozen", each) for each in frozen_problems(deck.model.frozen, [frozen]))
+
+
+def _matrices(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.engine.rules import matrix_problems
+    from hpctrain.model.shape import ModelShape
+
+    problems = matrix_problems(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
+    yield from (Problem("optimizer.matrices", each) for each in problems)
 
 
 def _excluded(deck: Deck) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from hpctrain.optim.blocks import BlockOptimizer, BlockRules
 from hpctrain.optim.muon import Match, Muon, orthogonalized
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.named import named_problems
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.state import state_bytes
@@ -203,12 +204,19 @@ def test_the_layout_check_sees_pieces_orthogonalized(
             "names blocks.0.attention.query.weight, but not ",
         ),
         ('["*norm*"]', "names no matrix"),
+        ('["blocks.*", "nothing"]', 'no parameter is called "nothing"'),
     ],
 )
-def test_patterns_that_cannot_be_are_refused(world: World, pattern: str, sentence: str) -> None:
+def test_patterns_that_cannot_be_are_refused_by_a_run_and_beforehand(
+    world: World, pattern: str, sentence: str
+) -> None:
+    deck = small_deck(*LLAMA, *MUON, f"optimizer.matrices={pattern}")
     with pytest.raises(HpctrainError) as raised:
-        trainer(world, small_deck(*LLAMA, *MUON, f"optimizer.matrices={pattern}"))
+        trainer(world, deck)
     assert sentence in str(raised.value)
+    foreseen = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
+    assert foreseen == raised.value.problems
+    assert not list(named_problems(small_deck(*LLAMA, *MUON)))
 
 
 def test_a_skipped_step_changes_nothing(world: World) -> None:
