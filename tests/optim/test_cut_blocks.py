@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.optim.cut_blocks import CutBlock, Division
 from hpctrain.optim.muon import Muon
@@ -47,9 +49,9 @@ def plain(whole: Tensor) -> Tensor:
     return whole.cumsum(0).cumsum(1).flip(0, 1) / whole.abs().max()
 
 
-def piece(whole: Tensor, block: CutBlock, rank: int) -> Tensor:
+def piece(whole: Tensor, block: CutBlock, rank: int, padding: float = 0.0) -> Tensor:
     """By one element after the other."""
-    found = torch.zeros(block.local)
+    found = torch.full(block.local, padding)
     for row in range(block.local[0]):
         for column in range(block.local[1]):
             at = block.starts[rank][0] + row, block.starts[rank][1] + column
@@ -77,7 +79,7 @@ def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest
     monkeypatch.setattr(world.everyone, "start_all_to_all", noted)
     results: dict[int, Tensor] = {}
     division.run(
-        lambda number: piece(whole_of(number, blocks[number]), blocks[number], world.rank),
+        lambda number: piece(whole_of(number, blocks[number]), blocks[number], world.rank, 9.0),
         transform,
         lambda number, result: results.update({number: result.clone()}),
     )
@@ -90,13 +92,12 @@ def test_each_block_is_transformed_by_one_rank(world: World, monkeypatch: pytest
     everyone = world.everyone.all_gather_object(mine)
     assert sorted(number for each in everyone for number in each) == list(range(len(blocks)))
     assert max(map(len, everyone)) - min(map(len, everyone)) <= 1
-    works = [sum(blocks[number].work for number in each) for each in everyone]
-    assert max(works) - min(works) <= max(block.work for block in blocks)
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 def test_memory_in_passing_is_what_is_told(world: World) -> None:
-    blocks = blocks_of(world)
+    """With the largest ones in three rounds, which are under way at once."""
+    blocks = [each for each in blocks_of(world) for _ in range(8)]
     division = Division(world.everyone, blocks, range(len(blocks)), torch.float32)
     told = division.working_bytes(
         lambda number: 4 * blocks[number].elements, lambda number: 8 * blocks[number].shape[0]
@@ -108,6 +109,13 @@ def test_memory_in_passing_is_what_is_told(world: World) -> None:
             lambda *_: None,
         )
     assert 0 <= held.most - told <= 16
+
+
+def test_who_has_done_least_has_the_longest_of_a_round() -> None:
+    group = planned_group(("tensor",), 0, 2, Ledger())
+    works = [500.0, 960.0, 700.0, 800.0]
+    blocks = [CutBlock((4, 4), (2, 4), group, [[0, 0], [2, 0]], work) for work in works]
+    assert Division(group, blocks, range(4), torch.float32).rounds == [[1, 3], [0, 2]]
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
