@@ -86,6 +86,15 @@ class BlockRules:
             return len(self.elements.names)
         return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
 
+    def cell_numbers(self, parameter: Parameter, elements: int) -> int:
+        """Of state of cells that so many elements of a parameter, in whole blocks, have."""
+        shard, block = parameter.shard, parameter.block
+        if block is None:
+            return 0
+        cells = (cell for cell in self.blocks.cells(shard).values() if cell is not None)
+        each = sum(prod(_cells_of(shard, block, cell).of_block) for cell in cells)
+        return elements // block.elements(shard) * each
+
     def assign(self, parameters: Sequence[Parameter]) -> None:
         """Have parameters be updated in blocks."""
         for parameter in parameters:

@@ -207,6 +207,9 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
             for treated in bucket.layout.treated:
                 elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
                 total += elements * (kept + 4 * rules.numbers(treated.treatment))
+            for segment in bucket.segments:
+                elements = min(last, segment.start + segment.length) - max(first, segment.start)
+                total += 4 * rules.cell_numbers(segment.parameter, max(0, elements))
         return total
 
     ranks = rank_count(sizes) // sizes["pipeline"]

@@ -50,6 +50,14 @@ class ActivationPeak(Hook):
         return [bucket.values for bucket in self.engine.buckets if bucket.values is not None]
 
 
+def _fullness(account: Account) -> tuple[int, int]:
+    """By what the fullest rank is found, as a plan finds it: by parameters and what belongs to them, of which
+    ranks may own uneven shares. `other` differs by chance.
+    """
+    placed = account.parameter + account.gradient + account.optimizer
+    return placed, account.total - account.other
+
+
 class MemoryLedger(Hook):
     """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks of `world`,
     of which this one is in a `stage`; where these are not given, the engine's.
@@ -86,7 +94,7 @@ class MemoryLedger(Hook):
         world = self.world
         everyone = world.everyone.all_gather_object((self.stage, self.held()))
         self.accounts = [
-            max((account for at, account in everyone if at == number), key=lambda account: account.total)
+            max((account for at, account in everyone if at == number), key=_fullness)
             for number in range(len(self.predicted.stages))
         ]
         with world.agreement():

@@ -5,6 +5,7 @@ Of engine/rules.py it tries what makes rules of all parameters.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.blocks import BlockRules
 from hpctrain.optim.sgd import SGD
 from hpctrain.plan.memory import plan_memory
+from hpctrain.train.control import Order
+from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.start import begins_anew
 from hpctrain.train.verify import miniature, verify_layout
-from tests.engines import DECK, small_deck
+from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.block_rules import LAYOUTS, frozen_stay, goes_on, replicas_meet, ten_updates, trains_as_one
 
 NAME = "optimizer.name=adafactor"
@@ -156,3 +159,21 @@ def test_what_it_does_not_go_with() -> None:
     assert not begins_anew(decks[1], decks[0], Path("x.h5"))
     with pytest.raises(HpctrainError, match=r"beta1=0.9: x\.h5 holds no momentum to go on from"):
         begins_anew(*decks, Path("x.h5"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_what_is_measured_is_of_the_rank_that_is_planned(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, zero: int
+) -> None:
+    """Whatever else the ranks that own less happen to hold."""
+    deck = small_deck(*LLAMA, f"optimizer.name={name}", f"layout.zero={zero}")
+    training, planned = trainer(world, deck), plan_memory(deck, world.size, 61)
+    ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
+    own = ledger.held()
+    monkeypatch.setattr(ledger, "held", lambda: replace(own, other=(1 << 50) // max(1, own.optimizer)))
+    ledger.at_end(Order())
+    told, (measured,) = planned.stages[0].memory, ledger.accounts
+    for kind in ("parameter", "gradient", "optimizer"):
+        assert getattr(measured, kind) == getattr(told, kind), kind
