@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpctrain.comm.world import World
-from hpctrain.parallel.fp8.product import QuantizedProduct
+from hpctrain.parallel.fp8.product import WEIGHTS, QuantizedProduct
 from hpctrain.sharding.weight_maxima import WeightMaxima, quantized_products
 from tests.engines import Trainer, small_deck, trainer
 from tests.parallel.fp8.scales import KEYS
@@ -88,3 +89,26 @@ def test_they_are_the_largest_of_whole_matrices(
         for product, dims, found in known:
             along = None if recipe == "tensor" else 1 if dims == ("outputs", "inputs") else 0
             assert np.array_equal(found.flatten().numpy(), whole(product).max(along).reshape(-1)), dims
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_evaluation_scales_by_the_weights_that_it_shows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("precision.fp8=tensor", "optimizer.name=schedule-free")
+    run = trainer(world, small_deck(*KEYS, *keys))
+    run.train(2)
+    known: list[bool] = []
+    computed = QuantizedProduct._forward
+
+    def watched(self: QuantizedProduct, *of: Any) -> Any:
+        known.append(self._known_weights[WEIGHTS].item() == self.weight().abs().max().item())
+        return computed(self, *of)
+
+    monkeypatch.setattr(QuantizedProduct, "_forward", watched)
+    trained = [float(each.weight().abs().max()) for each in products(run)]
+    with run.engine.optimizer.shown():
+        shown = [float(each.weight().abs().max()) for each in products(run)]
+    assert trained != shown
+    run.evaluate(run.step.batches, 4)
+    assert known and all(known)
