@@ -1,4 +1,4 @@
-"""Checks of what is multiplied in 8 bits: its keys against each other, the layout and servers."""
+"""Checks of formats: the keys of 8 bits against each other, the layout and servers, and those of fp16."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hpctrain.deck.schema import Deck, PrecisionSection
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 
+_OF_FP16 = ("initial_loss_scale", "loss_scale_window")
+
 _OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages", "fp8_gather", "fp8_watch")
 
 ONE_SCALE = ("tensor", "delayed")
@@ -20,10 +22,12 @@ BLOCK_SIZES = {"block": 128, "mx": 32}
 
 
 def precision_problems(deck: Deck) -> Iterator[Problem]:
-    """Everything that is wrong with how a deck multiplies in 8 bits, or what it says of that in vain."""
+    """Everything that is wrong with how a deck multiplies in 8 bits, and what it says of formats in vain."""
     keys = deck.precision
+    said = f'precision.compute = "{keys.compute}"'
+    if keys.compute != "fp16":
+        yield from _in_vain(keys, _OF_FP16, said, _COMPUTE)
     if keys.compute != "fp8":
-        said = f'precision.compute = "{keys.compute}"'
         yield from _in_vain(keys, _OF_FP8, said, _COMPUTE)
         return
     if keys.fp8_messages and not deck.layout.sequence_parallel:

@@ -88,6 +88,14 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
             'precision.fp8_history=4: has no effect with precision.fp8 = "block" (leave it out)',
         ),
         (
+            ["precision.compute=bf16", "precision.initial_loss_scale=1024"],
+            'precision.initial_loss_scale=1024: has no effect with precision.compute = "bf16" (leave it out)',
+        ),
+        (
+            [*FP8, "precision.loss_scale_window=10"],
+            'precision.loss_scale_window=10: has no effect with precision.compute = "fp8" (leave it out)',
+        ),
+        (
             [*FP8, "precision.fp8=delayed", "communication.server=async"],
             'precision.fp8=delayed: does not go with communication.server = "async": its scales follow steps '
             'that all ranks make together ("tensor", "row", "block" or "mx" would do)',
