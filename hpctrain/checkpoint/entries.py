@@ -14,6 +14,10 @@ _REPLICAS = "/replicas."
 """What the names begin with of datasets [replicas, ...] of what each has of its own."""
 
 
+_AS_IT_IS = frozenset({"if stored", "as many", "as a sum"})
+"""How state is resumed that stays as it began where a file does not have it."""
+
+
 def training_entries(state: Iterable[StateTensor], writing: bool = False) -> list[Entry]:
     """Entries `/<kind>/<name>` of all state, such as `/model/<name>` and `/optimizer/<state>/<name>`.
 
@@ -46,7 +50,9 @@ def resumed_entries(
             entries += [whole] if tensor.shard.start[0] == 0 else []
         elif tensor.resumed == "as a sum" and found is not None and found.shape[1:] == entry.shape[1:]:
             entries += _summed(entry, found.shape[0])
-        elif tensor.resumed in {"if stored", "as a sum"} and (found is None or found.shape != entry.shape):
+        elif tensor.resumed == "as many" and found is not None and len(found.shape) == 1:
+            entries.append(_as_many(entry, found.shape[0]))
+        elif tensor.resumed in _AS_IT_IS and (found is None or found.shape != entry.shape):
             left.add(tensor.kind)
         elif tensor.resumed != "never":
             entries.append(entry)
@@ -116,6 +122,14 @@ def _summed(entry: Entry, count: int) -> Iterator[Entry]:
     for number in range(shard.start[0], count, shard.shape[0]):
         theirs = replace(shard, shape=(count, *shard.shape[1:]), start=(number, *shard.start[1:]))
         yield replace(entry, shard=theirs, added=number != shard.start[0])
+
+
+def _as_many(entry: Entry, count: int) -> Entry:
+    """The first of a row of `count` numbers, of which every rank has a whole one: those there is room for."""
+    size = min(count, entry.values.numel())
+    return replace(
+        entry, shard=replace(entry.shard, shape=(count,), local=(size,)), values=entry.values[:size]
+    )
 
 
 def _entry(kind: str, tensor: StateTensor) -> Entry:

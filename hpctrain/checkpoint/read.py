@@ -27,6 +27,7 @@ from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
+from hpctrain.parallel.fp8.history import KIND as HISTORY
 from hpctrain.sharding.state import REDUCER
 
 
@@ -98,7 +99,8 @@ def _surplus(
     """What the file holds and no rank asks for; collective."""
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
-    of_kinds = (*(f"/{before}{kind}/" for kind in left for before in ("", "replicas.")), f"/{REDUCER}/")
+    kinds = (*left, REDUCER, HISTORY)
+    of_kinds = tuple(f"/{before}{kind}/" for kind in kinds for before in ("", "replicas."))
     known = [2 if name in asked else int(name.startswith(of_kinds)) for name in names]
     wanted = combined(group, np.array(known, np.int64), "max")
     folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag == 2}

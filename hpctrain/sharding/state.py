@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpctrain.comm.group import Group
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.memory.scratch import Flat
+from hpctrain.parallel.fp8.history import KIND as HISTORY
 from hpctrain.parallel.noted import LearnsOfStep
 from hpctrain.parallel.shard import Shard
 from hpctrain.sharding.bucket import Bucket
@@ -32,7 +33,7 @@ OPTIMIZER = "optimizer/"
 REDUCER = "reducer"
 """Kinds that begin so, "reducer/...", are of Summations: a run may leave what it does not ask for."""
 
-Resumed = Literal["always", "if stored", "as a sum", "never"]
+Resumed = Literal["always", "if stored", "as many", "as a sum", "never"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class StateTensor:
 
     A run that goes on cannot do without what is `resumed` "always", leaves what the file lacks as it began
     with "if stored" or "as a sum", and makes by itself what it reads "never". What each of another number of
-    ranks had of its own goes on "as a sum": that of several goes to one. Forward, backward or sums change
+    ranks had of its own goes on "as a sum": that of several goes to one. Of a row of numbers, the newest
+    first, "as many" go on as both have. Forward, backward or sums change
     what `changes_in_step`; all else is changed by the update alone. What is `of_replicas`, each one's own, is
     stored beside what they have in common, if anything. A sum that a file lacks is made of what it has of
     another kind, which is the whole of it, if that is `made_of` one.
@@ -164,7 +166,8 @@ class StateOfModules:
         """See Stateful."""
         for each in self._keeping:
             for kind, shard, values in each.state():
-                yield StateTensor(kind, shard, values, 0, self._copies[shard], True)
+                resumed: Resumed = "as many" if kind.startswith(f"{HISTORY}/") else "if stored"
+                yield StateTensor(kind, shard, values, 0, self._copies[shard], True, resumed)
 
 
 def state_bytes(tensors: Iterable[StateTensor], buckets: Sequence[Bucket]) -> int:

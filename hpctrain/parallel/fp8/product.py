@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
-from hpctrain.parallel.fp8.history import History
+from hpctrain.parallel.fp8.history import KIND, History
 from hpctrain.parallel.fp8.multiply import multiplied
 from hpctrain.parallel.fp8.pieces import gathered, start_gather
 from hpctrain.parallel.fp8.quantize import Blocks, Quantized, Scaling, block_maxima
@@ -313,7 +313,8 @@ class DelayedProduct(QuantizedProduct):
     """As QuantizedProduct, by scales that follow from the largest of the maxima of `steps` steps before.
 
     All ranks agree on a step's maxima once, after it, so that what it does with micro-batches, in whatever
-    order or again, is done with the same scales. As long as nothing is known it multiplies as stored.
+    order or again, is done with the same scales. As long as nothing is known of what a pass multiplies, be
+    it that all of it was zero, that pass is as stored: forward needs inputs and weights, backward all three.
     """
 
     def __init__(
@@ -329,20 +330,30 @@ class DelayedProduct(QuantizedProduct):
         self.histories = {
             kind: History(groups.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
         }
-        self._known = False
+        self._known: dict[Kind, bool] = {}
 
     @property
     def known(self) -> bool:
-        """Whether there is a step before. Waits for the device as long as there is none."""
-        maxima = self.histories["inputs"].maxima
-        self._known = self._known or maxima.is_meta or bool(maxima.any())
-        return self._known
+        """Whether there are scales for all three products."""
+        return self._knows(*KINDS)
+
+    def _knows(self, *kinds: Kind) -> bool:
+        """Whether there are scales of these. Waits for the device, once a step, as long as there are none."""
+        for kind in kinds:
+            if kind not in self._known:
+                maxima = self.histories[kind].maxima
+                self._known[kind] = maxima.is_meta or bool(maxima.any())
+            if not self._known[kind]:
+                return False
+        return True
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product."""
         self._note("inputs", inputs)
         self._note_whole_weights()
-        return super().forward(inputs, bias) if self.known else Product.forward(self, inputs, bias)
+        if not self._knows("inputs", "weights"):
+            return Product.forward(self, inputs, bias)
+        return super().forward(inputs, bias)
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """See Product."""
@@ -362,8 +373,9 @@ class DelayedProduct(QuantizedProduct):
     def forward_kept(
         self, inputs: Tensor, bias: Tensor | None, pieces: Group | None, compact: bool
     ) -> tuple[Tensor, Operand]:
-        """See Product."""
-        if not self.known:
+        """See Product: in 8 bits is kept what backward has all scales for, or has no use for."""
+        trained = self.weights[0].requires_grad
+        if not (self.known if trained else self._knows("inputs", "weights")):
             return Product.forward_kept(self, inputs, bias, pieces, compact)
         self._note("inputs", inputs)
         self._note_whole_weights()
@@ -395,7 +407,7 @@ class DelayedProduct(QuantizedProduct):
         """See KeepsState: the maxima of each kind, the newest first."""
         for kind, history in self.histories.items():
             shard = Shard.whole(self.weights[0].shard.name, (len(history.maxima),))
-            yield f"fp8/{kind}", shard, history.maxima
+            yield f"{KIND}/{kind}", shard, history.maxima
 
     def after_update(self, noted: Mapping[str, Tensor]) -> None:
         """See LearnsOfStep."""
@@ -403,10 +415,11 @@ class DelayedProduct(QuantizedProduct):
             maximum = noted.get(self._noted_name(kind))  # none of gradients where nothing before is trained
             if maximum is not None:
                 history.remember(maximum[0])
+        self._known = {kind: True for kind, known in self._known.items() if known}
 
     @property
     def weight_maxima(self) -> Tensor | None:
-        """See QuantizedProduct."""
+        """See QuantizedProduct: no pass may need others than come in 8 bits."""
         return self.histories["weights"].largest if self.known else None
 
     def note_weights(self, largest: Tensor) -> None:
@@ -426,7 +439,7 @@ class DelayedProduct(QuantizedProduct):
         self.groups.noted.most(self._noted_name(kind), agreed_maximum(largest.reshape(1)))
 
     def _noted_name(self, kind: Kind) -> str:
-        return f"fp8/{self.weights[0].shard.name}/{kind}"
+        return f"{KIND}/{self.weights[0].shard.name}/{kind}"
 
 
 def _rows(values: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ def scales_by_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def remembering(self: DelayedProduct, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         output = forward(self, inputs, bias)
         self.histories["inputs"].remember(agreed_maximum(inputs.abs().amax()))
+        self.histories["weights"].remember(agreed_maximum(self.weight().abs().amax()))
+        self._known.clear()
         return output
 
     monkeypatch.setattr(DelayedProduct, "forward", remembering)

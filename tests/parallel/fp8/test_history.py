@@ -23,3 +23,10 @@ def test_one_step_is_enough_of_a_history() -> None:
     for maximum in (4.0, 2.0):
         history.remember(torch.tensor(maximum))
         assert history.largest.item() == maximum
+
+
+def test_zeros_are_not_remembered() -> None:
+    history = History(torch.zeros(2))
+    for maximum in (0.0, 3.0, 0.0, 0.0, 0.0):
+        history.remember(torch.tensor(maximum))
+    assert history.maxima.tolist() == [3.0, 0.0]

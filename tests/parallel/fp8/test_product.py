@@ -15,8 +15,9 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.parallel.fp8 import product as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
+from hpctrain.parallel.fp8.history import History
 from hpctrain.parallel.fp8.multiply import multiplied
-from hpctrain.parallel.fp8.product import QuantizedProduct
+from hpctrain.parallel.fp8.product import KINDS, DelayedProduct, Kind, QuantizedProduct
 from hpctrain.parallel.fp8.quantize import Quantized
 from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 from hpctrain.parallel.groups import LayerGroups
@@ -146,3 +147,36 @@ def test_a_delayed_product_begins_as_stored_and_goes_on_in_8_bits(world: World) 
     found = [step.loss for step in trainer(world.alone(), small_deck(*KEYS, *DELAYED)).train(3)]
     assert found[0] == exact[0] and found[1] != exact[1]
     assert found == pytest.approx(exact, rel=2e-2)
+
+
+@pytest.mark.parametrize("unknown", KINDS)
+def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
+    """As gradients of layers that begin to be trained, and a matrix that began as zeros: 1e-6 by a scale of
+    one would be nothing.
+    """
+    inputs, weight, gradient = given()
+    seen = {"inputs": inputs, "weights": weight, "gradients": gradient}
+
+    def after_a_step(zero: Kind | None) -> DelayedProduct:
+        own = parameter(weight, Shard.whole("a", (N, K)))
+        made = DelayedProduct([own], ALONE, RECIPES["delayed"], 2)
+        made.histories = {kind: History(torch.zeros(2)) for kind in KINDS}  # not those of a plan
+        own.requires_grad_(True)
+        noted = {made._noted_name(k): (v * (k != zero)).abs().amax()[None] for k, v in seen.items()}
+        assert not made.known  # and it asks again after the update
+        made.after_update(noted)
+        assert made.known == (zero is None)
+        return made
+
+    product, stored = after_a_step(unknown), Product([parameter(weight, Shard.whole("a", (N, K)))], ALONE)
+    eight = after_a_step(None)
+    found, exact, coarse = (passes(each, inputs, gradient) for each in (product, stored, eight))
+    # Forward needs no gradients.
+    expected = [coarse[0] if unknown == "gradients" else exact[0], *exact[1:]]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(exact, coarse, strict=True))
+    _, kept = product.forward_kept(inputs, None, None, True)
+    assert isinstance(kept, Tensor) and isinstance(product.whole_gradient(gradient, None), Tensor)
+    product.weights[0].requires_grad_(False)
+    _, kept = product.forward_kept(inputs, None, None, True)
+    assert isinstance(kept, Tensor) == (unknown != "gradients")
