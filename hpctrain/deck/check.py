@@ -16,6 +16,7 @@ from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
+from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
 from hpctrain.deck.problem import Problem, divisors, must_divide, nearest_numbers
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.sources import toml_value
@@ -25,23 +26,6 @@ _TITLE_BYTES = 200  # names of files may have 255, and some are the title and mo
 
 NO_HOST = 'is for GPUs; on the CPU the device is the host ("device" or "disk" would do)'
 NO_HOST_ACTIVATIONS = 'is for GPUs; on the CPU they are in host memory anyway ("keep" or "disk" would do)'
-
-_OF_OPTIMIZERS = {
-    "adamw": ("beta1", "beta2", "epsilon"),
-    "sgd": ("momentum", "nesterov"),
-    "lion": ("beta1", "beta2"),
-    "schedule-free": ("beta1", "beta2", "epsilon"),
-    "muon": (
-        *("beta1", "beta2", "epsilon", "momentum", "nesterov"),
-        *("matrices", "match", "newton_schulz", "newton_schulz_steps", "others_rate"),
-    ),
-    "adafactor": ("beta1",),
-    "adam-mini": ("beta1", "beta2", "epsilon"),
-}
-"""The keys that are for some optimizers alone."""
-
-IN_BLOCKS = "muon", "adafactor", "adam-mini"
-"""The optimizers that update parameters in blocks, such as whole matrices."""
 
 
 def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
@@ -246,14 +230,14 @@ def _optimizer(deck: Deck) -> Iterator[Problem]:
     usual = {name: field.default for name, field in type(keys).model_fields.items()}
     usual |= {"beta1": first_beta(keys.name), "beta2": second_beta(keys.name)}
     usual |= {"momentum": usual_momentum(keys.name), "nesterov": keys.name == "muon"}
-    for name in dict.fromkeys(name for names in _OF_OPTIMIZERS.values() for name in names):
-        if name not in _OF_OPTIMIZERS[keys.name] and getattr(keys, name) != usual[name]:
+    for name in dict.fromkeys(name for names in OWN_KEYS.values() for name in names):
+        if name not in OWN_KEYS[keys.name] and getattr(keys, name) != usual[name]:
             sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'
             yield Problem(f"optimizer.{name}", sentence, ("optimizer.name",), idle=True)
     if keys.name == "muon" and not keys.matrices:
         sentence = 'names nothing for muon to update (["blocks.*"] would do)'
         yield Problem("optimizer.matrices", sentence, ("optimizer.name",))
-    if "nesterov" in _OF_OPTIMIZERS[keys.name] and keys.nesterov and not keys.momentum:
+    if "nesterov" in OWN_KEYS[keys.name] and keys.nesterov and not keys.momentum:
         sentence = "looks ahead by the momentum, and needs optimizer.momentum above 0 (or false)"
         yield Problem("optimizer.nesterov", sentence, ("optimizer.momentum",))
     if keys.name == "schedule-free":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.check_mixture import dense_blocks
+from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.problem import Problem, multiples
-from hpctrain.deck.schema import Deck, PrecisionSection
+from hpctrain.deck.schema import Deck
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.communication import Communication
+from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.words import counted
@@ -77,7 +78,7 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
             shown = f'"{shown}"' if isinstance(value, str) else shown
             sentence = f'does not go with {_SERVER} = "{keys.server}": {why} ({shown} would do)'
             yield Problem(name, sentence, (_SERVER,))
-    if deck.optimizer.name in {"muon", "adafactor", "adam-mini"}:
+    if deck.optimizer.name in IN_BLOCKS:
         sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
         yield Problem("optimizer.name", sentence, (_SERVER,))
     if deck.precision.compute == "fp16":

@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
+from hpctrain.deck.optimizer import OptimizerSection
+from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.presets import PresetName
 from hpctrain.deck.sources import Sources
 
@@ -23,7 +25,6 @@ _LONGEST = 1_000_000_000
 _MOST_LAYERS = 10_000
 _MOST_THREADS = 4096
 _MOST_EXPERTS = 100_000
-_LONGEST_HISTORY = 100_000
 
 
 class RunSection(Section):
@@ -339,115 +340,6 @@ class Batch(Section):
         ge=0,
     )
     ramp_steps: int = key("Steps over which the batch grows.", 0, unit="steps", ge=0)
-
-
-class OptimizerSection(Section):
-    """How parameters follow gradients."""
-
-    name: Literal["adamw", "sgd", "lion", "schedule-free", "muon", "adafactor", "adam-mini"] = key(
-        "Which optimizer; lion wants a peak 3 to 10 times below adamw's, and as much more weight decay.",
-        "adamw",
-    )
-    beta1: float = key(
-        "Decay of the gradients' mean (adafactor: updates'; lion's steps); schedule-free: share of averages.",
-        derived="0.9, with adafactor 0: none",
-        ge=0,
-        lt=1,
-    )
-    beta2: float = key(
-        "Decay of the gradient's square (adam-mini too), or of its mean as it is kept (lion).",
-        derived="0.95, with lion 0.99, with schedule-free 0.999",
-        ge=0,
-        lt=1,
-    )
-    epsilon: float = key("Added to the root of the square (all but sgd, lion, adafactor).", 1e-8, gt=0)
-    momentum: float = key(
-        "Decay of the sum (sgd) or mean (muon) of gradients that parameters follow.",
-        derived="0, with muon 0.95",
-        ge=0,
-        lt=1,
-    )
-    nesterov: bool = key(
-        "Whether they follow it one step ahead (sgd, muon; Nesterov's momentum).",
-        derived="false, with muon and a momentum true",
-    )
-    matrices: tuple[str, ...] = key(
-        "Parameters whose matrices muon updates, by name; all others are adamw's.",
-        ("blocks.*",),
-        strict=False,
-    )
-    match: Literal["original", "adamw-rms"] = key(
-        "The size of muon's steps: that of adamw's, 0.2 sqrt(max(n, m)), or sqrt(max(1, n / m)).", "adamw-rms"
-    )
-    newton_schulz: Literal["bf16", "fp32"] = key("Format in which muon orthogonalizes.", "bf16")
-    newton_schulz_steps: int = key("Steps of its iteration.", 5, ge=1, le=99)
-    others_rate: float = key(
-        "Learning rate of what muon leaves to adamw, over that of the step.", 1.0, gt=0, le=1000
-    )
-    weight_decay: float = key(
-        "Decoupled weight decay, x rate a step, with mup the same at any width; not on norms and biases.",
-        0.1,
-        ge=0,
-        le=1000,
-    )
-    clip: float = key("Largest global gradient norm; larger ones are scaled down to it; 0: never.", 1.0, ge=0)
-    restart: bool = key(
-        "Whether to go on from a checkpoint of another optimizer, with new state of this one.", False
-    )
-
-
-class PrecisionSection(Section):
-    """Number formats. Master weights and moments are always fp32."""
-
-    compute: Literal["fp32", "bf16", "fp16", "fp8"] = key(
-        "Format of weights and activations; fp8: bf16, but linear layers (no experts) multiply in 8 bits.",
-        "fp32",
-    )
-    gradients: Literal["fp32", "compute"] = key(
-        "Format of gradient buffers; compute: that of precision.compute, with half the memory and traffic.",
-        "fp32",
-    )
-    fp8: Literal["tensor", "delayed", "row", "block", "mx"] = key(
-        "What has a scale of its own: a tensor (delayed: by maxima of steps before), a row, or parts of it.",
-        "delayed",
-    )
-    fp8_history: int = key(
-        "Steps before whose largest maximum gives the scale (delayed).",
-        16,
-        unit="steps",
-        ge=1,
-        le=_LONGEST_HISTORY,
-    )
-    fp8_gradients: Literal["e5m2", "e4m3"] = key(
-        "Format in 8 bits of gradients of what layers put out; inputs and weights are in E4M3.", "e5m2"
-    )
-    fp8_exclude: tuple[str, ...] = key(
-        'Layers that multiply in bf16, by name, as embedding and head do anyway: ["blocks.0.*"].',
-        (),
-        strict=False,
-    )
-    fp8_watch: int = key(
-        "A line of metrics tells what 8 bits lose, and scales, every so many steps; 0: none.",
-        0,
-        unit="steps",
-        ge=0,
-    )
-    fp8_messages: bool = key(
-        "Whether inputs (of one scale: gradients) travel in 8 bits under sequence_parallel; no bit changes.",
-        False,
-    )
-    fp8_gather: bool = key(
-        "Whether weights are gathered in 8 bits with zero = 3 (tensor, delayed); no bit changes.", False
-    )
-    initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
-    loss_scale_window: int = key(
-        "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
-    )
-
-    @property
-    def words(self) -> str:
-        """In what is computed: `bf16`, `fp8 (delayed)`."""
-        return f"fp8 ({self.fp8})" if self.compute == "fp8" else self.compute
 
 
 class Checkpoint(Section):

@@ -9,8 +9,9 @@ import re
 
 import pytest
 
-from hpctrain.deck.check import IN_BLOCKS, check_deck
+from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import check_world, data_ranks
+from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import divisors, nearest_numbers
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.errors import HpctrainError

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpctrain.comm.world import World
-from hpctrain.deck.check import IN_BLOCKS
+from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
