@@ -20,7 +20,7 @@ from hpctrain.engine.offload import Offload
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import TrainedStage, build_stage, build_trained_stage
 from hpctrain.model.part import Part
-from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.sharding.outer import EveryStep

@@ -15,7 +15,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import BlockRule, BlockRules
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.lion import Lion
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.optimizer import UpdateRule
@@ -48,22 +48,17 @@ def _muon(deck: Deck) -> BlockRules:
     keys = deck.optimizer
     dtype = torch.bfloat16 if keys.newton_schulz == "bf16" else torch.float32
     rule = Muon(keys.momentum, keys.nesterov, keys.weight_decay, keys.newton_schulz_steps, dtype, keys.match)
-    return BlockRules(rule, _adamw(deck), keys.matrices, keys.others_rate)
+    return BlockRules(rule, keys.matrices, _adamw(deck), keys.others_rate)
 
 
 def _adafactor(deck: Deck) -> BlockRules:
     keys = deck.optimizer
-    return _of_all(Adafactor(keys.beta1, keys.weight_decay))
+    return BlockRules(Adafactor(keys.beta1, keys.weight_decay))
 
 
 def _adam_mini(deck: Deck) -> BlockRules:
     keys = deck.optimizer
-    return _of_all(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
-
-
-def _of_all(rule: BlockRule) -> BlockRules:
-    """The rule for all parameters, vectors too, so that none is left to one of elements."""
-    return BlockRules(rule, SGD(0.0, False, 0.0), ("*",))
+    return BlockRules(AdamMini((keys.beta1, keys.beta2), keys.epsilon, keys.weight_decay))
 
 
 RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {

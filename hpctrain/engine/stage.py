@@ -29,7 +29,7 @@ from hpctrain.model.parametrization import set_rates
 from hpctrain.model.part import Part, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency

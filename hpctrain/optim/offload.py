@@ -68,7 +68,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         states = [_state(rule, bucket, store, home) for bucket in buckets]
         super().__init__(rule, buckets, states, agreement)
-        self.updates = 0
+        self.rule, self.updates = rule, 0
         state_bytes = max(sum(flat.element_size() for flat in state.values()) for state in states)
         most = piece_elements(state_bytes + buckets[0].dtype.itemsize, buffer_bytes)
         self._pieces = [

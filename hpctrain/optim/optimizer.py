@@ -103,6 +103,7 @@ def is_master(dtype: torch.dtype, updated_there: bool, rule: UpdateRule | None =
 class Optimizer(ABC):
     """Updates the parameters of buckets by a rule, wherever it has its `states`, one for each bucket.
 
+    The `rule` is that of elements, if one updates them all.
     `updates` counts those done so far, as the bias correction does. `agreement` surrounds what may fail on
     one rank alone (`World.agreement`).
     """
@@ -111,12 +112,12 @@ class Optimizer(ABC):
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: UpdateRule | None,
         buckets: Sequence[Bucket],
         states: Sequence[BucketState],
         agreement: Agreement = nullcontext,
     ) -> None:
-        self.rule, self.buckets, self.states, self._agreement = rule, buckets, states, agreement
+        self.buckets, self.states, self._agreement = buckets, states, agreement
         self._averaged = rule if isinstance(rule, Averaged) else None
 
     @abstractmethod
@@ -216,6 +217,7 @@ class ResidentOptimizer(Optimizer):
     def __init__(self, rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
         states = [resident_state(rule, bucket) for bucket in buckets]
         super().__init__(rule, buckets, states)
+        self.rule = rule
         self._parts = [
             _Part(bucket, treated, {name: flat[treated.part] for name, flat in state.items()}, updates)
             for bucket, state in zip(buckets, states, strict=True)

@@ -22,7 +22,7 @@ from hpctrain.model.build import bare_model
 from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
-from hpctrain.optim.blocks import BlockRules
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of

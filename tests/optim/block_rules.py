@@ -12,7 +12,8 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.memory.accounts import storage_bytes
-from hpctrain.optim.blocks import BlockOptimizer, BlockRules
+from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.blocks import BlockOptimizer
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.replication import Replications

@@ -17,8 +17,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adafactor import Adafactor
-from hpctrain.optim.blocks import BlockRules
-from hpctrain.optim.sgd import SGD
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.control import Order
 from hpctrain.train.memory import MemoryLedger
@@ -31,7 +30,7 @@ NAME = "optimizer.name=adafactor"
 
 
 def rules(momentum: float) -> BlockRules:
-    return BlockRules(Adafactor(momentum, 0.3), SGD(0.0, False, 0.0), ("*",))
+    return BlockRules(Adafactor(momentum, 0.3))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from hpctrain.deck.read import parse_deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adam_mini import AdamMini
-from hpctrain.optim.blocks import BlockRules
-from hpctrain.optim.sgd import SGD
+from hpctrain.optim.block_rule import BlockRules
 from hpctrain.plan.memory import plan_memory
 from hpctrain.train.verify import miniature, verify_layout
 from tests.engines import DECK, small_deck
@@ -51,7 +50,7 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype) 
         step = (means[name] / (1 - beta1**t)).reshape(cells.shape) / size
         return weights * (1 - 0.3 * rate * (gradient.ndim > 1)) - rate * step.reshape(gradient.shape)
 
-    rules = BlockRules(AdamMini((beta1, beta2), epsilon, 0.3), SGD(0.0, False, 0.0), ("*",))
+    rules = BlockRules(AdamMini((beta1, beta2), epsilon, 0.3))
     optimizer = ten_updates(world, dtype, rules, update)
     kept = {each.shard.name: each.values.numel() for each in optimizer.state() if "avg_sq" in each.kind}
     assert kept == {"query": 2, "matrix": 5, "norm": 1, "experts": 3 * 2 * 4}

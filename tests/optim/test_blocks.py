@@ -23,7 +23,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import BlockOptimizer, BlockRules
+from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.blocks import BlockOptimizer
 from hpctrain.optim.optimizer import Elements
 from hpctrain.parallel.shard import Block, Shard
 from hpctrain.plan.memory import plan_memory
@@ -82,7 +83,7 @@ ELEMENTS = AdamW((0.9, 0.95), 1e-3, 0.1)
 @pytest.fixture
 def by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deck's optimizer is Orthogonalized, of blocks."""
-    rules = BlockRules(Orthogonalized(), ELEMENTS, ("blocks.*",))
+    rules = BlockRules(Orthogonalized(), ("blocks.*",), ELEMENTS)
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
 
 
@@ -237,7 +238,7 @@ class Nothing:
 def test_what_is_joined_in_passing_is_what_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    rules = BlockRules(InPlace(), Nothing(), ("blocks.*",))
+    rules = BlockRules(InPlace(), ("blocks.*",), Nothing())
     monkeypatch.setitem(RULES, "adamw", lambda _: rules)  # type: ignore[misc]
     training = trainer(world, small_deck(*LLAMA, key, "precision.compute=bf16"))
     training.train(1)

@@ -12,9 +12,10 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
-from hpctrain.optim import blocks
+from hpctrain.optim import own_blocks
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.blocks import BlockOptimizer, BlockRules
+from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.blocks import BlockOptimizer
 from hpctrain.optim.muon import Match, Muon, orthogonalized
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
@@ -42,7 +43,7 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
     parameters["stack"] = Parameter(Shard.whole("stack", (3, 24, 40)))
     parameters["v"] = Parameter(Shard.whole("v", (33,)), decayed=False)
     rules = BlockRules(
-        Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), AdamW((0.9, 0.95), 1e-8, 0.1), ("*",), 0.25
+        Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25
     )
     rules.assign(list(parameters.values()))
     units = [[[each] for each in parameters.values()]]
@@ -190,7 +191,7 @@ def test_the_layout_check_sees_pieces_orthogonalized(
     verify_layout(deck, world, made)
     if key == "layout.zero=1":
         return
-    monkeypatch.setattr(blocks.CutBlock, "of", lambda *_: None)
+    monkeypatch.setattr(own_blocks.CutBlock, "of", lambda *_: None)
     with pytest.raises(LayoutError, match="in the second step"):
         verify_layout(deck, world, made)
 
@@ -230,9 +231,11 @@ def test_a_skipped_step_changes_nothing(world: World) -> None:
 
 
 def test_a_deck_makes_its_rule() -> None:
-    rules = RULES["muon"](small_deck("optimizer.name=muon", "optimizer.weight_decay=0.2"))
+    deck = small_deck("optimizer.name=muon", "optimizer.weight_decay=0.2")
+    rules = RULES["muon"](deck)
     assert isinstance(rules, BlockRules)
     assert rules.blocks == Muon(0.95, True, 0.2, 5, torch.bfloat16, "adamw-rms")
+    assert rules.others == RULES["adamw"](deck)
     assert (rules.patterns, rules.others_rate) == (("blocks.*",), 1.0)
 
 

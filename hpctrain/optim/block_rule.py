@@ -1,0 +1,122 @@
+"""How parameters are updated in blocks, such as whole matrices, and which parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.optim.optimizer import Elements, UpdateRule
+from hpctrain.parallel.shard import Block, Parameter, Shard, Treatment
+
+
+class BlockRule(Protocol):
+    """How what is a Block is updated, in three steps: by element, of the whole block, and by element again.
+
+    So a rule sees whole matrices where ranks hold pieces of them, and these keep state of their own pieces.
+    """
+
+    def block(self, shard: Shard) -> Block | None:
+        """The Blocks of a parameter; None where this rule is not for it."""
+
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        """The state beside master weights of a parameter, which begins as zeros, by name.
+
+        None is a number for each element. Others have one for each cell of such a shape, as many dims as the
+        parameter's: of a block [n, m] one a row with (1, m). Cells fill blocks, but for the last ones.
+        """
+
+    def working_bytes(self, shape: Sequence[int]) -> int:
+        """Memory that `transformed` needs in passing, of a block of this shape, beside what it is given."""
+
+    @property
+    def format(self) -> torch.dtype:
+        """Of what is joined, and of what comes of it."""
+
+    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+        """What is to be joined, of a piece of a block in its shape, with state of elements, which is updated.
+        The gradients are divided by `gradient_divisor`, and stay so.
+        """
+
+    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        """What comes of a whole block's directions, which may be overwritten, in its shape; with the state of
+        its cells, which is updated.
+        """
+
+    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None:
+        """Update the weights of a piece of a block with what came of it."""
+
+
+@dataclass(frozen=True)
+class BlockRules:
+    """A rule for the Blocks of parameters that `patterns` name, of all if not told, and one for the elements
+    of the `others`, whose learning rate is `others_rate` times that of the step.
+    """
+
+    blocks: BlockRule
+    patterns: Sequence[str] = ("*",)
+    others: UpdateRule | None = None
+    others_rate: float = 1.0
+
+    @property
+    def names_of_others(self) -> tuple[str, ...]:
+        """Those of the state of elements that are in no block."""
+        return self.others.names if self.others is not None else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the state of parameters beside master weights."""
+        return (*self.names_of_others, *self.blocks.cells(Shard.whole("", (1, 1))))
+
+    def numbers(self, treatment: Treatment) -> int:
+        """Of state beside weights that an element has which is treated so, without that of cells."""
+        if not treatment.in_blocks:
+            return len(self.names_of_others)
+        return sum(cell is None for cell in self.blocks.cells(Shard.whole("", (1, 1))).values())
+
+    def cell_numbers(self, parameter: Parameter, elements: int) -> int:
+        """Of state of cells that so many elements of a parameter, in whole blocks, have."""
+        shard, block = parameter.shard, parameter.block
+        if block is None:
+            return 0
+        cells = (cell for cell in self.blocks.cells(shard).values() if cell is not None)
+        each = sum(prod(Cells.of(shard, block, cell).of_block) for cell in cells)
+        return elements // block.elements(shard) * each
+
+    def assign(self, parameters: Sequence[Parameter]) -> None:
+        """Have parameters be updated in blocks; all, where there is no rule for others."""
+        for parameter in parameters:
+            if any(fnmatchcase(parameter.shard.name, pattern) for pattern in self.patterns):
+                parameter.block = self.blocks.block(parameter.shard)
+            updated = parameter.block is not None or self.others is not None
+            assert updated, f"{parameter.shard.name}: no rule updates it"
+
+
+class Cells(NamedTuple):
+    """State with a number for each cell: the Shard of its tensor, and a block's shape in it."""
+
+    shard: Shard
+    of_block: tuple[int, ...]
+
+    @staticmethod
+    def of(shard: Shard, block: Block, cell: Sequence[int]) -> Cells:
+        """Of a parameter's blocks; pieces of one block all have whole what is its own."""
+        of_block = tuple(-(-size // each) for size, each in zip(block.shape, cell, strict=True))
+
+        def blocks(elements: Sequence[int]) -> list[int]:
+            return [-(-number // size) for number, size in zip(elements, block.shape, strict=True)]
+
+        def numbers(elements: Sequence[int]) -> tuple[int, ...]:
+            return tuple(count * each for count, each in zip(blocks(elements), of_block, strict=True))
+
+        start = tuple(
+            at // size * each for at, size, each in zip(shard.start, block.shape, of_block, strict=True)
+        )
+        split = shard.split if blocks(shard.local) != blocks(shard.shape) else frozenset[str]()
+        own = replace(shard, shape=numbers(shard.shape), start=start, local=numbers(shard.local), split=split)
+        return Cells(own, of_block)

@@ -1,0 +1,106 @@
+"""Which parameters are updated in blocks, and how many numbers their state has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.block_rule import BlockRules, Cells
+from hpctrain.optim.optimizer import Elements
+from hpctrain.parallel.shard import Block, Parameter, Shard
+
+ADAMW = AdamW((0.9, 0.95), 1e-8, 0.0)
+
+
+class Rows:
+    """Of matrices: a number for each element and each row. It updates nothing."""
+
+    format = torch.float32
+
+    def block(self, shard: Shard) -> Block | None:
+        shape = (1,) * (len(shard.shape) - 2) + shard.shape[-2:]
+        return Block(shape, float(prod(shape))) if len(shape) > 1 else None
+
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        return {"velocity": None, "row": (1,) * (len(shard.shape) - 1) + shard.shape[-1:]}
+
+    def working_bytes(self, shape: Sequence[int]) -> int:
+        return 0
+
+    def direction(self, part: Elements, gradient_divisor: float) -> Tensor:
+        return part.gradients
+
+    def transformed(self, directions: Tensor, cells: Mapping[str, Tensor]) -> Tensor:
+        return directions
+
+    def follow(self, part: Elements, directions: Tensor, learning_rate: float) -> None: ...
+
+
+def parameters() -> dict[str, Parameter]:
+    shapes = {"a.weight": (5, 7), "a.bias": (5,), "b.weight": (2, 3, 4)}
+    return {name: Parameter(Shard.whole(name, shape)) for name, shape in shapes.items()}
+
+
+def test_what_patterns_name_is_in_blocks_where_the_rule_is_for_it() -> None:
+    for patterns, expected in {
+        ("*",): {"a.weight": (5, 7), "b.weight": (1, 3, 4)},
+        ("b.*", "*.bias"): {"b.weight": (1, 3, 4)},
+    }.items():
+        found = parameters()
+        BlockRules(Rows(), patterns, ADAMW).assign(list(found.values()))
+        assert {name: p.block.shape for name, p in found.items() if p.block is not None} == expected
+
+
+def test_what_no_rule_updates_is_found() -> None:
+    """Whether it is in no pattern, or the rule of blocks is not for it."""
+    found = parameters()
+    matrices = [found["a.weight"], found["b.weight"]]
+    BlockRules(Rows()).assign(matrices)
+    assert all(each.block is not None for each in matrices)
+    with pytest.raises(AssertionError, match=r"a\.bias: no rule updates it"):
+        BlockRules(Rows()).assign(list(found.values()))
+    with pytest.raises(AssertionError, match=r"a\.weight: no rule updates it"):
+        BlockRules(Rows(), ("b.*",)).assign([parameters()["a.weight"]])
+
+
+def test_numbers_of_state_are_those_of_either_rule() -> None:
+    found = parameters()
+    rules, alone = BlockRules(Rows(), ("*",), ADAMW), BlockRules(Rows())
+    rules.assign(list(found.values()))
+    assert rules.names == ("exp_avg", "exp_avg_sq", "velocity", "row")
+    assert alone.names == ("velocity", "row")
+    assert [rules.numbers(found[name].treatment) for name in ("a.weight", "a.bias")] == [1, 2]
+    assert alone.numbers(found["a.weight"].treatment) == 1
+    of_cells = {name: rules.cell_numbers(each, each.shard.elements) for name, each in found.items()}
+    assert of_cells == {"a.weight": 5, "a.bias": 0, "b.weight": 2 * 3}
+    assert rules.cell_numbers(found["b.weight"], 12) == 3  # one of the two matrices
+
+
+def test_cells_of_stacked_matrices_are_each_ones() -> None:
+    shard = Shard.whole("experts", (3, 2, 4, 5))
+    block = Block((1, 1, 4, 5), 1.0)
+    for cell, of_block, whole in (
+        ((1, 1, 1, 5), (1, 1, 4, 1), (3, 2, 4, 1)),
+        ((1, 1, 4, 1), (1, 1, 1, 5), (3, 2, 1, 5)),
+        ((1, 1, 4, 5), (1, 1, 1, 1), (3, 2, 1, 1)),
+        ((1, 1, 3, 5), (1, 1, 2, 1), (3, 2, 2, 1)),  # the last cells are smaller
+    ):
+        cells = Cells.of(shard, block, cell)
+        assert (cells.of_block, cells.shard.shape, cells.shard.local) == (of_block, whole, whole)
+
+
+def test_pieces_of_a_block_have_its_cells_whole_and_blocks_of_a_piece_their_own() -> None:
+    """Rows 4 to 8 of eight: of one block of all rows, or of four blocks of two."""
+    piece = replace(Shard.whole("m", (8, 6)), start=(4, 0), local=(4, 6), split=frozenset({"tensor"}))
+    whole = Cells.of(piece, Block((8, 6), 1.0), (1, 6))
+    assert (whole.of_block, whole.shard.shape, whole.shard.local) == ((8, 1), (8, 1), (8, 1))
+    assert (whole.shard.start, whole.shard.split) == ((0, 0), frozenset())
+    own = Cells.of(piece, Block((2, 6), 1.0), (1, 6))
+    assert (own.of_block, own.shard.shape, own.shard.local) == ((2, 1), (8, 1), (4, 1))
+    assert (own.shard.start, own.shard.split) == ((4, 0), frozenset({"tensor"}))

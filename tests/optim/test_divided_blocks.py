@@ -1,0 +1,38 @@
+"""Blocks that tensor ranks hold pieces of are transformed by one of these each, on layouts of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hpctrain.comm.world import World
+from hpctrain.optim.muon import Muon
+from tests.engines import LLAMA, small_deck, trainer
+from tests.optim.test_muon import MUON, give_gradients
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_ranks_of_a_layout_transform_their_share(
+    world: World, monkeypatch: pytest.MonkeyPatch, zero: int
+) -> None:
+    """Of 14 matrices on two tensor ranks 7 each; on four ranks each by one of all."""
+    deck = small_deck(
+        *LLAMA, *MUON, "layout.tensor=2", f"layout.zero={zero}", "communication.bucket_bytes=1000000"
+    )
+    training, calls = trainer(world, deck), list[int]()
+    transformed = Muon.transformed
+
+    def counted(rule: Muon, directions: Tensor, cells: Any) -> Tensor:
+        calls.append(directions.numel())
+        return transformed(rule, directions, cells)
+
+    monkeypatch.setattr(Muon, "transformed", counted)
+    give_gradients(training, 0)
+    training.engine.optimizer.step(1e-2, 1.0)
+    numbers = world.everyone.all_gather_object(len(calls))
+    assert sum(numbers) == 14
+    for pair in range(0, world.size, 2):
+        assert abs(numbers[pair] - numbers[pair + 1]) <= 1

@@ -1,0 +1,111 @@
+"""Which blocks are a rank's own, and where their elements and state lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import pytest
+import torch
+
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.comm.world import World
+from hpctrain.optim.block_rule import BlockRules
+from hpctrain.optim.own_blocks import OwnBlocks
+from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketLayout
+from hpctrain.sharding.replication import Replications, Sharding
+from hpctrain.sharding.state import MASTER
+from tests.engines import alone, make_buckets
+from tests.optim.test_block_rule import Rows
+
+SHAPES = {"matrix": (5, 7), "experts": (3, 2, 4, 5), "last": (6, 4)}
+COUNTS = {"matrix": 1, "experts": 6, "last": 1}
+
+
+class WithoutCells(Rows):
+    """Of elements alone, so that ranks may hand each other what comes of blocks."""
+
+    def cells(self, shard: Shard) -> Mapping[str, Sequence[int] | None]:
+        return {"velocity": None}
+
+
+def own_blocks(rule: Rows, buckets: Sequence[Bucket]) -> list[OwnBlocks]:
+    found = []
+    for bucket in buckets:
+        assert isinstance(bucket.own_values, torch.Tensor)
+        master = bucket.own_values.float()
+        found += [OwnBlocks.of(rule, bucket, segment, master) for segment in bucket.segments]
+    return found
+
+
+def parameters(rule: Rows) -> list[Parameter]:
+    made = [Parameter(Shard.whole(name, shape)) for name, shape in SHAPES.items()]
+    BlockRules(rule).assign(made)
+    return made
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cells", [True, False], ids=["cells", "elements"])
+def test_every_block_is_transformed_once_or_by_all_that_have_its_cells(
+    cells: bool, ranks: int, zero: int
+) -> None:
+    rule = Rows() if cells else WithoutCells()
+    found: list[tuple[str, int]] = []
+    for rank in range(ranks):
+        group, one = (
+            planned_group(("data",), at, size, Ledger(), device=torch.device("cpu"))
+            for at, size in ((rank, ranks), (0, 1))
+        )
+        leaves = [[each] for each in parameters(rule)]
+        layout = BucketLayout.of(leaves, Sharding(zero, group, one), Replications.alone(one))
+        for each in own_blocks(rule, [Bucket(layout, torch.float32)]):
+            elements = prod(each.segment.parameter.shape[-2:])
+            for number in range(each.count):
+                first = each.segment.start + (each.first + number) * elements
+                assert each.place(number) == slice(first, first + elements)
+                if each.owned(number):
+                    found.append((each.segment.parameter.shard.name, each.first + number))
+    once = [(name, number) for name, count in COUNTS.items() for number in range(count)]
+    assert sorted(found) == sorted(once * (ranks if cells and not zero else 1))
+
+
+def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
+    """Views of its weights, gradients and state of elements, in its shape."""
+    rule = Rows()
+    made = parameters(rule)
+    buckets = make_buckets(
+        [[[each] for each in made]], Replications.alone(alone(world).tensor), torch.float32, 100_000
+    )
+    for parameter in made:
+        parameter.data.copy_(torch.randn(parameter.shape))
+        assert parameter.gradient is not None
+        parameter.gradient.copy_(torch.randn(parameter.shape))
+    found = {each.segment.parameter.shard.name: each for each in own_blocks(rule, buckets)}
+    assert {name: each.count for name, each in found.items()} == COUNTS
+    for parameter in made:
+        each, matrix = found[parameter.shard.name], parameter.shape[-2:]
+        assert parameter.gradient is not None
+        for number in range(each.count):
+            part = each.part(number, 4.0)
+            assert (part.shard, float(part.updates)) == (parameter.shard, 4.0)
+            assert part.gradients.shape == (1,) * (parameter.dim() - 2) + matrix
+            assert torch.equal(part.gradients.view(matrix), parameter.gradient.view(-1, *matrix)[number])
+            assert set(part.state) == {MASTER, "velocity"}  # not what has a number for each row
+            assert torch.equal(part.state[MASTER].view(matrix), parameter.detach().view(-1, *matrix)[number])
+            part.state["velocity"].fill_(number + 1.0)
+    velocities, rows = (
+        {each.shard.name: each for own in found.values() for each in own.state_tensors() if each.kind == kind}
+        for kind in ("optimizer/velocity", "optimizer/row")
+    )
+    kept = velocities["experts"].values
+    assert isinstance(kept, torch.Tensor)
+    assert kept.view(6, 20).mean(1).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert {name: each.shard.shape for name, each in rows.items()} == {
+        "matrix": (5, 1),
+        "experts": (3, 2, 4, 1),
+        "last": (6, 1),
+    }
