@@ -62,6 +62,19 @@ class WidthsWish:
     random_tokens: bool = False
 
 
+@dataclass(frozen=True)
+class Job:
+    """A training that is one rank's: of the deck's seed and so many more, or of another rate than its own."""
+
+    parametrization: str
+    width: int
+    seed: int = 0
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.parametrization} {self.width} {self.seed if self.rate is None else self.rate}"
+
+
 @dataclass
 class WidthsFigures:
     """By parametrization: `spread` of each kind by width, of the steps from 0; `loss` by width and rate, of
@@ -163,10 +176,9 @@ def check_coordinates(
     steady = {"warmup": 0, "decay": "constant", "cooldown": 0, "reference_batch": 0}
     deck = deck.with_keys(learning_rate=steady, batch={"ramp_from": 0})
 
-    def measure(job: tuple[str, int, int]) -> list[dict[str, float]]:
-        name, width, seed = job
-        changed = of_width(deck, width, name, wish.wider_heads)
-        trainer = _trainer(world, changed.with_keys(run={"seed": deck.run.seed + seed}), batches)
+    def measure(job: Job) -> list[dict[str, float]]:
+        changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
+        trainer = _trainer(world, changed.with_keys(run={"seed": deck.run.seed + job.seed}), batches)
         tokens = next(iter(batches.step(0, deck.batch.micro_size, 0, 1, deck.batch.micro_size))).tokens
         spreads = [spreads_of(trainer.engine.model, tokens.to(world.device))]
         for _ in range(wish.steps):
@@ -175,12 +187,13 @@ def check_coordinates(
         trainer.engine.close()
         return spreads
 
-    found = shared_out(world, list(product(PARAMETRIZATIONS, wish.widths, range(wish.seeds))), measure)
+    jobs = [Job(*each) for each in product(PARAMETRIZATIONS, wish.widths, range(wish.seeds))]
+    found = shared_out(world, jobs, measure)
     for name in PARAMETRIZATIONS:
         figures.spread[name] = {
             kind: {
                 width: [
-                    fmean(found[name, width, seed][step][kind] for seed in range(wish.seeds))
+                    fmean(found[Job(name, width, seed)][step][kind] for seed in range(wish.seeds))
                     for step in range(wish.steps + 1)
                 ]
                 for width in wish.widths
@@ -192,9 +205,9 @@ def check_coordinates(
 def sweep(world: World, deck: Deck, batches: Batches, wish: WidthsWish, figures: WidthsFigures) -> None:
     """Fill in the losses of the deck's runs at other rates. Collective."""
 
-    def train(job: tuple[str, int, float]) -> float:
-        name, width, rate = job
-        changed = of_width(deck, width, name, wish.wider_heads).with_keys(learning_rate={"peak": rate})
+    def train(job: Job) -> float:
+        changed = of_width(deck, job.width, job.parametrization, wish.wider_heads)
+        changed = changed.with_keys(learning_rate={"peak": job.rate})
         trainer, losses = _trainer(world, changed, batches), []
         for _ in range(deck.run.steps):
             losses.append(trainer.train_step().loss)
@@ -204,18 +217,16 @@ def sweep(world: World, deck: Deck, batches: Batches, wish: WidthsWish, figures:
         loss = fmean(losses[-max(1, deck.run.steps // 10) :])
         return loss if isfinite(loss) else float("nan")
 
-    found = shared_out(world, list(product(PARAMETRIZATIONS, wish.rate_widths, wish.rates)), train)
+    each = product(PARAMETRIZATIONS, wish.rate_widths, wish.rates)
+    found = shared_out(world, [Job(name, width, rate=rate) for name, width, rate in each], train)
     for name, width in product(PARAMETRIZATIONS, wish.rate_widths):
-        losses = {rate: found[name, width, rate] for rate in sorted(wish.rates)}
+        losses = {rate: found[Job(name, width, rate=rate)] for rate in sorted(wish.rates)}
         figures.loss.setdefault(name, {})[width] = losses
-
-
-Job = TypeVar("Job", bound=tuple[object, ...])
 
 
 def shared_out(world: World, jobs: Sequence[Job], do: Callable[[Job], Result]) -> dict[Job, Result]:
     """The results of all jobs, of which each rank does some, the wider ones first. Collective."""
-    ordered = sorted(jobs, key=lambda job: -int(job[1]))  # type: ignore[call-overload]
+    ordered = sorted(jobs, key=lambda job: -job.width)
     own: dict[Job, Result] = {}
     with world.agreement():
         for number, job in enumerate(ordered):
@@ -223,7 +234,7 @@ def shared_out(world: World, jobs: Sequence[Job], do: Callable[[Job], Result]) -
                 own[job] = do(job)
                 gc.collect()
                 if world.rank == 0:
-                    print(f"{number + 1} of {len(jobs)}: {' '.join(map(str, job))}", flush=True)
+                    print(f"{number + 1} of {len(jobs)}: {job}", flush=True)
     return {job: result for part in world.everyone.all_gather_object(own) for job, result in part.items()}
 
 
