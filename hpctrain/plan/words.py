@@ -26,9 +26,7 @@ SAVINGS_SHOWN = 4
 def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
     deck, memory = plan.deck, plan.memory
-    holder = f"A rank of stage {memory.largest.stage}" if len(memory.stages) > 1 else "A rank"
-    if memory.roles:
-        holder = f"A rank of the {memory.roles[memory.largest.stage][0]}"
+    holder = holder_words(memory, memory.largest.stage).capitalize()
     active = active_words(memory.parameters_total, memory.parameters_active)
     ranks = ", ".join(counted(number, name.removesuffix("s")) for name, number in memory.roles) or sizes_text(
         memory.sizes
@@ -76,14 +74,22 @@ def memory_table(memory: MemoryPlan) -> list[str]:
     return fitted(rows, (0,), columns())
 
 
-def comparison_table(predicted: Account, measured: Account) -> list[str]:
-    """What was predicted of a rank beside what it held."""
-    rows = [("memory of a rank", "predicted", "measured", "")]
+def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[str]:
+    """What was predicted of a rank of a stage beside what it held."""
+    predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
+    rows = [(f"memory of {holder}", "predicted", "measured", "")]
     pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in KINDS.items()]
     for name, there, here in [*pairs, ("total", predicted.total, measured.total)]:
         ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""
         rows.append((name, format_bytes(there), format_bytes(here), ratio))
     return table(rows)
+
+
+def holder_words(plan: MemoryPlan, stage: int) -> str:
+    """Who holds what is planned of a stage."""
+    if plan.roles:
+        return f"a rank of the {plan.roles[stage][0]}"
+    return f"a rank of stage {stage}" if len(plan.stages) > 1 else "a rank"
 
 
 def largest_kinds(memory: MemoryPlan) -> str:

@@ -102,9 +102,16 @@ class MemoryLedger(Hook):
                 self.write()
 
     def table(self) -> list[str]:
-        """Predicted beside measured, of the stage whose ranks held most."""
-        stage = max(range(len(self.accounts)), key=lambda number: self.accounts[number].total)
-        return comparison_table(self.predicted.stages[stage].memory, self.accounts[stage])
+        """Predicted beside measured, of the stage whose ranks held most: with the `other` that is predicted,
+        since what the interpreters of two ranks hold differs by more than stages do.
+        """
+        stages, accounts = self.predicted.stages, self.accounts
+        known = [
+            account.total - account.other + stage.memory.other
+            for stage, account in zip(stages, accounts, strict=True)
+        ]
+        number = known.index(max(known))
+        return comparison_table(self.predicted, number, accounts[number])
 
     def write(self) -> None:
         """Write `plan.json`: what was predicted, and what was measured once it is known."""

@@ -6,6 +6,7 @@ Tests of plan/memory.py, plan/model.py and plan/activations.py, and of train/mem
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.savings import find_savings
+from hpctrain.plan.words import KINDS
 from hpctrain.sharding.state import MASTER
+from hpctrain.train.control import Order
+from hpctrain.train.memory import MemoryLedger
+from hpctrain.units import format_bytes
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 VOCABULARY = 61
@@ -156,6 +161,27 @@ def test_stages_of_as_many_blocks_hold_what_their_kinds_do(two_kinds: None) -> N
     saved = (wide.memory.activation - narrow.memory.activation) // 8  # micro-batches
     # Beside its workspace, the holes are those of the larger block.
     assert wide.memory.other > narrow.memory.other + 2.4 * saved
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_the_table_after_a_run_is_of_one_stage(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of that which holds most, whichever interpreter happens to be larger."""
+    deck = small_deck("layout.pipeline=2", "layout.schedule=1f1b", "model.layers=4", "model.tied=false")
+    training, planned = trainer(world, deck), plan_memory(deck, world.size, VOCABULARY)
+    training.train(1)
+    ledger = MemoryLedger(training.engine, training.activations, planned, mpi_tmp_path)
+    own, fullest = ledger.held(), planned.largest
+    by_chance = 0 if ledger.stage == fullest.stage else 1 << 40
+    monkeypatch.setattr(ledger, "held", lambda: replace(own, other=by_chance))
+    ledger.at_end(Order())
+    head, *rows = (line.split("  ") for line in ledger.table())
+    assert head[0] == f"memory of a rank of stage {fullest.stage}"
+    for kind in ("parameter", "gradient", "optimizer", "activation"):
+        sizes = [stage.memory.kinds()[kind] for stage in planned.stages]
+        (told,) = ([cell.strip() for cell in row if cell] for row in rows if row[0] == KINDS[kind])
+        assert told[1:3] == [format_bytes(sizes[fullest.stage])] * 2 and len({*sizes}) == 2, kind
 
 
 FROZEN = {
