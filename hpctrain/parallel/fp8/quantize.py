@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,6 +52,15 @@ class Blocks(NamedTuple):
         rows, columns = shape
         return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
 
+    def multiply(self, matrix: Tensor, factors: Tensor) -> None:
+        """Multiply [m, k], in place, each block by its own of the factors [M, K]. Smaller ones are not filled
+        up: that would take the memory of another matrix.
+        """
+        for rows, below, height in _alike(matrix.shape[0], self.rows):
+            for columns, beside, width in _alike(matrix.shape[1], self.columns):
+                blocks = matrix[rows, columns].unflatten(1, (-1, width)).unflatten(0, (-1, height))
+                blocks.mul_(factors[below, None, beside, None])
+
     def height(self, matrix: Tensor) -> int:
         """Rows of [m, k] that the CPU converts at a time, of whole blocks where these have some rows."""
         rows = max(1, AT_ONCE // max(1, matrix.shape[1]))
@@ -60,6 +70,18 @@ class Blocks(NamedTuple):
     def transposed(self) -> Blocks:
         """Those of the transposed matrix."""
         return Blocks(self.columns, self.rows)
+
+
+def _alike(count: int, size: int | None) -> Iterator[tuple[slice, slice, int]]:
+    """Of a dim the elements in blocks of a size, which blocks these are, and the size: of whole ones, then of
+    a smaller last one.
+    """
+    size = size or count
+    whole = count // size if size else 0
+    if whole:
+        yield slice(0, whole * size), slice(0, whole), size
+    if rest := count - whole * size:
+        yield slice(whole * size, count), slice(whole, whole + 1), rest
 
 
 def block_maxima(matrix: Tensor, blocks: Blocks) -> Tensor:
@@ -119,9 +141,9 @@ class Quantized:
         """
         if self.values.is_cpu and lies_transposed(self.values):
             return self.transposed().dequantized(dtype).t()
-        factors = self.factors.to(dtype)
-        blocks = self.blocks.cut(expanded(self.values, dtype)).mul_(factors[:, None, :, None])
-        return self.blocks.joined(blocks, (self.values.shape[0], self.values.shape[1]))
+        matrix = expanded(self.values, dtype)
+        self.blocks.multiply(matrix, self.factors.to(dtype))
+        return matrix.contiguous()
 
     def transposed(self) -> Quantized:
         """The same numbers as the transposed matrix, its blocks transposed, too.

@@ -13,6 +13,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.parallel.fp8 import formats, quantize
 from hpctrain.parallel.fp8 import product as product_module
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format
 from hpctrain.parallel.fp8.history import History
@@ -22,8 +23,10 @@ from hpctrain.parallel.fp8.quantize import Quantized
 from hpctrain.parallel.fp8.recipes import RECIPES, Recipe
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
+from hpctrain.parallel.saved import Saving
 from hpctrain.parallel.shard import Parameter, Shard
 from tests.engines import small_deck, trainer
+from tests.optim.test_blocks import Held
 from tests.parallel.fp8.given import normal, quantized
 from tests.parallel.fp8.scales import DELAYED, KEYS
 
@@ -74,6 +77,31 @@ def test_each_product_is_of_operands_quantized_for_it(recipe: Recipe, form: Form
     for one, other in zip(found, expected, strict=True):
         apart = np.abs(one.double().numpy().reshape(other.shape) - other).max()
         assert apart <= 1e-6 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("shape", [(384, 256, 512), (390, 260, 270)], ids=str)
+@pytest.mark.parametrize("recipe", CURRENT.values(), ids=CURRENT)
+def test_memory_in_passing_is_what_is_told(
+    recipe: Recipe, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are whole, and where the last ones are smaller; beside scales."""
+    for module in (formats, quantize):
+        monkeypatch.setattr(module, "AT_ONCE", 1 << 15)
+    m, n, k = shape
+    inputs, weight, gradient = (normal(*each).bfloat16() for each in ((m, k), (n, k), (m, n)))
+    made = parameter(weight, Shard.whole("a", (n, k)))
+    made.gradient = torch.ones(n, k)
+    product, taken = QuantizedProduct([made], ALONE, recipe), []
+    for run in (
+        lambda: product.forward(inputs),
+        lambda: product.input_gradient(gradient),
+        lambda: product.add_weight_gradient(gradient, inputs),
+    ):
+        with Held() as held:
+            result = run()
+        taken.append(held.most - (0 if result is None else result.nbytes))
+    told = product.passing(m, Saving(m, m, 1, itemsize=2, gradient_itemsize=4))
+    assert 1 <= max(taken) / told <= 1.02
 
 
 def test_the_first_gradient_is_written_and_others_are_added() -> None:
