@@ -362,6 +362,16 @@ def test_what_another_decay_had_of_its_own_may_stay_in_a_stored_deck() -> None:
         gone_on("decay_steps=20", inverse, "learning_rate.decay_steps=30")
 
 
+def test_what_another_optimizer_had_of_its_own_may_stay_in_a_stored_deck() -> None:
+    """As a run goes on with another one (optimizer.restart)."""
+    keys = ("name=sgd", "momentum=0.9", "nesterov=true")
+    stored, lion = deck_text(parse_deck(DECK, [f"optimizer.{key}" for key in keys])), "optimizer.name=lion"
+    assert parse_deck(stored, [lion], includes=False).optimizer.momentum == 0.9
+    for name, value in (("momentum", "0.8"), ("nesterov", "true")):
+        with pytest.raises(HpctrainError, match=f'{name}={value}: has no effect on optimizer.name = "lion"'):
+            parse_deck(stored, [lion, f"optimizer.{name}={value}"], includes=False)
+
+
 @pytest.mark.parametrize(
     ("overrides", "ranks", "told"),
     [

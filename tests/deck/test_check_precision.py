@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.check_precision import BLOCK_SIZES
-from hpctrain.deck.read import parse_deck
+from hpctrain.deck.read import deck_text, parse_deck
+from hpctrain.errors import HpctrainError
 from hpctrain.parallel.fp8.recipes import GRADIENT_FORMS, RECIPES
 from tests.deck.test_check import DECK, problems
 
@@ -127,6 +128,13 @@ def test_what_it_says_in_vain_or_cannot_have_is_told(overrides: list[str], told:
 def test_a_stored_deck_may_say_in_vain_what_it_said_before() -> None:
     text = f'{DECK}\n[precision]\ncompute = "bf16"\nfp8_history = 4\n'
     assert parse_deck(text, includes=False).precision.fp8_history == 4
+    sharded = ["layout.zero=3", "layout.tensor=2", "layout.sequence_parallel=true"]
+    sent = [*FP8, "precision.fp8_gather=true", "precision.fp8_messages=true"]
+    other = ["layout.zero=1", "layout.sequence_parallel=false"]
+    stored = deck_text(parse_deck(DECK, [*sent, *sharded]))
+    assert parse_deck(stored, other, includes=False).precision.fp8_gather
+    with pytest.raises(HpctrainError, match=r"fp8_gather=true: has no effect without layout.zero = 3"):
+        parse_deck(stored, [*other, "precision.fp8_gather=true"], includes=False)
 
 
 def test_the_deck_knows_every_recipe_and_the_blocks_that_it_has() -> None:

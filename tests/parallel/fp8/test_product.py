@@ -205,6 +205,7 @@ def test_what_was_zero_so_far_is_multiplied_as_stored(unknown: Kind) -> None:
     assert not any(torch.equal(one, other) for one, other in zip(exact, coarse, strict=True))
     _, kept = product.forward_kept(inputs, None, None, True)
     assert isinstance(kept, Tensor) and isinstance(product.whole_gradient(gradient, None), Tensor)
+    assert product.weight_maxima is None and eight.weight_maxima is not None  # with which to gather in 8 bits
     product.weights[0].requires_grad_(False)
     _, kept = product.forward_kept(inputs, None, None, True)
     assert isinstance(kept, Tensor) == (unknown != "gradients")
