@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from hpctrain.data.fit import token_problems
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.offload import Offload, open_offload
+from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import Placement, place_layers
 from hpctrain.engine.recompute import make_recompute, open_shelf
-from hpctrain.engine.rules import check_matrices
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import (
     TrainedStage,
@@ -32,8 +32,7 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
 from hpctrain.model.build import build_parts
 from hpctrain.model.count import count
-from hpctrain.model.eight_bits import excluded_problems, find_excluded
-from hpctrain.model.frozen import freeze_parameters, frozen_problems
+from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
@@ -180,9 +179,8 @@ def assemble(
     groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
     number = mesh.coordinate("pipeline")
     models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
-    freeze(deck, world, models)
-    check_matrices(deck, shape)
-    check_excluded(deck, world, models)
+    check_patterns(deck, shape)
+    freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)
     offload = Offload()
     if deck.memory.optimizer != "device":
@@ -215,32 +213,6 @@ def assemble(
         learning_rate=LearningRate(**deck.learning_rate.model_dump()),
         positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
     )
-
-
-def freeze(deck: Deck, world: World, models: Sequence[Part]) -> None:
-    """Freeze what `model.frozen` names: no gradient, no weight decay, and so no update.
-
-    HpctrainError on all ranks for a name that no parameter of the whole model has, and where one of several
-    weights (or biases) that are one matrix in memory would be frozen without the others. Collective.
-    """
-    patterns = deck.model.frozen
-    if patterns:
-        frozen = world.everyone.all_gather_object(freeze_parameters(models, patterns))
-        problems = frozen_problems(patterns, frozen)
-        if problems:
-            raise HpctrainError([deck.problem("model.frozen", problem) for problem in problems])
-
-
-def check_excluded(deck: Deck, world: World, models: Sequence[Part]) -> None:
-    """HpctrainError on all ranks for a pattern of `precision.fp8_exclude` that names no linear layer of the
-    whole model, or only some of several that are one matrix in memory. Collective.
-    """
-    how = Precision.of(deck).eight_bits
-    if how is not None and how.exclude:
-        excluded = world.everyone.all_gather_object(find_excluded(models, how))
-        problems = excluded_problems(how.exclude, excluded)
-        if problems:
-            raise HpctrainError([deck.problem("precision.fp8_exclude", problem) for problem in problems])
 
 
 def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int, roughness: float) -> None:

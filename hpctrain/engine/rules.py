@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 
 import torch
 
 from hpctrain.deck.schema import Deck
-from hpctrain.deck.sources import toml_value
-from hpctrain.errors import HpctrainError
-from hpctrain.model.build import bare_model
-from hpctrain.model.shape import ModelShape
 from hpctrain.optim.adafactor import Adafactor
 from hpctrain.optim.adam_mini import AdamMini
 from hpctrain.optim.adamw import AdamW
@@ -71,33 +66,3 @@ RULES: Mapping[str, Callable[[Deck], UpdateRule | BlockRules]] = {
     "adam-mini": _adam_mini,
 }
 """What makes each optimizer of a deck, by its name."""
-
-
-def check_matrices(deck: Deck, shape: ModelShape) -> None:
-    """Raise HpctrainError with all `matrix_problems`."""
-    if problems := matrix_problems(deck, shape):
-        raise HpctrainError([deck.problem("optimizer.matrices", each) for each in problems])
-
-
-def matrix_problems(deck: Deck, shape: ModelShape) -> list[str]:
-    """Where optimizer.matrices names what is not there, or one of several weights that are one matrix in
-    memory without the others: ends of sentences.
-    """
-    rule, problems = RULES[deck.optimizer.name](deck), list[str]()
-    if not isinstance(rule, BlockRules):
-        return problems
-    used: set[str] = set()
-    found = False
-    for leaf in (leaf for unit in bare_model(shape).units() for leaf in unit):
-        named = {p.shard: [each for each in rule.patterns if fnmatchcase(p.shard.name, each)] for p in leaf}
-        used.update(pattern for patterns in named.values() for pattern in patterns)
-        matrices = [shard for shard in named if rule.blocks.block(shard) is not None]
-        ours = [shard.name for shard in matrices if named[shard]]
-        others = [shard.name for shard in matrices if not named[shard]]
-        found = found or bool(ours)
-        if ours and others:
-            problems.append(f"names {ours[0]}, but not {others[0]}, which lies with it in memory")
-    problems += [f"no parameter is called {toml_value(each)}" for each in rule.patterns if each not in used]
-    if not found and not problems:
-        problems.append("names no matrix")
-    return list(dict.fromkeys(problems))

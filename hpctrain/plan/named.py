@@ -24,12 +24,8 @@ def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
     # What a deck does not name does not cost the import of what could read it.
     if os.path.lexists(deck.data.tokens):
         yield from _tokens(deck)
-    if deck.model.frozen:
-        yield from _frozen(deck)
-    if deck.optimizer.name == "muon" and deck.optimizer.matrices:
-        yield from _matrices(deck)
-    if deck.precision.compute == "fp8" and deck.precision.fp8_exclude:
-        yield from _excluded(deck)
+    if deck.model.frozen or deck.optimizer.name == "muon" or deck.precision.fp8_exclude:
+        yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
 
@@ -47,35 +43,11 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
         yield from token_problems(deck, file)
 
 
-def _frozen(deck: Deck) -> Iterator[Problem]:
-    from hpctrain.model.build import bare_model
-    from hpctrain.model.frozen import freeze_parameters, frozen_problems
+def _patterns(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.engine.patterns import pattern_problems
     from hpctrain.model.shape import ModelShape
 
-    model = bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))
-    frozen = freeze_parameters([model], deck.model.frozen)
-    yield from (Problem("model.frozen", each) for each in frozen_problems(deck.model.frozen, [frozen]))
-
-
-def _matrices(deck: Deck) -> Iterator[Problem]:
-    from hpctrain.engine.rules import matrix_problems
-    from hpctrain.model.shape import ModelShape
-
-    problems = matrix_problems(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
-    yield from (Problem("optimizer.matrices", each) for each in problems)
-
-
-def _excluded(deck: Deck) -> Iterator[Problem]:
-    from hpctrain.model.build import bare_model
-    from hpctrain.model.eight_bits import excluded_problems, find_excluded
-    from hpctrain.model.precision import Precision
-    from hpctrain.model.shape import ModelShape
-
-    how = Precision.of(deck).eight_bits
-    if how is not None:
-        excluded = find_excluded([bare_model(ModelShape.of(deck, deck.model.vocabulary or 2))], how)
-        problems = excluded_problems(how.exclude, [excluded])
-        yield from (Problem("precision.fp8_exclude", each) for each in problems)
+    yield from pattern_problems(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:

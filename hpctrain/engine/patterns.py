@@ -1,0 +1,123 @@
+"""What patterns of a deck name of its model, and what is wrong with them.
+
+Some parameters are one matrix or vector in memory: what is done to one of these is done to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain, groupby
+
+from torch import Tensor
+
+from hpctrain.deck.optimizer import OWN_KEYS
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+from hpctrain.engine.rules import RULES
+from hpctrain.errors import HpctrainError
+from hpctrain.model.build import bare_model
+from hpctrain.model.part import Part, parameter_list
+from hpctrain.model.precision import Precision
+from hpctrain.model.shape import ModelShape
+from hpctrain.optim.block_rule import BlockRules
+from hpctrain.parallel.eight_bits import names
+from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.shard import Parameter
+
+_NEVER_IN_8_BITS = ("head.weight", "embedding.tokens.weight", "embedding.positions.weight")
+"""Names that precision.fp8_exclude may have in vain."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What patterns name: of each group of parameters that are one in memory the names of those that they
+    name, and of those that they leave; and the patterns of no parameter.
+    """
+
+    groups: Sequence[tuple[Sequence[str], Sequence[str]]]
+    unknown: Sequence[str]
+
+    @staticmethod
+    def of(
+        patterns: Sequence[str],
+        groups: Iterable[Iterable[Parameter]],
+        others: Iterable[str] = (),
+        matches: Callable[[str, str], bool] = lambda pattern, name: fnmatchcase(name, pattern),
+    ) -> Named:
+        """What is named of groups, or of `others`; `matches` says whether a pattern is of a name."""
+        known = [[parameter.shard.name for parameter in group] for group in groups]
+        every = [*chain(*known), *others]
+        named = {name for name in every if any(matches(pattern, name) for pattern in patterns)}
+        return Named(
+            [([n for n in group if n in named], [n for n in group if n not in named]) for group in known],
+            [pattern for pattern in patterns if not any(matches(pattern, name) for name in named)],
+        )
+
+    def problems(self, torn: str, unknown: str, none: str = "", whole: str = "") -> list[str]:
+        """Ends of sentences: `torn` of one that is named and one that is left of a group, `unknown` of each
+        pattern of no parameter; else `none` where none is named, and `whole` where none is left.
+        """
+        told = [torn.format(named[0], left[0]) for named, left in self.groups if named and left]
+        told += [unknown.format(toml_value(pattern)) for pattern in self.unknown]
+        if not told and none and not any(named for named, _ in self.groups):
+            told.append(none)
+        if not told and whole and not any(left for _, left in self.groups):
+            told.append(whole)
+        return list(dict.fromkeys(told))
+
+
+def check_patterns(deck: Deck, shape: ModelShape) -> None:
+    """Raise HpctrainError with all `pattern_problems`."""
+    if problems := [deck.problem(each.key, each.sentence) for each in pattern_problems(deck, shape)]:
+        raise HpctrainError(problems)
+
+
+def pattern_problems(deck: Deck, shape: ModelShape) -> Iterator[Problem]:
+    """Where a deck names parameters to freeze, matrices for its optimizer, or layers to leave out of 8 bits:
+    patterns of nothing, of one of several that are one in memory without the others, and such as leave
+    nothing to do. The same on any layout.
+    """
+    optimizer, how = deck.optimizer, Precision.of(deck).eight_bits
+    if deck.model.frozen:
+        yield from (Problem("model.frozen", each) for each in _frozen(bare_model(shape), deck.model.frozen))
+    if "matrices" in OWN_KEYS[optimizer.name] and optimizer.matrices:
+        rule = RULES[optimizer.name](deck)
+        assert isinstance(rule, BlockRules)
+        yield from (Problem("optimizer.matrices", each) for each in _matrices(bare_model(shape), rule))
+    if how is not None and how.exclude:
+        problems = _excluded(bare_model(shape), how.exclude)
+        yield from (Problem("precision.fp8_exclude", each) for each in problems)
+
+
+def _frozen(model: Part, patterns: Sequence[str]) -> list[str]:
+    leaves = (leaf for unit in model.units() for leaf in unit)
+    alike = (list(each) for leaf in leaves for _, each in groupby(sorted(leaf, key=Tensor.dim), Tensor.dim))
+    return Named.of(patterns, alike).problems(
+        "freezes {}, but not {}, with which it is one",
+        "no parameter is called {}",
+        whole="leaves nothing to train",
+    )
+
+
+def _matrices(model: Part, rule: BlockRules) -> list[str]:
+    leaves = (leaf for unit in model.units() for leaf in unit)
+    matrices = ([p for p in leaf if rule.blocks.block(p.shard) is not None] for leaf in leaves)
+    others = (parameter.shard.name for parameter in parameter_list(model))
+    return Named.of(rule.patterns, matrices, others).problems(
+        "names {}, but not {}, which lies with it in memory",
+        "no parameter is called {}",
+        none="names no matrix",
+    )
+
+
+def _excluded(model: Part, patterns: Sequence[str]) -> list[str]:
+    modules = (module for layer in model.layers for module in layer.modules())
+    fused = (module.weights for module in modules if isinstance(module, SplitLinear))
+    return Named.of(patterns, fused, _NEVER_IN_8_BITS, names).problems(
+        "leaves out {}, but not {}, with which it is one",
+        "no linear layer is called {}",
+        whole='leaves nothing to multiply in 8 bits (precision.compute = "bf16" would do the same)',
+    )

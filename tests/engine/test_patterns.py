@@ -1,0 +1,122 @@
+"""What patterns of a deck name: layers that are left out of 8 bits, and what cannot be named so."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.deck.problem import Problem
+from hpctrain.engine.patterns import pattern_problems
+from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
+from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.vocabulary import VocabularyHead
+from hpctrain.plan.named import named_problems
+from tests.engines import LLAMA, small_deck, trainer
+
+FP8 = (*LLAMA, "precision.compute=fp8")
+ALL = (*FP8, "optimizer.name=muon")
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_all_linear_layers_but_what_is_left_out_multiply_in_8_bits(world: World, tied: str) -> None:
+    deck = small_deck(*FP8, f"model.tied={tied}", 'precision.fp8_exclude=["blocks.0.*", "head"]')
+    (model,) = trainer(world, deck).engine.models
+    modules = [module for layer in model.layers for module in layer.modules()]
+    linear = [module for module in modules if isinstance(module, SplitLinear)]
+    within = {layer.weights[0].shard.name for layer in linear if isinstance(layer.product, DelayedProduct)}
+    assert within == {
+        f"blocks.1.{name}.weight"
+        for name in ("attention.query", "attention.output", "feed_forward.gate", "feed_forward.down")
+    }
+    assert len(linear) == 8
+    heads = [module for module in modules if isinstance(module, VocabularyHead)]
+    assert len(heads) == 1 and not isinstance(heads[0].product, QuantizedProduct)
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "sentences"),
+    [
+        ("model.frozen", ["embedding.*", "*.attention_norm.weight", "blocks.0.*"], []),
+        ("model.frozen", ["block.0.*"], ['no parameter is called "block.0.*"']),
+        (
+            "model.frozen",
+            ["*.key.weight", "x"],
+            [
+                *(
+                    f"freezes blocks.{block}.attention.key.weight, but not "
+                    f"blocks.{block}.attention.query.weight, with which it is one"
+                    for block in (0, 1)
+                ),
+                'no parameter is called "x"',
+            ],
+        ),
+        ("model.frozen", ["*"], ["leaves nothing to train"]),
+        ("optimizer.matrices", ["blocks.*", "*norm*"], []),
+        ("optimizer.matrices", ["*"], []),
+        ("optimizer.matrices", ["blocks.*", "y", "x"], [f'no parameter is called "{x}"' for x in "yx"]),
+        (
+            "optimizer.matrices",
+            ["blocks.1.*.up.weight"],
+            [
+                "names blocks.1.feed_forward.up.weight, but not blocks.1.feed_forward.gate.weight, "
+                "which lies with it in memory"
+            ],
+        ),
+        ("optimizer.matrices", ["*norm*"], ["names no matrix"]),
+        (
+            "precision.fp8_exclude",
+            ["head", "embedding.*", "*.down", "blocks.1.attention.output.weight"],
+            [],
+        ),
+        ("precision.fp8_exclude", ["*.norm.*"], ['no linear layer is called "*.norm.*"']),
+        (
+            "precision.fp8_exclude",
+            ["*.query.weight"],
+            [
+                f"leaves out blocks.{block}.attention.query.weight, but not "
+                f"blocks.{block}.attention.key.weight, with which it is one"
+                for block in (0, 1)
+            ],
+        ),
+        (
+            "precision.fp8_exclude",
+            ["*"],
+            ['leaves nothing to multiply in 8 bits (precision.compute = "bf16" would do the same)'],
+        ),
+    ],
+)
+def test_patterns_that_cannot_be_are_told(name: str, patterns: list[str], sentences: list[str]) -> None:
+    deck = small_deck(*ALL, f"{name}={patterns}".replace("'", '"'))
+    found = list(pattern_problems(deck, ModelShape.of(deck, 61)))
+    assert found == [Problem(name, sentence) for sentence in sentences]
+    assert list(named_problems(deck)) == found
+
+
+def test_biases_are_frozen_without_their_weights_but_not_without_each_other() -> None:
+    assert not list(named_problems(small_deck('model.frozen=["*.attention.*.bias"]')))
+    torn = named_problems(small_deck('model.frozen=["blocks.0.*.value.bias"]'))
+    assert [each.sentence for each in torn] == [
+        "freezes blocks.0.attention.value.bias, but not blocks.0.attention.query.bias, with which it is one"
+    ]
+
+
+def test_a_run_tells_all_of_them(world: World) -> None:
+    keys = 'model.frozen=["a"]', 'optimizer.matrices=["b"]', 'precision.fp8_exclude=["c"]'
+    deck = small_deck(*ALL, *keys)
+    with pytest.raises(HpctrainError) as raised:
+        trainer(world.alone(), deck)
+    told = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
+    assert raised.value.problems == told and len(told) == 3
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_all_ranks_refuse_a_pattern_of_which_no_stage_has_a_layer(world: World) -> None:
+    layout = ("layout.pipeline=2", "layout.schedule=1f1b")
+    good = small_deck(*FP8, *layout, 'precision.fp8_exclude=["blocks.0.*"]')
+    trainer(world, good)
+    bad = small_deck(*FP8, *layout, 'precision.fp8_exclude=["blocks.0.*", "blocks.2.*"]')
+    with pytest.raises(HpctrainError, match=r'fp8_exclude=.*: no linear layer is called "blocks.2.\*"'):
+        trainer(world, bad)
