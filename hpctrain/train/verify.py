@@ -27,6 +27,7 @@ from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
+from hpctrain.engine.patterns import check_patterns
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
@@ -110,7 +111,9 @@ def miniature(deck: Deck) -> Deck:
     if deck.optimizer.name != "muon":
         return small
     matrices = _standing(deck, small, deck.optimizer.matrices)
-    return small.with_keys(optimizer={"matrices": ("*",) if matrices is None else matrices})
+    if not matrices:  # all are named, or some of blocks alone for which none stands
+        matrices = ("*",) if matrices is None else ("blocks.*",)
+    return small.with_keys(optimizer={"matrices": matrices})
 
 
 def _base(deck: Deck, hidden: int) -> dict[str, object]:
@@ -226,7 +229,11 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
 
 
 def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
-    """Compare and raise LayoutError on all ranks at the first tensor that differs; else a sentence."""
+    """Compare and raise LayoutError on all ranks at the first tensor that differs; else a sentence.
+
+    HpctrainError for patterns that name parameters, where the model itself, not its miniature, refuses them.
+    """
+    check_patterns(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
     differences = compare(miniature(deck), world, mesh)
     for difference in differences:
         if not difference.error <= TOLERANCE:

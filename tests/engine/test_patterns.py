@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.problem import Problem
 from hpctrain.engine.patterns import pattern_problems
@@ -13,6 +14,7 @@ from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems
+from hpctrain.train.verify import miniature, verify_layout
 from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")
@@ -105,11 +107,19 @@ def test_biases_are_frozen_without_their_weights_but_not_without_each_other() ->
 
 def test_a_run_tells_all_of_them(world: World) -> None:
     keys = 'model.frozen=["a"]', 'optimizer.matrices=["b"]', 'precision.fp8_exclude=["c"]'
-    deck = small_deck(*ALL, *keys)
-    with pytest.raises(HpctrainError) as raised:
-        trainer(world.alone(), deck)
+    deck, alone = small_deck(*ALL, *keys), world.alone()
     told = tuple(deck.problem(each.key, each.sentence) for each in named_problems(deck))
-    assert raised.value.problems == told and len(told) == 3
+    assert len(told) == 3
+    for start in (lambda: trainer(alone, deck), lambda: verify_layout(deck, alone, Mesh(alone, {}))):
+        with pytest.raises(HpctrainError) as raised:
+            start()
+        assert raised.value.problems == told
+
+
+def test_a_miniature_without_what_patterns_name_is_no_reason_to_refuse(world: World) -> None:
+    deck = small_deck(*ALL, "model.layers=5", 'optimizer.matrices=["blocks.1.*"]')
+    verify_layout(deck, world.alone(), Mesh(world.alone(), {}))
+    assert miniature(deck).optimizer.matrices == ("blocks.*",)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
