@@ -23,11 +23,15 @@ from tests.engines import LLAMA, Trainer, small_deck, trainer
 
 KEYS = ("precision.compute=fp8", "layout.zero=3", "batch.sequence=16")
 GATHER = "precision.fp8_gather=true"
-IN_PART = 'precision.fp8_exclude=["blocks.1.feed_forward.*"]'
+ODD = (
+    *("model.hidden=15", "model.heads=3", "model.mlp=21"),
+    'precision.fp8_exclude=["blocks.1.attention.output.*"]',
+)
+"""Matrices whose elements are no multiple of UNIT; one that is not in 8 bits lies on two ranks."""
 RAGGED = ("optimizer.name=muon", *LLAMA)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
-        "recompute": ("memory.recompute=full", *LLAMA, IN_PART),
+        "recompute": ("memory.recompute=full", *LLAMA, 'precision.fp8_exclude=["blocks.1.feed_forward.*"]'),
         "tied, kept": ("model.tied=true", "memory.keep_gathered=1"),
         "frozen": ('model.frozen=["embedding.*", "blocks.0.*"]', "memory.accumulate=sliced"),
         "owned": RAGGED,
@@ -160,11 +164,9 @@ def test_matrices_are_gathered_in_half_of_the_bytes(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("more", [(*LLAMA, IN_PART), RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("more", [ODD, RAGGED], ids=["even", "ragged"])
 def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[str, ...]) -> None:
-    """Of numbers that saturate and underflow; both ways, and told as the same loss. Of what is not in 8 bits
-    some is cut, too.
-    """
+    """Of numbers that saturate and underflow; both ways, and told as the same loss."""
     cut = 0
     run = trainer(world, small_deck(*KEYS, "precision.fp8=tensor", GATHER, *more))
     run.engine.groups.noted.watching = True
@@ -183,6 +185,7 @@ def test_what_is_given_is_what_the_product_would_make(world: World, more: tuple[
             for weight in product.weights:
                 weight.data = there[id(weight)].view(whole)
             expected = product._weights(WEIGHTS), product._weights(TURNED_WEIGHTS)
+            assert found[0].values.storage_offset() % UNIT == 0
             for one, other in zip(found, expected, strict=True):
                 assert one.values.shape == other.values.shape and one.blocks == other.blocks
                 assert torch.equal(one.scales, other.scales)

@@ -58,7 +58,8 @@ def test_a_device_multiplies_what_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
             assert bool(given) == (name in {"tensor", "delayed", "row"})
             torch.testing.assert_close(found, emulated_product(left, right, torch.bfloat16))
     odd, gradients = pair(RECIPES["tensor"], PAIRS["forward"], 33), pair(RECIPES["tensor"], (E5M2, E5M2))
-    assert not any(is_native(*operands, torch.bfloat16) for operands in (odd, gradients))
+    mixed = pair(RECIPES["tensor"], PAIRS["forward"])[0], pair(RECIPES["row"], PAIRS["forward"])[1]
+    assert not any(is_native(*operands, torch.bfloat16) for operands in (odd, gradients, mixed))
 
 
 @pytest.mark.parametrize("name", ["row", "block", "mx"])
