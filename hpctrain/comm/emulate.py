@@ -88,9 +88,9 @@ class SlowTransport(Transport):
         """See Transport."""
         return self.inner.empty(shape, dtype, device)
 
-    def scratch_bytes(self, elements: int, itemsize: int) -> int:
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
-        return self.inner.scratch_bytes(elements, itemsize)
+        return self.inner.scratch_bytes(elements, itemsize, scattered)
 
     def _steps(self, call: Call) -> Steps:
         traffic, came = traffic_of(call, self.rank, self.size), array("d", [self.link.clock()])

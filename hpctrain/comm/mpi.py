@@ -123,9 +123,9 @@ class MpiTransport(Transport):
         pending: Pending | None = getattr(self, f"_{call.operation}")(call)
         return pending
 
-    def scratch_bytes(self, elements: int, itemsize: int) -> int:
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
-        return scratch_bytes(elements, itemsize, self.size)
+        return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def _issue(self, call: Call, name: str, *messages: Sequence[object]) -> Pending | None:
         """MPI's blocking function of that name for the arguments of each message, or what starts the same."""
@@ -274,14 +274,14 @@ class MpiTransport(Transport):
         return self.exchange(tensor, [spans[self.rank]] * self.size, tensor, spans, tag)
 
 
-def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
-    """Bytes that a started sum of so many elements over `size` ranks receives into at a time."""
-    if size == 1:
+def scratch_bytes(elements: int, itemsize: int, size: int, scattered: bool = False) -> int:
+    """Bytes that a started sum of so many elements over `size` ranks receives into at a time; `scattered`
+    where each keeps its piece. MPI's own sums need none.
+    """
+    quick = SCATTERED_SUM_BYTES if scattered else STARTED_SUM_BYTES
+    if size == 1 or (size == 2 and itemsize >= 4 and elements * itemsize <= quick):
         return 0
-    share = -(-elements // size)
-    if share * itemsize <= STARTED_SUM_BYTES // size:
-        return 0
-    return reduction.scratch_bytes(share, itemsize, size)
+    return reduction.scratch_bytes(elements, itemsize, size)
 
 
 def _overlap(piece: Tensor, tensor: Tensor) -> bool:

@@ -35,9 +35,9 @@ class PlannedTransport(Transport):
         if self.heard is not None:
             self.heard(call, traffic_of(call, self.rank, self.size))
 
-    def scratch_bytes(self, elements: int, itemsize: int) -> int:
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
-        return scratch_bytes(elements, itemsize, self.size)
+        return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
         """See Objects."""

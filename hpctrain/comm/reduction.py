@@ -136,8 +136,11 @@ def _round_elements(tensor: Tensor) -> int:
     return max(1, (ROUND_BYTES if tensor.is_cpu else DEVICE_ROUND_BYTES) // tensor.itemsize)
 
 
-def scratch_bytes(share: int, itemsize: int, size: int) -> int:
-    """Host memory that a sum receives into at a time, of which each of `size` ranks owns `share` elements."""
+def scratch_bytes(elements: int, itemsize: int, size: int) -> int:
+    """Host memory kept for what a sum of so many elements over `size` ranks receives at a time."""
+    if elements * itemsize * size <= SMALL_BYTES:
+        return 0
+    share = -(-elements // size)
     piece = min(share, max(1, ROUND_BYTES // itemsize // (size - 1)))
     received = min(2, -(-share // piece)) * (size - 1) * piece * itemsize
     return 1 << (received - 1).bit_length()

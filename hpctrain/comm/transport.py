@@ -124,6 +124,8 @@ class Transport(ABC):
         """Uninitialized memory that this transport likes best."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def scratch_bytes(self, elements: int, itemsize: int) -> int:  # noqa: ARG002
-        """Host memory of its own that a started sum of so many elements takes, and keeps."""
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002
+        """Host memory of its own that a started sum of so many elements takes, and keeps; `scattered` where
+        it leaves each rank its piece of them.
+        """
         return 0

@@ -169,7 +169,7 @@ def plan_memory(
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
             summed = parts[0].at.tokens * shape.hidden, parts[0].at.itemsize
-            buffer += stage.groups.tensor.host.scratch_bytes(*summed)
+            buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
             other += _snapshot(deck, stage)
         memory = replace(

@@ -46,9 +46,10 @@ class ExactSum:
     @property
     def scratch_bytes(self) -> int:
         """Reductions in host memory receive there."""
-        sizes = self.bucket.layout.sizes if self.bucket.sharding.zero > 0 else None
+        cut = self.bucket.sharding.zero > 0
+        sizes = self.bucket.layout.sizes if cut else None
         most = self.bucket.length if sizes is None else max(sizes) * self.group.size
-        return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize)
+        return self.group.host.scratch_bytes(most, self.bucket.gradient_dtype.itemsize, cut)
 
     def begin(self, updates: int) -> None:
         """Every step is like every other."""

@@ -61,7 +61,9 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
 
 
 def held(training: Trainer) -> tuple[int, int, int, int]:
-    """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps."""
+    """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps, these with what
+    sums of gradients receive.
+    """
     buckets, moments = training.engine.buckets, training.engine.optimizer.states
     values = [bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets]
     gradients = [bucket.own_gradients for bucket in buckets]
@@ -73,7 +75,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
         storage_bytes(values),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
-        buckets[0].sharding.pool.bytes,
+        buckets[0].sharding.pool.bytes + training.engine.synchronizer.scratch_bytes,
     )
 
 
@@ -161,6 +163,45 @@ def test_stages_of_as_many_blocks_hold_what_their_kinds_do(two_kinds: None) -> N
     saved = (wide.memory.activation - narrow.memory.activation) // 8  # micro-batches
     # Beside its workspace, the holes are those of the larger block.
     assert wide.memory.other > narrow.memory.other + 2.4 * saved
+
+
+ONE_BUCKET = ("communication.bucket_bytes=10 MB",)
+HALF = ("precision.compute=bf16", "precision.gradients=compute")
+WIDE = ("precision.compute=bf16", "model.hidden=64", "batch.micro_size=8")
+SUMS = {
+    2: {
+        "MPI's own": (*ONE_BUCKET,),
+        "slices": (*ONE_BUCKET, "layout.zero=1"),
+        "slices of MPI's own": (*ONE_BUCKET, "layout.zero=2", "model.layers=1"),
+        "16 bits": (*ONE_BUCKET, *HALF),
+        "little of 16 bits": (*ONE_BUCKET, *HALF, "model.hidden=8"),
+        "of input gradients": ("layout.tensor=2", *WIDE),
+        "of their slices": ("layout.tensor=2", "layout.sequence_parallel=true", *WIDE),
+    },
+    4: {
+        "whole": (*ONE_BUCKET,),
+        "slices": (*ONE_BUCKET, "layout.zero=2"),
+        "of input gradients": ("layout.tensor=4", *WIDE),
+    },
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+def test_what_sums_receive_is_planned(world: World, tmp_path: Path) -> None:
+    """Of models so small that of some MPI's own sums are quicker, which need nothing."""
+    found = {}
+    for name, keys in SUMS[world.size].items():
+        deck = small_deck(*keys)
+        training, planned = trainer(world, deck), plan_memory(deck, world.size, VOCABULARY)
+        scratch = world._scratch
+        scratch._free.clear()
+        scratch.bytes = scratch.peak_bytes = 0
+        training.train(1)
+        held = MemoryLedger(training.engine, training.activations, planned, tmp_path).held()
+        assert held.buffer == planned.stages[0].memory.buffer, name
+        found[name] = world.buffer_bytes
+    none = {"MPI's own", "slices of MPI's own", "little of 16 bits"}
+    assert {name for name, size in found.items() if not size} == none & {*found}
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)

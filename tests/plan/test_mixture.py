@@ -151,7 +151,9 @@ def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:
         )
         pools = {bucket.sharding.pool for bucket in training.engine.buckets}
         parameter, gradient, optimizer, _ = held(training)
-        found = parameter, gradient, optimizer + biases * 4 * 4, sum(pool.bytes for pool in pools)
+        received = training.engine.synchronizer.scratch_bytes
+        turns = sum(pool.bytes for pool in pools) + received
+        found = parameter, gradient, optimizer + biases * 4 * 4, turns
         assert (planned.parameter, planned.gradient, planned.optimizer, planned.buffer) == found, layout
 
 
