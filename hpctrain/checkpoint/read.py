@@ -27,8 +27,12 @@ from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
-from hpctrain.parallel.fp8.history import KIND as HISTORY
-from hpctrain.sharding.state import REDUCER
+from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
+
+_WHOLE = (MODEL, MASTER, OPTIMIZER.removesuffix("/"))
+"""What kinds are, or begin with, of which a run asks for all or nothing. Of what Summations, Outers, layers
+and Products keep it leaves what it has no use for.
+"""
 
 
 def load(
@@ -43,9 +47,9 @@ def load(
     """Fill the entries' values in place, each rank reading its own pieces; collective over the group.
 
     `source` is the file, or what `examine` found in it. Returns the training state, as read_state does.
-    Padding becomes zero, or stays as it is. With `strict`, a dataset that no rank asks for is an error if any
-    of its folder ("/model", "/optimizer", ...) is asked for, and its kind is not `left`. After an error the
-    values are not to be used.
+    Padding becomes zero, or stays as it is. With `strict`, weights or state of an optimizer that no rank
+    asks for are an error if any of their folder ("/model", "/master", "/optimizer") is asked for, and their
+    kind is not `left`. After an error the values are not to be used.
     Errors, the same on all ranks: HpctrainError if names, shapes or types differ from the file's,
     InputOutputError if the file is missing, truncated or damaged.
     """
@@ -99,9 +103,13 @@ def _surplus(
     """What the file holds and no rank asks for; collective."""
     names = list(structure.datasets)
     asked = {entry.dataset for entry in entries}
-    kinds = (*left, REDUCER, HISTORY)
-    of_kinds = tuple(f"/{before}{kind}/" for kind in kinds for before in ("", "replicas."))
-    known = [2 if name in asked else int(name.startswith(of_kinds)) for name in names]
+    whole, of_left = (
+        tuple(f"/{before}{kind}/" for kind in kinds for before in ("", "replicas."))
+        for kinds in (_WHOLE, left)
+    )
+    known = [
+        2 if name in asked else int(name.startswith(of_left) or not name.startswith(whole)) for name in names
+    ]
     wanted = combined(group, np.array(known, np.int64), "max")
     folders = {name.split("/")[1] for name, flag in zip(names, wanted, strict=True) if flag == 2}
     return [

@@ -30,9 +30,6 @@ MASTER = "master"
 OPTIMIZER = "optimizer/"
 """What kinds begin with that an UpdateRule names."""
 
-REDUCER = "reducer"
-"""Kinds that begin so, "reducer/...", are of Summations: a run may leave what it does not ask for."""
-
 Resumed = Literal["always", "if stored", "as many", "as a sum", "never"]
 
 

@@ -26,7 +26,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.state import OPTIMIZER
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.start import begins_anew
+from hpctrain.train.start import begins_anew, left_bias
 from hpctrain.train.step import TrainState
 
 
@@ -151,6 +151,8 @@ class Checkpoints(Hook):
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
+        if sentence := left_bias(self.deck, before, path):
+            self.heeded.append(sentence)
         engine.optimizer.totals = {} if anew else state.get("totals") or {}
         engine.optimizer.publish()
         engine.optimizer.updates = 0 if anew else int(state["updates"])

@@ -84,6 +84,14 @@ def require_same_parametrization(deck: Deck, before: Deck, path: Path) -> None:
             raise HpctrainError(deck.problem(f"model.{name}", sentence))
 
 
+def left_bias(deck: Deck, before: Deck, path: Path) -> str:
+    """In words, that routers chose by biases which a run that goes on does without; empty where none did."""
+    if before.model.balance != "bias" or deck.model.balance == "bias" or not deck.model.experts:
+        return ""
+    keep = 'model.balance = "bias" would keep them'
+    return f"{path}: leaves its router/bias: experts are chosen without what it had learned ({keep})"
+
+
 def begins_anew(deck: Deck, before: Deck, path: Path) -> str:
     """What `path`, with the deck `before`, holds in place of what a run could go on from, so that its
     optimizer begins with new state: that of another one, of other matrices, or less. Empty where it goes on.

@@ -121,3 +121,54 @@ def test_what_differs_between_resumed_runs_is_rounding_alone(world: World, mpi_t
             with torch.no_grad():
                 values[0].zero_()
     assert resumed.train(1)[0].loss != pytest.approx(expected, rel=TOLERANCE)
+
+
+ANEW = "not all of its router/{} suits this run: the rest begins anew"
+BALANCES = {
+    "model.balance_loss=0 model.balance_over=micro_batch": (["bias"], []),
+    "model.balance=loss model.balance_rate=0.001": (["shares"], ["leaves its router/bias: "]),
+    "model.balance=none model.balance_loss=0 model.balance_rate=0.001 model.balance_over=micro_batch": (
+        [],
+        ["leaves its router/bias: "],
+    ),
+}
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("keys", BALANCES)
+def test_runs_go_on_with_another_balance_and_back(world: World, mpi_tmp_path: Path, keys: str) -> None:
+    """What routers remember goes on where it is still asked for, and is told of where it is not."""
+    kinds, told = BALANCES[keys]
+    training, checkpoints = begun(world, mpi_tmp_path / "first", "")
+    training.train(3)
+    path = saved(training, checkpoints, mpi_tmp_path / "first")
+    before = remembered(training)
+    other, beside = begun(world, mpi_tmp_path / "other", keys)
+    other.state = beside.restore(path)
+    assert [any(each in sentence for each in told) for sentence in beside.heeded] == [True] * len(told)
+    found = remembered(other)
+    assert {kind for kind, _ in found} == {f"router/{kind}" for kind in kinds}
+    assert all(torch.equal(values, before[key]) and bool(values.any()) for key, values in found.items())
+    other.train(1)
+    path = saved(other, beside, mpi_tmp_path / "other")
+    back, beside = begun(world, mpi_tmp_path / "back", "")
+    back.state = beside.restore(path)
+    missing = sorted({"bias", "shares"} - {*kinds})
+    assert [sentence.removeprefix(f"{path}: ") for sentence in beside.heeded] == list(
+        map(ANEW.format, missing)
+    )
+    after = remembered(back)
+    expected = remembered(other)
+    assert len(after) == 4
+    for key, values in after.items():
+        assert torch.equal(values, expected.get(key, torch.zeros(4))), key
+    back.train(1)
+
+
+def remembered(training: Trainer) -> dict[tuple[str, str], torch.Tensor]:
+    """What routers keep, by kind and name."""
+    return {
+        (tensor.kind, tensor.shard.name): tensor.values.clone()
+        for tensor in training.engine.state()
+        if tensor.kind.startswith("router/") and isinstance(tensor.values, torch.Tensor)
+    }
