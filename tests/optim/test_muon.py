@@ -36,11 +36,17 @@ MUON = ("optimizer.name=muon", "learning_rate.peak=1e-2")
     ("match", "theirs"), [("original", "original"), ("adamw-rms", "match_rms_adamw")], ids=["original", "rms"]
 )
 def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nesterov: bool) -> None:
-    """Of matrices of every form, and of each of three that are stacked; vectors are AdamW's."""
+    """Of matrices of every form, and of each of three that are stacked; vectors are AdamW's. Of two matrices
+    one has half of the rate, but as much decay, and one has none.
+    """
     one_thread()
     torch.manual_seed(5)
     parameters = {f"m{number}": Parameter(Shard.whole(f"m{number}", s)) for number, s in enumerate(SHAPES)}
     parameters["stack"] = Parameter(Shard.whole("stack", (3, 24, 40)))
+    parameters["slow"], parameters["bare"] = (
+        Parameter(Shard.whole(name, (30, 50)), decayed=name == "slow") for name in ("slow", "bare")
+    )
+    parameters["slow"].rate = 0.5
     parameters["v"] = Parameter(Shard.whole("v", (33,)), decayed=False)
     rules = BlockRules(
         Muon(0.95, nesterov, 0.1, 5, torch.bfloat16, match), ("*",), AdamW((0.9, 0.95), 1e-8, 0.1), 0.25
@@ -53,11 +59,15 @@ def test_updates_are_those_of_torch(world: World, match: Match, theirs: str, nes
         parameter.data.copy_(torch.randn(parameter.shape))
     copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items() if name != "stack"}
     stacked = [each.clone().requires_grad_() for each in parameters["stack"].detach()]
-    matrices = [*(p for p in copies.values() if p.dim() == 2), *stacked]
-    muon = torch.optim.Muon(matrices, momentum=0.95, nesterov=nesterov, adjust_lr_fn=theirs)
+    groups = {0.1: [*(copies[f"m{number}"] for number in range(len(SHAPES))), *stacked]}
+    groups |= {0.2: [copies["slow"]], 0.0: [copies["bare"]]}
+    by_decay = [{"params": matrices, "weight_decay": decay} for decay, matrices in groups.items()]
+    muon = torch.optim.Muon(by_decay, momentum=0.95, nesterov=nesterov, adjust_lr_fn=theirs)
     adamw = torch.optim.AdamW([copies["v"]], betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(4):
-        rate = muon.param_groups[0]["lr"] = 0.01 * (step + 1)
+        rate = 0.01 * (step + 1)
+        for group, factor in zip(muon.param_groups, (1, 0.5, 1), strict=True):
+            group["lr"] = rate * factor
         adamw.param_groups[0]["lr"] = rate / 4
         for name, parameter in parameters.items():
             gradient = torch.randn(parameter.shape)
