@@ -28,6 +28,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import HpctrainError
 from hpctrain.model.attention import Rotary, turned
+from hpctrain.model.part import Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
@@ -98,12 +99,12 @@ class TorchBlock(nn.Module):
 
 
 class TorchModel(nn.Module):
-    """Blocks `first` to `last` (exclusive) of the deck's model, by default all, with its ends where they are.
+    """The deck's model, or the piece of it that `span` says, in plain torch.
 
-    In plain torch, batch first; positions of gpt2 are learned.
+    Batch first; positions of gpt2 are learned.
     """
 
-    def __init__(self, shape: ModelShape, first: int = 0, last: int | None = None) -> None:
+    def __init__(self, shape: ModelShape, span: Span | None = None) -> None:
         super().__init__()
         for key, value in (("query_key_norm", "none"), ("experts", 0)):
             if getattr(shape, key) != value:
@@ -112,12 +113,12 @@ class TorchModel(nn.Module):
                     f"model.{key} = {given}: the peers in plain torch have {toml_value(value)} alone"
                 )
         self.shape = shape
-        last = shape.layers if last is None else last
-        embeds, predicts = first == 0, last == shape.layers
+        span = span if span is not None else Span.all_of(shape.layers)
+        embeds, predicts = span.embeds, span.predicts
         learned = embeds and shape.family == "gpt2"
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if embeds else None
         self.positions = nn.Embedding(shape.sequence, shape.hidden) if learned else None
-        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(first, last))
+        self.blocks = nn.ModuleList(TorchBlock(shape) for _ in range(span.blocks))
         self.final_norm = torch_norm(shape) if predicts else None
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if predicts else None
         if shape.tied and self.embedding is not None and self.head is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -13,10 +12,12 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.place import split_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.pipeline.split import even_split
+from hpctrain.pipeline.action import Action, Schedule
+from hpctrain.pipeline.split import spans_of
 
 PIPELINE_RIVALS = ("torch-pipeline", "torch-interleaved")
 
@@ -25,7 +26,7 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
     """One optimizer step of the deck's global batch by torch's 1F1B, or its interleaved schedule.
 
     Every rank is a stage. `split` are the blocks of each part of ours; where torch has another number of
-    parts, it gets an even one. Clipping is left out and embedding and head are never tied, to torch's
+    parts, these are by FLOPs, too. Clipping is left out and embedding and head are never tied, to torch's
     advantage. HpctrainError for a deck of any other layout, or one that torch's schedule does not take.
     """
     assert deck.model.vocabulary is not None
@@ -42,11 +43,13 @@ def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> 
         )
     if parts > shape.layers:
         raise HpctrainError(f"--against {name}: needs a deck of {parts} layers or more, not {shape.layers}")
-    ends = list(accumulate(split if len(split) == parts else even_split(shape.layers, parts)))
     torch.manual_seed(deck.run.seed)
     dtype, device = Precision.of(deck).storage, torch.device("cpu")
     mine = range(world.rank, parts, world.size)
-    modules = [TorchModel(shape, ends[part - 1] if part else 0, ends[part]).to(dtype) for part in mine]
+    form = Schedule(((Action("F", 0, chunks - 1),),) * world.size)
+    if len(split) != parts:
+        split = split_by_flops(deck.with_keys(layout={"split": None}), shape, form)
+    modules = [TorchModel(shape, span).to(dtype) for span in spans_of(form, split, world.rank)]
     stages: list[_PipelineStageBase] = [
         PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)
     ]

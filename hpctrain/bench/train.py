@@ -247,7 +247,9 @@ def take_turns(
 
 
 def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
-    """What one layer keeps for backward on this rank, measured, and by the published formula. Collective."""
+    """What one layer keeps for backward on this rank, measured, and by the published formula; "" where its
+    first part has no block. Collective.
+    """
     engine = build_engine(deck, world, mesh)
     shape, groups, micro, dtype = engine.shape, engine.groups, deck.batch.micro_size, engine.model.dtype
     hidden = engine.model.hidden_shape(micro)
@@ -256,7 +258,9 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
     tokens = torch.zeros(len(engine.positions), micro, dtype=torch.int64, device=world.device)
     inputs = Inputs(tokens, engine.positions, source)
-    first = blocks_of(engine.model)[0]
+    if not (blocks := blocks_of(engine.model)):
+        return ""
+    first = blocks[0]
     with engine.residency.held(first.held[0]):
         parameters = [bucket.values for bucket in engine.buckets if bucket.values is not None]
         with LiveActivations(lambda: parameters) as saved:

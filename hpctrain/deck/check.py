@@ -155,11 +155,9 @@ def _model(deck: Deck) -> Iterator[Problem]:
 
 def _memory(deck: Deck) -> Iterator[Problem]:
     layout, recompute = deck.layout, deck.memory.recompute
-    parts, split = layout.pipeline * layout.chunks, layout.split
-    if split is None:
-        longest = -(-deck.model.layers // parts)
-    else:
-        longest = max(split, default=1) if split != "balanced" else deck.model.layers - parts + 1
+    longest = deck.model.layers - max(0, layout.pipeline * layout.chunks - 2)
+    if isinstance(layout.split, tuple):
+        longest = max(layout.split, default=1)
     if isinstance(recompute, int) and not 1 <= recompute <= max(1, longest):
         yield Problem(
             "memory.recompute",

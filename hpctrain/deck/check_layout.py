@@ -97,13 +97,14 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
     layout, layers = deck.layout, deck.model.layers
     parts = layout.pipeline * layout.chunks
     made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
-    if parts > layers:
+    most = layers + (2 if parts > 2 else 1)  # the first part may embed alone, the last one predict alone
+    if parts > most:
         least = 2 if layout.schedule in TWO_CHUNKS else 1
-        fewer = layers // layout.chunks
-        chunks = layers // layout.pipeline
+        fewer = most // layout.chunks
+        chunks = most // layout.pipeline
         hint = f"layout.pipeline = {fewer}" if fewer >= least else f"layout.chunks = {chunks}"
         would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
-        sentence = f"{made} needs {parts} layers or more, but model.layers = {layers}{would}"
+        sentence = f"{made} needs {max(1, parts - 2)} layers or more, but model.layers = {layers}{would}"
         yield Problem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
@@ -117,8 +118,10 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
         sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
         yield Problem("layout.chunks", sentence, ("layout.schedule",))
     if layout.split is not None and layout.split != "balanced":
-        if len(layout.split) != parts or min(layout.split) < 1:
-            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}"
+        inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
+        if len(layout.split) != parts or least < 0 or 0 in inner:
+            ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
+            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
             yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
         elif sum(layout.split) != layers:
             sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"

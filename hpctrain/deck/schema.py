@@ -259,7 +259,7 @@ class Layout(Section):
     split: Annotated[tuple[int, ...], Field(strict=False)] | Literal["balanced"] | None = key(
         'Layers of each part of the model, first to last; "balanced": by the measured time of each kind.',
         None,
-        derived="even",
+        derived="the heaviest stage is lightest by FLOPs",
     )
     zero: int = key(
         "What is cut over the data and context ranks: 1 optimizer state, 2 gradients too, 3 parameters too.",

@@ -66,10 +66,15 @@ class LayerTimes:
 
     def of_parts(self, parts: Iterable[Sequence[Layer]]) -> Times:
         """The times of every part of a pipeline whose parts have these layers."""
-        passes = (zip(*(self.of_kind[layer.kind] for layer in part), strict=True) for part in parts)
-        sums = zip(*(map(sum, part) for part in passes), strict=True)
-        forward, input_gradient, weight_gradient = map(list, sums)
-        return Times(forward, input_gradient, weight_gradient, self.communication)
+        passes = ([self.of_kind[layer.kind] for layer in part] for part in parts)
+        return times_of_parts(passes, self.communication)
+
+
+def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 0.0) -> Times:
+    """The times of every part of a pipeline, from those of its layers."""
+    sums = zip(*(map(sum, zip(*part, strict=True)) for part in parts), strict=True)
+    forward, input_gradient, weight_gradient = map(list, sums)
+    return Times(forward, input_gradient, weight_gradient, communication)
 
 
 def alone(layers: Sequence[Layer]) -> dict[str, Span]:

@@ -1,4 +1,4 @@
-"""Where the layers of a deck go, and the schedule that runs them; by measured times where they matter."""
+"""Where the layers of a deck go, and the schedule that runs them: by FLOPs, or by measured times."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.layer_times import LayerTimes, measure_layers
+from hpctrain.engine.layer_flops import layer_flops
+from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_parts
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.build import bare_model
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
-from hpctrain.pipeline.split import balanced_split, cut, even_split
+from hpctrain.pipeline.split import balanced_split, cut
 from hpctrain.pipeline.wanted import make_schedule, outline
 
 
@@ -39,18 +40,29 @@ class Placement:
 
 
 def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
-    """The deck with a split that was found before, where it wants a balanced one."""
-    if split is None or deck.layout.split != "balanced":
+    """The deck with a split that was found before, where it does not give one."""
+    if split is None or isinstance(deck.layout.split, tuple):
         return deck
     return deck.with_keys(layout={"split": tuple(split)})
 
 
-def unmeasured_split(deck: Deck, schedule: Schedule) -> tuple[int, ...]:
-    """Blocks of every part as the deck gives them; even where it does not, or wants them measured."""
-    split = deck.layout.split
-    if split is None or split == "balanced":
-        return tuple(even_split(deck.model.layers, schedule.parts))
-    return split
+def placed_by_flops(deck: Deck, shape: ModelShape, data: int) -> Placement:
+    """The deck's schedule on so many data ranks and its split, as the deck alone tells them.
+
+    A split that is not given makes the heaviest stage, and then the heaviest part, as light as can be by
+    FLOPs; so does what stands in for one that would be measured. Raises as `make_schedule` does.
+    """
+    flops = layer_flops(deck, shape)
+    split = split_by_flops(deck, shape, pipeline_form(deck, data))
+    times = times_of_parts(cut(flops, split)) if _searched(deck) else None
+    return Placement(make_schedule(deck, data, times), split)
+
+
+def split_by_flops(deck: Deck, shape: ModelShape, form: Schedule) -> tuple[int, ...]:
+    """Blocks of every part of a schedule, as in `placed_by_flops`."""
+    if isinstance(deck.layout.split, tuple):
+        return deck.layout.split
+    return tuple(balanced_split([passes.total for passes in layer_flops(deck, shape)], form))
 
 
 def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> Placement:
@@ -60,17 +72,24 @@ def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh)
     then varies from run to run, but not what it computes. Raises as `make_schedule` does.
     """
     layout, data = deck.layout, mesh.size("data")
-    searched = layout.pipeline > 1 and layout.schedule in SEARCHED
-    schedule = None if searched else make_schedule(deck, data)
-    form = outline(deck) if schedule is None else schedule(micro_batches(deck, data))
-    times, layers = None, bare_model(shape).layers
-    if searched or (layout.split == "balanced" and form.parts > 1):
-        times = measure_layers(deck, shape, groups, mesh)
-    if layout.split == "balanced" and times is not None:
+    form = pipeline_form(deck, data)
+    measured = layout.split == "balanced" and form.parts > 1
+    if not measured and not _searched(deck):
+        return placed_by_flops(deck, shape, data)
+    times, layers = measure_layers(deck, shape, groups, mesh), bare_model(shape).layers
+    if measured:
         split = tuple(balanced_split([times.of_kind[layer.kind].total for layer in layers], form))
     else:
-        split = unmeasured_split(deck, form)
-    if schedule is None:
-        assert times is not None
-        schedule = make_schedule(deck, data, times.of_parts(cut(layers, split)))
-    return Placement(schedule, split, times)
+        split = split_by_flops(deck, shape, form)
+    of_parts = times.of_parts(cut(layers, split)) if _searched(deck) else None
+    return Placement(make_schedule(deck, data, of_parts), split, times)
+
+
+def pipeline_form(deck: Deck, data: int) -> Schedule:
+    """A schedule with the stages, chunks and placement of the deck's. Raises as `make_schedule` does."""
+    return outline(deck) if _searched(deck) else make_schedule(deck, data)(micro_batches(deck, data))
+
+
+def _searched(deck: Deck) -> bool:
+    """Whether the schedule is one that times are needed for."""
+    return deck.layout.pipeline > 1 and deck.layout.schedule in SEARCHED

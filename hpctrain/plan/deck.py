@@ -20,6 +20,7 @@ from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.named import named_problems
+from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.served import plan_served
@@ -29,7 +30,7 @@ from hpctrain.units import parse_link
 @dataclass(frozen=True)
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
-    what would save most, the most first, and what ranks send each other.
+    what would save most, the most first, what ranks send each other, and of several stages their pipeline.
     """
 
     deck: Deck
@@ -39,11 +40,14 @@ class DeckPlan:
     savings: tuple[MemorySaving, ...]
     moved: FormPlan
     others: tuple[OtherForm, ...] = ()
+    pipeline: PipelinePlan | None = None
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         room = self.room
         planned = self.memory.row() | {"communication": self.moved.row()}
+        if self.pipeline is not None:
+            planned |= {"pipeline": self.pipeline.row()}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
@@ -101,7 +105,8 @@ def plan_deck(
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
     room = _room(deck, memory, together, shared)
-    return DeckPlan(deck, ranks, memory, room, tuple(savings), moved, tuple(others))
+    pipeline = plan_pipeline(deck, ranks, vocabulary)
+    return DeckPlan(deck, ranks, memory, room, tuple(savings), moved, tuple(others), pipeline)
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

@@ -11,7 +11,7 @@ from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import unmeasured_split
+from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
@@ -26,7 +26,6 @@ from hpctrain.optim.block_rule import BlockRules
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
-from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.activations import activation_peak, packing_bytes
 from hpctrain.plan.model import rehearse
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
@@ -133,9 +132,10 @@ def plan_memory(
         needed = "the plan needs to know a node's ranks: give --ranks-per-node N"
         raise HpctrainError(deck.problem(asking[0], needed))
     passes = micro_batches(deck, sizes["data"])
-    if schedule is None:
-        schedule = make_schedule(deck, sizes["data"])(passes)
-    counts = unmeasured_split(deck, schedule) if split is None else split
+    if schedule is None or split is None:
+        placement = placed_by_flops(deck, shape, sizes["data"])
+        schedule, split = placement.schedule_of(passes), placement.split
+    counts = split
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
     planned: dict[object, tuple[TrainedStage, Account]] = {}

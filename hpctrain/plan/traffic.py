@@ -21,7 +21,7 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import unmeasured_split
+from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.memory.saved import part_bytes
@@ -35,7 +35,6 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import spans_of
-from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.model import rehearse
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
@@ -136,8 +135,8 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     deck = steady(deck)
     sizes, shape = axis_sizes(deck, ranks), ModelShape.of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
-    schedule = make_schedule(deck, sizes["data"])(passes)
-    counts = unmeasured_split(deck, schedule)
+    placement = placed_by_flops(deck, shape, sizes["data"])
+    schedule, counts = placement.schedule_of(passes), placement.split
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}

@@ -49,8 +49,9 @@ def plan_text(plan: DeckPlan) -> str:
         ]
         lines += ["What would save most, each by itself:", *table(rows)]
     lines += [*form_lines(plan.moved), *other_lines(plan.others)]
+    lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if deck.layout.split == "balanced":
-        lines += ["", 'layout.split = "balanced" is measured when the run starts; here layers go evenly.']
+        lines += ['layout.split = "balanced" is measured when the run starts; here layers go by FLOPs.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
 

@@ -161,7 +161,7 @@ class LocalSteps:
                 self._works[fragment] = [self._start(piece, weights) for piece in pieces]
                 continue
             ahead = [self._start(piece, weights) for piece in pieces[:1]]
-            for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+            for piece, following in zip(pieces, [*pieces, None][1:], strict=True):
                 if following is not None:
                     ahead.append(self._start(following, weights))
                 self._finish(piece, ahead.pop(0).wait(), weights, told)

@@ -28,11 +28,13 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.engine.patterns import check_patterns
+from hpctrain.engine.place import pipeline_form, split_by_flops
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.shard import Shard
+from hpctrain.pipeline.split import even_split
 from hpctrain.train.hook import Hook
 from hpctrain.train.trainer import Trainer
 
@@ -165,6 +167,14 @@ def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ..
     return tuple(named) if len(named) < len(names) else None
 
 
+def _standing_split(deck: Deck, blocks: int, mesh: Mesh) -> tuple[int, ...]:
+    """Of a miniature's blocks those of each part: none where the deck's part has none, else as many."""
+    shape = ModelShape.of(deck, deck.model.vocabulary or 2)
+    split = split_by_flops(deck, shape, pipeline_form(deck, mesh.size("data")))
+    some = iter(even_split(blocks, len(split) - split.count(0)))
+    return tuple(next(some) if own else 0 for own in split)
+
+
 def on_one_rank(deck: Deck) -> Deck:
     """The deck without any layout."""
     layout = {
@@ -234,7 +244,9 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
     HpctrainError for patterns that name parameters, where the model itself, not its miniature, refuses them.
     """
     check_patterns(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
-    differences = compare(miniature(deck), world, mesh)
+    small = miniature(deck)
+    small = small.with_keys(layout={"split": _standing_split(deck, small.model.layers, mesh)})
+    differences = compare(small, world, mesh)
     for difference in differences:
         if not difference.error <= TOLERANCE:
             raise LayoutError(

@@ -20,21 +20,24 @@ from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import simulate
+from hpctrain.pipeline.split import spans_of
 from tests.engines import DECK, LLAMA, small_deck, trainer
 
 
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_torch_has_the_same_model(family: tuple[str, ...]) -> None:
     shape = ModelShape.of(small_deck(*family, "model.layers=5", "model.tied=false"), 61)
-    parts = [TorchModel(shape, first, last) for first, last in ((0, 2), (2, 3), (3, 5))]
+    schedule = generate("1f1b", 4, 4)
+    parts = [TorchModel(shape, *spans_of(schedule, [0, 2, 3, 0], stage)) for stage in range(4)]
     counted = sum(parameter.numel() for part in parts for parameter in part.parameters())
     assert counted == count(shape).parameters
     x = torch.randint(61, (2, 32))
     for part in parts:
         x = part(x)
     assert x.shape == (2, 32, 61)
-    assert isinstance(parts[2].head, nn.Module)
+    assert isinstance(parts[3].head, nn.Module)
 
 
 def test_the_prediction_in_words() -> None:

@@ -195,15 +195,15 @@ def pipelined(work: Path, keys: str, layers: int = 4) -> None:
     [
         (
             1,
-            "",
-            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 1 needs 2 layers "
-            "or more, but model.layers = 1 (layout.pipeline = 1 would do)",
+            'schedule = "zb-v"',
+            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 2 needs 2 layers "
+            "or more, but model.layers = 1",
         ),
         (
             4,
-            'schedule = "interleaved"\nchunks = 3',
-            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 3 needs 6 layers "
-            "or more, but model.layers = 4 (layout.chunks = 2 would do)",
+            'schedule = "interleaved"\nchunks = 4',
+            "pipeline.toml:13: layout.pipeline = 2: layout.pipeline x layout.chunks = 2 x 4 needs 6 layers "
+            "or more, but model.layers = 4 (layout.chunks = 3 would do)",
         ),
         (
             4,
@@ -227,7 +227,14 @@ def pipelined(work: Path, keys: str, layers: int = 4) -> None:
             "split = [1, 1, 2]",
             "pipeline.toml:14: layout.split = [1, 1, 2]: must have a number of at least 1",
         ),
-        (4, "split = [0, 4]", "pipeline.toml:14: layout.split = [0, 4]: must have a number of at least 1"),
+        (
+            4,
+            'split = [1, 0, 2, 1]\nschedule = "interleaved"',
+            "pipeline.toml:14: layout.split = [1, 0, 2, 1]: must have a number of at least 1 for each of the "
+            "4 parts of layout.pipeline x layout.chunks = 2 x 2, or 0 for the first, which embeds, and the "
+            "last, which predicts",
+        ),
+        (4, "split = [-1, 5]", "pipeline.toml:14: layout.split = [-1, 5]: must have a number of at least 1"),
     ],
     ids=str,
 )

@@ -30,6 +30,7 @@ def test_json_tells_every_stage(deck: Path) -> None:
     told = json.loads(result.stdout)
     assert told["parameters_total"] > 0
     assert [stage["stage"] for stage in told["stages"]] == [0, 1]
+    assert told["pipeline"]["split"] == [1, 1] and 0 < told["pipeline"]["waiting"] < 1
     for stage in told["stages"]:
         assert stage["total_bytes"] == sum(stage[f"{kind}_bytes"] for kind in KINDS)
         assert stage["gradient_bytes"] == stage["parameter_bytes"] > 0

@@ -71,7 +71,7 @@ VALUES: dict[str, list[str]] = {
     "layout.pipeline": ["2", "3"],
     "layout.schedule": [f'"{name}"' for name in (*NAMES, "nonsense")],
     "layout.chunks": ["2", "3"],
-    "layout.split": ['"balanced"', "[2]", "[1, 1]", "[1, 2]", "[]"],
+    "layout.split": ['"balanced"', "[2]", "[1, 1]", "[2, 0]", "[0, 2]", "[1, 2]", "[]"],
     "layout.zero": ["1", "2", "3"],
     "layout.zero_group": ["1", '"node"', "2"],
     "layout.replicas": ["2", "3"],

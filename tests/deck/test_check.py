@@ -102,9 +102,9 @@ def test_what_fits(overrides: list[str]) -> None:
             ],
         ),
         (
-            ["memory.recompute=3", "model.layers=5", "layout.pipeline=3"],
+            ["memory.recompute=5", "model.layers=5", "layout.pipeline=3"],
             [
-                "memory.recompute=3: must be from 1 to 2 as a number, the blocks of the longest part of the "
+                "memory.recompute=5: must be from 1 to 4 as a number, the blocks of the longest part of the "
                 'model ("full", "sqrt", "selective" and "none" would do, too)'
             ],
         ),

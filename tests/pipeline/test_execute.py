@@ -169,6 +169,8 @@ def test_even_split() -> None:
             assert sum(counts) == layers
             assert max(counts) - min(counts) <= 1
             assert min(counts) >= 1
+    assert [even_split(layers, 4) for layers in (2, 3)] == [[0, 1, 1, 0], [1, 1, 1, 0]]
+    assert even_split(1, 2) == [1, 0]
 
 
 def test_parts_know_their_blocks_and_ends() -> None:

@@ -1,0 +1,56 @@
+"""What a deck's pipeline will wait for, told from the FLOPs of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.layer_flops import layer_flops
+from hpctrain.engine.layer_times import times_of_parts
+from hpctrain.engine.place import placed_by_flops
+from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.simulate import simulate
+from hpctrain.pipeline.split import cut
+from hpctrain.words import counted
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The blocks of each part of the model, the FLOPs of every stage over their mean, and the share of a
+    step's forward and backward in which ranks wait where a FLOP takes as long on all and messages take none.
+    """
+
+    schedule: str
+    micro_batches: int
+    split: tuple[int, ...]
+    loads: tuple[float, ...]
+    waiting: float
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        return {"split": list(self.split), "stage_loads": list(self.loads), "waiting": self.waiting}
+
+    def __str__(self) -> str:
+        """A sentence."""
+        return (
+            f"{self.schedule}, {counted(self.micro_batches, 'micro-batch')}, blocks of each part "
+            f"{', '.join(map(str, self.split))}: by FLOPs the heaviest stage has {max(self.loads):.2f} times "
+            f"the mean, and ranks wait {100 * self.waiting:.0f}% of a step for each other"
+        )
+
+
+def plan_pipeline(deck: Deck, ranks: int, vocabulary: int) -> PipelinePlan | None:
+    """The plan of a deck with several stages, None of others. Raises HpctrainError as a run would."""
+    if deck.layout.pipeline == 1:
+        return None
+    data, shape = axis_sizes(deck, ranks)["data"], ModelShape.of(deck, vocabulary)
+    placement, passes = placed_by_flops(deck, shape, data), micro_batches(deck, data)
+    schedule = placement.schedule_of(passes)
+    simulation = simulate(schedule, times_of_parts(cut(layer_flops(deck, shape), placement.split)))
+    work = [simulation.cost - idle for idle in simulation.idle]
+    loads = tuple(each / fmean(work) for each in work)
+    return PipelinePlan(
+        schedule.name, passes, placement.split, loads, fmean(simulation.idle) / simulation.cost
+    )
