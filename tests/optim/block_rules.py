@@ -36,14 +36,19 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 Update = Callable[[str, np.ndarray, np.ndarray, int, float], np.ndarray]
-"""New weights of (name, weights, gradient, t, rate); keeps state of its own."""
+"""New weights of (name, weights, gradient, t, rate), with DECAY of matrices; keeps state of its own."""
+
+DECAY = 0.3
 
 
 def ten_updates(world: World, dtype: torch.dtype, rules: BlockRules, expected: Update) -> BlockOptimizer:
-    """Ten steps of the parameters above, whose matrices are decayed, are those that `expected` makes."""
+    """Ten steps of the parameters above, whose matrices are decayed, are those that `expected` makes. One of
+    them has a quarter of the rate, but as much decay.
+    """
     shards = {name: Shard.whole(name, shape) for name, shape in SHAPES.items()}
     shards["query"] = replace(shards["query"], unit=HEAD)
     parameters = {name: Parameter(shard, decayed=len(shard.shape) > 1) for name, shard in shards.items()}
+    parameters["matrix"].rate = 0.25
     rules.assign(list(parameters.values()))
     leaves = [[[parameter]] for parameter in parameters.values()]
     buckets = make_buckets(leaves, Replications.alone(alone(world).tensor), dtype, 200)
@@ -62,7 +67,9 @@ def ten_updates(world: World, dtype: torch.dtype, rules: BlockRules, expected: U
                 gradient[2] = 0  # never a gradient
             assert parameter.gradient is not None
             parameter.gradient.copy_(torch.from_numpy(gradient * 4))
-            weights[name] = expected(name, weights[name], gradient.astype(np.float64), step + 1, rate)
+            decayed = weights[name] * (1 - DECAY * rate * parameter.treatment.decayed)
+            whole = expected(name, weights[name], gradient.astype(np.float64), step + 1, rate)
+            weights[name] = decayed + (whole - decayed) * parameter.rate
         optimizer.step(rate, 4.0)
         for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True):
             assert isinstance(master, torch.Tensor)

@@ -24,13 +24,21 @@ from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.start import begins_anew
 from hpctrain.train.verify import miniature, verify_layout
 from tests.engines import DECK, LLAMA, small_deck, trainer
-from tests.optim.block_rules import LAYOUTS, frozen_stay, goes_on, replicas_meet, ten_updates, trains_as_one
+from tests.optim.block_rules import (
+    DECAY,
+    LAYOUTS,
+    frozen_stay,
+    goes_on,
+    replicas_meet,
+    ten_updates,
+    trains_as_one,
+)
 
 NAME = "optimizer.name=adafactor"
 
 
 def rules(momentum: float) -> BlockRules:
-    return BlockRules(Adafactor(momentum, 0.3))
+    return BlockRules(Adafactor(momentum, DECAY))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype, 
         step = rate * np.stack(steps).reshape(gradient.shape)
         if momentum:
             means[name] = step = momentum * means.get(name, 0.0) + (1 - momentum) * step
-        return weights * (1 - 0.3 * rate * (gradient.ndim > 1)) - step
+        return weights * (1 - DECAY * rate * (gradient.ndim > 1)) - step
 
     optimizer = ten_updates(world, dtype, rules(momentum), update)
     kinds = {each.kind for each in optimizer.state() if each.kind.startswith("optimizer/")}
@@ -83,7 +91,7 @@ def test_steps_are_those_of_torch(world: World) -> None:
             step = np.stack(parts).reshape(gradient.shape)
         else:
             step = each(name, gradient, t)
-        return weights * (1 - 0.3 * own * (gradient.ndim > 1)) - own * step
+        return weights * (1 - DECAY * own * (gradient.ndim > 1)) - own * step
 
     def each(name: str, gradient: np.ndarray, t: int) -> np.ndarray:
         if name not in copies:

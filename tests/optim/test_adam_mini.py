@@ -18,6 +18,7 @@ from hpctrain.plan.memory import plan_memory
 from hpctrain.train.verify import miniature, verify_layout
 from tests.engines import DECK, small_deck
 from tests.optim.block_rules import (
+    DECAY,
     HEAD,
     LAYOUTS,
     frozen_stay,
@@ -48,9 +49,9 @@ def test_ten_updates_are_those_of_the_authors(world: World, dtype: torch.dtype) 
         squares[name] = beta2 * squares.get(name, 0.0) + (1 - beta2) * (cells**2).mean(1, keepdims=True)
         size = np.sqrt(squares[name] / (1 - beta2**t)) + epsilon
         step = (means[name] / (1 - beta1**t)).reshape(cells.shape) / size
-        return weights * (1 - 0.3 * rate * (gradient.ndim > 1)) - rate * step.reshape(gradient.shape)
+        return weights * (1 - DECAY * rate * (gradient.ndim > 1)) - rate * step.reshape(gradient.shape)
 
-    rules = BlockRules(AdamMini((beta1, beta2), epsilon, 0.3))
+    rules = BlockRules(AdamMini((beta1, beta2), epsilon, DECAY))
     optimizer = ten_updates(world, dtype, rules, update)
     kept = {each.shard.name: each.values.numel() for each in optimizer.state() if "avg_sq" in each.kind}
     assert kept == {"query": 2, "matrix": 5, "norm": 1, "experts": 3 * 2 * 4}
