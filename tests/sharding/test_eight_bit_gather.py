@@ -20,6 +20,7 @@ from hpctrain.sharding.eight_bit_gather import UNIT, EightBitBucket
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.step import StepResult
 from tests.engines import LLAMA, Trainer, small_deck, trainer
+from tests.parallel.fp8.scales import delayed_products
 
 KEYS = ("precision.compute=fp8", "layout.zero=3", "batch.sequence=16")
 GATHER = "precision.fp8_gather=true"
@@ -126,6 +127,21 @@ def test_a_run_goes_on_with_what_the_slices_had(world: World, mpi_tmp_path: Path
     run.state = Checkpoints(run.deck, run.engine, {}).restore(path)
     assert all(product.weight_maxima is not None for b in eight_bit_buckets(run) for product in b.products)
     assert told(run.train(2)) == expected
+    assert_same_maxima(plain, run)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_where_one_matrix_has_no_scale_yet_all_of_its_bucket_is_gathered_as_it_is(world: World) -> None:
+    """As where all of its gradients were zero so far."""
+    keys = (*KEYS, "precision.fp8=delayed")
+    plain, run = runs = [trainer(world, small_deck(*keys, *more)) for more in ((), (GATHER,))]
+    for each in runs:
+        each.train(2)
+        product = next(iter(delayed_products(each)))
+        product.histories["gradients"].maxima.zero_()
+        product._known.clear()
+        assert not product.known
+    assert told(run.train(2)) == told(plain.train(2))
     assert_same_maxima(plain, run)
 
 
