@@ -58,6 +58,15 @@ def test_averages_are_of_the_newest_steps_with_weights_that_add_up_to_one() -> N
     assert not all((2 * big - small) * (small - big) > 0 for small, big in every)
 
 
+@pytest.mark.parametrize(("small", "there"), [(1.0, False), (3.0, True), (5.0, False)])
+def test_there_is_a_scale_where_signal_and_noise_are_above_zero(small: float, there: bool) -> None:
+    average = NoiseScale(3)
+    average.update(small, 2.0, batch=8, ratio=2)
+    figures = average.figures(1)
+    assert (figures["gradient_signal"] > 0, figures["gradient_noise"] > 0) == (small < 4, small > 2)
+    assert ("noise_scale" in figures) == there
+
+
 def test_what_is_off_stores_and_takes_nothing() -> None:
     off, on = NoiseScale(0), NoiseScale(5)
     on.update(3.0, 2.0, 8, 2)
