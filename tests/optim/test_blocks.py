@@ -18,17 +18,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpctrain.comm.world import World
-from hpctrain.deck.optimizer import IN_BLOCKS
-from hpctrain.deck.schema import Deck
 from hpctrain.engine.rules import RULES
-from hpctrain.errors import HpctrainError
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.blocks import BlockOptimizer
 from hpctrain.optim.optimizer import Elements
 from hpctrain.parallel.shard import Block, Shard
-from hpctrain.plan.memory import plan_memory
-from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.checkpoints import Checkpoints
 from tests.engines import LLAMA, reference, small_deck, trainer
@@ -163,23 +158,6 @@ def test_a_checkpoint_goes_on_in_any_layout(world: World, mpi_tmp_path: Path) ->
     path = mpi_tmp_path / "checkpoints/step-00000002.h5"
     alone.state = Checkpoints(small_deck(*keys), alone.engine, {}).restore(path)
     assert [step.loss for step in alone.train(3)] == pytest.approx(expected, rel=2e-3)
-
-
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_state_elsewhere_is_refused_in_a_sentence_and_not_advised(name: str) -> None:
-    deck = small_deck(f"optimizer.name={name}")
-    assert isinstance(RULES[name](deck), BlockRules) == (name in IN_BLOCKS)
-    if name not in IN_BLOCKS:
-        return
-    with pytest.raises(HpctrainError, match=r"memory.optimizer=disk: .*in blocks"):
-        small_deck(f"optimizer.name={name}", "memory.optimizer=disk")
-    plan = plan_memory(deck, 1, 61)
-
-    def changed(*keys: str) -> Deck:
-        return small_deck(f"optimizer.name={name}", *keys)
-
-    savings = find_savings(deck, plan, changed, lambda changed: plan_memory(changed, 1, 61))
-    assert all("memory.optimizer" not in each.change for each in savings)
 
 
 class Held(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW against its authors' formulas in numpy, on layouts, in files, plans and checkpoints."""
+"""Schedule-Free AdamW against its authors' formulas in numpy, resumed, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ import torch
 
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
-from hpctrain.engine.build import make_mesh
 from hpctrain.engine.stage import load_parameters
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.accounts import storage_bytes
 from hpctrain.optim import optimizer as optimizer_module
 from hpctrain.optim import schedule_free
 from hpctrain.optim.optimizer import ResidentOptimizer
 from hpctrain.optim.schedule_free import LEAD, SQUARE, ScheduleFree
-from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.state import MASTER
-from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.verify import miniature, verify_layout
-from tests.engines import DECK, LLAMA, Trainer, reference, small_deck, trainer
+from tests.engines import DECK, LLAMA, small_deck, trainer
 from tests.optim.test_adamw import master, setup
+from tests.optim.test_every_optimizer import restored
 from tests.train.test_replay import replayed, run_dir, step_file  # noqa: F401
 from tests.train.test_run import contents
 
@@ -93,95 +89,21 @@ def test_weights_of_any_rate_are_finite(rates: tuple[float, ...]) -> None:
     assert rule.totals["weights"] == pytest.approx(2.0 if len(set(rates)) == 1 else 1.0)
 
 
-@pytest.mark.mpi(min_size=1, max_size=2)
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_cut_or_in_files_or_evaluated_the_updates_are_the_same_bits(
-    world: World, mpi_tmp_path: Path, compute: str
-) -> None:
-    keys = (*KEYS, f"precision.compute={compute}")
-    plain = trainer(world, small_deck(*keys))
-    losses = [step.loss for step in plain.train(3)]
-    assert losses[-1] < losses[0]
-    known = plain.evaluate(plain.step.batches, 8)["loss"]
-    disk = ("memory.optimizer=disk", "memory.offload_buffer=12000", f"memory.offload_dir={mpi_tmp_path}")
-    all_on_disk = ("layout.zero=3", *disk, "memory.parameters=disk") if world.size > 1 else disk
-    for more in (("layout.zero=1",), disk, all_on_disk):
-        other = trainer(world, small_deck(*keys, *more))
-        found = []
-        for _ in range(3):
-            found.append(other.train_step().loss)
-            evaluated = other.evaluate(other.step.batches, 8)["loss"]
-        assert (found, evaluated) == (losses, known), more
-        expected = plain.parameters()
-        assert all(torch.equal(values, expected[name]) for name, values in other.parameters().items()), more
-        other.engine.close()
-        world.everyone.barrier()
-
-
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    **{f"zero {stage}": (2, (f"layout.zero={stage}",)) for stage in range(4)},
-    "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
-    "pipeline, tied": (2, ("layout.pipeline=2", "model.tied=true")),
-    "experts": (2, ("layout.expert=2", "model.experts=4", "model.experts_per_token=2")),
-    "hybrid": (4, ("layout.zero=1", "layout.zero_group=2")),
-}
-
-
-def held(training: Trainer) -> int:
-    """Bytes of state beside parameters: masters too, which are no parameters in any precision."""
-    states = training.engine.optimizer.states
-    return storage_bytes([*(state[name] for state in states for name in (MASTER, LEAD, SQUARE))])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_train_and_show_the_same_model_and_hold_what_is_planned(world: World, name: str) -> None:
-    ranks, keys = LAYOUTS[name]
-    if ranks != world.size:
-        pytest.skip(f"of {ranks} ranks")
-    deck = small_deck(*KEYS, *keys, "optimizer.epsilon=1e-3")
-    training, alone = trainer(world, deck), reference(world, deck)
-    losses = [step.loss for step in alone.train(4)]
-    assert [step.loss for step in training.train(4)] == pytest.approx(losses, rel=1e-5)
-    shown = alone.evaluate(alone.step.batches, 8)["loss"]
-    assert training.evaluate(training.step.batches, 8)["loss"] == pytest.approx(shown, rel=1e-5)
-    planned = plan_memory(deck, world.size, VOCABULARY)
-    of_stage = planned.stages[training.stage].memory
-    assert of_stage.optimizer == held(training)
-    half = small_deck(*KEYS, *keys, "precision.compute=bf16")
-    planned = plan_memory(half, world.size, VOCABULARY)
-    assert planned.stages[training.stage].memory.optimizer == held(trainer(world, half))
-
-
-@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_checkpoint_holds_the_average_and_a_run_goes_on_from_it(
     world: World, mpi_tmp_path: Path, compute: str
 ) -> None:
-    """On another layout from the same bits; what reads the model alone has what an evaluation sees."""
-    layouts = ("layout.zero=3", "layout.tensor=2") if world.size > 1 else ("layout.zero=0", "run.seed=5")
-    paths = []
+    """What reads the model alone has what an evaluation sees, and trains with other weights."""
     keys = (*KEYS, f"precision.compute={compute}", "optimizer.epsilon=1e-3")
-    decks = [small_deck(*keys, each, f"run.dir={mpi_tmp_path / each}") for each in layouts]
-    first, second = (trainer(world, deck) for deck in decks)
-    first.train(3)
-    for deck, training in zip(decks, (first, second), strict=True):
-        checkpoints = Checkpoints(deck, training.engine, {})
-        if paths:
-            training.state = checkpoints.restore(paths[0])
-        checkpoints.save(training.state)
-        assert checkpoints.newest is not None
-        paths.append(checkpoints.newest)
-    before, after = map(contents, paths)
-    assert before.keys() == after.keys() and not [name for name in before if name.startswith("master")]
-    assert all(values.tobytes() == after[name].tobytes() for name, values in before.items())
-    assert second.engine.optimizer.totals == first.engine.optimizer.totals
-    reader = trainer(world, small_deck(*LLAMA, f"precision.compute={compute}", layouts[0]))
-    load_parameters(paths[0], reader.engine, world.everyone)
+    first, second, path = restored(world, mpi_tmp_path, *keys)
+    assert not [name for name in contents(path) if name.startswith("master")]
+    reader = trainer(world, small_deck(*LLAMA, f"precision.compute={compute}", "layout.zero=3"))
+    load_parameters(path, reader.engine, world.everyone)
     shown = first.evaluate(first.step.batches, 8)["loss"]
     assert reader.evaluate(reader.step.batches, 8)["loss"] == shown
     expected = [step.loss for step in first.train(2)]
-    assert expected[0] != reader.train_step().loss  # they train with other weights
+    assert expected[0] != reader.train_step().loss
     rounded = 1e-5 if compute == "fp32" else 2e-2
     assert [step.loss for step in second.train(2)] == pytest.approx(expected, rel=rounded)
 
@@ -213,21 +135,6 @@ def test_a_run_that_is_resumed_or_replayed_is_the_one_that_went_on(
     assert resume(world, step_file(run_dir, 5), [NAME, "optimizer.restart=true", "run.steps=12"]) == 0
     with h5py.File(step_file(run_dir, 12)) as file:
         assert json.loads(file["state"][()])["totals"]["weights"] <= 7
-
-
-def test_what_is_frozen_stays(world: World) -> None:
-    training = trainer(world.alone(), small_deck(*KEYS, 'model.frozen=["blocks.0.*"]'))
-    before = {name: values.clone() for name, values in training.parameters().items()}
-    training.train(2)
-    same = {name for name, values in training.parameters().items() if torch.equal(values, before[name])}
-    assert same == {name for name in before if name.startswith("blocks.0.")}
-
-
-@pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_layout_is_verified(world: World) -> None:
-    deck = small_deck(NAME, "layout.tensor=2", "layout.zero=1")
-    assert miniature(deck).optimizer.name == "schedule-free"
-    assert verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.parametrize(
