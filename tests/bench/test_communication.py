@@ -9,11 +9,11 @@ import pytest
 
 from hpctrain.bench.communication import FormFigures, bench_communication, rows
 from hpctrain.comm.world import World
-from hpctrain.data.prepare import prepare
 from hpctrain.deck.read import parse_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.traffic import plan_traffic
+from tests.bench.prepared import prepared
 from tests.engines import DECK, small_deck
 
 STEPS = 3
@@ -22,20 +22,16 @@ STEPS = 3
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_forms_train_on_the_same_tokens(world: World, mpi_tmp_path: Path) -> None:
     folder = mpi_tmp_path
-    if world.rank == 0:
-        (folder / "text.txt").write_text("".join(f"{n * n % 97} lines\n" for n in range(3000)))
-        (folder / "deck.toml").write_text(DECK.replace("vocabulary = 61\n", ""))
-    world.everyone.barrier()
-    prepare(world, folder / "tokens.h5", [str(folder / "text.txt")])
+    path, tokens = prepared(world, folder)
     keys = [
-        f"data.tokens={folder}/tokens.h5",
+        tokens,
         "data.validation=0.1",
         f"run.steps={STEPS}",
         "model.vocabulary=257",
     ]
     figures = folder / "figures.json"
     only, again = ["exact", "sign"], "communication.compress=none"
-    assert bench_communication(world, folder / "deck.toml", keys, only, [again], figures) == 0
+    assert bench_communication(world, path, keys, only, [again], figures) == 0
     world.everyone.barrier()
     told = {row["name"]: row for row in json.loads(figures.read_text())}
     assert list(told) == ["exact", "sign", again]
@@ -43,9 +39,9 @@ def test_forms_train_on_the_same_tokens(world: World, mpi_tmp_path: Path) -> Non
     planned = plan_traffic(parse_deck(DECK, keys), 2, 257).most.payload()
     assert told["exact"]["payload"] == sum(planned.values())
     with pytest.raises(HpctrainError, match="--only signs: is none of the forms: exact, "):
-        bench_communication(world, folder / "deck.toml", keys, ["signs"], [], None)
+        bench_communication(world, path, keys, ["signs"], [], None)
     with pytest.raises(HpctrainError, match=r"data.validation=0: holds no sequences out"):
-        bench_communication(world, folder / "deck.toml", [*keys, "data.validation=0"], [], [], None)
+        bench_communication(world, path, [*keys, "data.validation=0"], [], [], None)
 
 
 def test_every_form_is_a_deck() -> None:

@@ -30,11 +30,11 @@ from hpctrain.bench.mup import (
 from hpctrain.cli.bench import numbers
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
-from hpctrain.data.prepare import prepare
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import logits_of
 from hpctrain.report.widths import picture
+from tests.bench.prepared import prepared
 from tests.engines import DECK, LLAMA, small_deck, trainer
 
 
@@ -144,16 +144,12 @@ def test_tables_tell_how_far_widths_are_apart() -> None:
 def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None:
     """muP keeps the residual stream; figures do not depend on who made them."""
     folder = mpi_tmp_path
-    if world.rank == 0:
-        (folder / "text.txt").write_text("".join(f"{n * n % 97} lines\n" for n in range(3000)))
-        (folder / "deck.toml").write_text(DECK.replace("vocabulary = 61\n", ""))
-    world.everyone.barrier()
-    prepare(world, folder / "tokens.h5", [str(folder / "text.txt")])
-    keys = [f"data.tokens={folder}/tokens.h5", "data.validation=0", "run.steps=4"]
+    path, tokens = prepared(world, folder)
+    keys = [tokens, "data.validation=0", "run.steps=4"]
     wish = WidthsWish((32, 64), 2, 1, (0.001, 0.01), (32, 64))
-    bench_mup(world, folder / "deck.toml", keys, wish, folder / "figures.json", folder / "widths.png")
+    bench_mup(world, path, keys, wish, folder / "figures.json", folder / "widths.png")
     if world.rank == 0:
-        bench_mup(world.alone(), folder / "deck.toml", keys, wish, folder / "alone.json", None)
+        bench_mup(world.alone(), path, keys, wish, folder / "alone.json", None)
         figures = json.loads((folder / "figures.json").read_text())
         assert figures == json.loads((folder / "alone.json").read_text())
         assert (folder / "widths.png").read_bytes()[1:4] == b"PNG"
@@ -163,9 +159,9 @@ def test_ranks_share_the_trainings_out(world: World, mpi_tmp_path: Path) -> None
         assert set(figures["loss"]["mup"]["64"]) == {"0.001", "0.01"}
     random = WidthsWish((32,), 1, 1, (0.1,), (32,), random_tokens=True)
     with pytest.raises(HpctrainError, match="of random tokens nothing is learned"):
-        bench_mup(world, folder / "deck.toml", keys, random, None, None)
+        bench_mup(world, path, keys, random, None, None)
     random = WidthsWish((32,), 1, random_tokens=True)
-    bench_mup(world, folder / "deck.toml", ["data.tokens=none"], random, None, None)
+    bench_mup(world, path, ["data.tokens=none"], random, None, None)
 
 
 @pytest.mark.parametrize("widths", ["", "a", "64,-1", "nan"])
