@@ -106,8 +106,10 @@ def test_parameters_begin_and_are_updated_by_their_role(world: World, family: tu
 
 
 def test_what_muon_leaves_to_adamw_has_the_rates_of_that(world: World) -> None:
-    """All but attention, of a mixture four times as wide; steps of 0.2 sqrt(width) are half as large."""
-    deck = small_deck(*EXPERTS, *MUP, "optimizer.name=muon", 'optimizer.matrices=["blocks.*.attention.*"]')
+    """All but attention, of a mixture four times as wide; steps of 0.2 sqrt(width) are half as large. A norm
+    that is named stays AdamW's.
+    """
+    deck = small_deck(*EXPERTS, *MUP, "optimizer.name=muon", 'optimizer.matrices=["blocks.*.attention*"]')
     for parameter in parameter_list(build_engine(deck, world, make_mesh(deck, world)).model):
         name = parameter.shard.name
         hidden = parameter.dim() > 1 and name.startswith("blocks")
