@@ -10,7 +10,7 @@ from hpctrain.model.feed_forward import FeedForward
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Block, Surroundings
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import apart_bytes
+from hpctrain.parallel.kernels import apart_bytes
 from hpctrain.parallel.saved import Saving, Storage, Waiting
 
 FACTOR = 3

@@ -35,9 +35,11 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
 
     with examination() as report:
         if report.fit:  # else torch may be what is broken
+            from hpctrain.parallel.found_kernels import found_kernels
             from hpctrain.parallel.fp8.found import found_products
 
-            report.add([found_products(report.ranks[report.rank].local_rank)])
+            local_rank = report.ranks[report.rank].local_rank
+            report.add([found_kernels(local_rank), found_products(local_rank)])
         if deck is not None and report.fit:  # else what reads decks may be what is broken
             from hpctrain.plan.coordinates import map_deck
 

@@ -1,4 +1,5 @@
-"""Checks of formats: the keys of 8 bits against each other, the layout and servers, and those of fp16."""
+"""Checks of formats: the keys of 8 bits against each other, the layout and servers, those of fp16, and what
+multiplies matrices."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from hpctrain.deck.check_mixture import dense_blocks
 from hpctrain.deck.precision import PrecisionSection
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.schema import Deck
+from hpctrain.words import either
 
 _COMPUTE, _RECIPE = ("precision.compute",), ("precision.fp8",)
 
@@ -18,6 +20,9 @@ _OF_FP8 = ("fp8", "fp8_history", "fp8_gradients", "fp8_exclude", "fp8_messages",
 ONE_SCALE = ("tensor", "delayed")
 """The recipes in which a matrix has one scale."""
 
+KERNEL_FORMATS = {"onednn": ("fp32",), "fp32": ("bf16", "fp16"), "fp32-onednn": ("bf16", "fp16")}
+"""What `machine.products` multiplies, where that is not every format."""
+
 BLOCK_SIZES = {"block": 128, "mx": 32}
 """Of the recipes in which a scale is of some elements along a dim."""
 
@@ -26,6 +31,7 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that is wrong with how a deck multiplies in 8 bits, and what it says of formats in vain."""
     keys = deck.precision
     said = f'precision.compute = "{keys.compute}"'
+    yield from _products(deck, said)
     if keys.compute != "fp16":
         yield from _in_vain(keys, _OF_FP16, said, _COMPUTE)
     if keys.compute != "fp8":
@@ -59,6 +65,16 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
         yield Problem("precision.fp8_watch", sentence, ("communication.server",))
     if keys.fp8 in BLOCK_SIZES:
         yield from _cuts_within_blocks(deck, BLOCK_SIZES[keys.fp8])
+
+
+def _products(deck: Deck, said: str) -> Iterator[Problem]:
+    """Where what is to multiply matrices does not multiply those of the deck's format."""
+    products, compute = deck.machine.products, deck.precision.compute
+    if compute not in KERNEL_FORMATS.get(products, (compute,)):
+        own = either([f'"{name}"' for name, of in KERNEL_FORMATS.items() if compute in of] + ['"auto"'])
+        formats = either([f'"{name}"' for name in KERNEL_FORMATS[products]])
+        sentence = f"multiplies matrices of precision.compute = {formats}, not those of {said} ({own} would)"
+        yield Problem("machine.products", sentence, _COMPUTE)
 
 
 def _in_vain(

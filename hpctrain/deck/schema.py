@@ -399,6 +399,11 @@ class Machine(Section):
     bind: bool = key(
         "Whether each rank takes its share of the node's cores, where the launcher has not bound it.", False
     )
+    products: Literal["auto", "library", "onednn", "fp32", "fp32-onednn"] = key(
+        "What multiplies on a CPU: the quickest as measured, torch's choice, oneDNN (fp32), or either "
+        "by way of fp32.",
+        "auto",
+    )
     ranks_per_node: int | None = key(
         "Ranks that `hpctrain job` starts on a node.", None, unit="ranks", derived="gpus_per_node", ge=1
     )

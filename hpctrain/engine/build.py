@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from hpctrain.data.batches import Batches, SequenceSource
 from hpctrain.data.fit import token_problems
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.offload import Offload, open_offload
 from hpctrain.engine.patterns import check_patterns
 from hpctrain.engine.place import Placement, place_layers
@@ -147,13 +149,17 @@ def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
     return deck.with_keys(model={"vocabulary": file.vocabulary})
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
-    """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
+def arrange(deck: Deck, world: World, mesh: Mesh, products: Mapping[str, Any] | None = None) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled. Collective; may measure products and layers.
+
+    `products` is what a run that is gone on with has chosen to compute them, see `choose_kernels`.
+    """
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
     groups = make_groups(deck, mesh, recompute, world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
+    choose_kernels(deck, world, groups, shape, products)
     placement = place_layers(deck, shape, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return Arrangement(recompute, groups, shape, placement, schedule)

@@ -32,6 +32,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.kernels import LIBRARY, Kernels, kernel_named
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
@@ -157,6 +158,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         saved_policy=saved_policy,
         product_format=formats.product,
         eight_bits=formats.eight_bits,
+        kernels=Kernels(kernel_named(deck.machine.products, formats.product) if on_host(device) else LIBRARY),
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),
@@ -272,13 +274,16 @@ def plan_stage(
     number: int,
     device: torch.device,
     build: Callable[..., TrainedStage] = build_trained_stage,
+    kernels: Kernels | None = None,
 ) -> TrainedStage:
     """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
 
     The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
-    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these.
+    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these;
+    `kernels` are those that a run has chosen.
     """
     groups = make_groups(deck, mesh, Recompute(deck.memory.recompute), device)
+    groups = groups if kernels is None else replace(groups, kernels=kernels)
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)

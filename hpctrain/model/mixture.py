@@ -22,7 +22,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, row_unit
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import apart_bytes
+from hpctrain.parallel.kernels import apart_bytes
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 

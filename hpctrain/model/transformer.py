@@ -24,7 +24,6 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.product import apart_bytes
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting, total
@@ -258,10 +257,10 @@ class Predictor(TransformerLayer):
 
     def workspace(self, at: Saving) -> int:
         """See Layer: logits and their gradients, of a chunk of tokens and of the one before."""
-        rows, hidden = self.head.table.shape
-        logits = 2 * chunk_rows(at.tokens, rows, at.gpu) * rows
+        rows = len(self.head.table)
+        count = chunk_rows(at.tokens, rows, at.gpu)
         converted = at.itemsize if at.itemsize < 4 else 0
-        return logits * (4 + converted) + apart_bytes(rows * hidden, at)
+        return 2 * count * rows * (4 + converted) + self.head.product.passing(count, at)
 
 
 class Transformer(nn.Module):

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.kernels import Kernel, Pass
 from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter
-
-PRODUCT_ELEMENTS = 1 << 23
-"""Of a product in another format than the sum to which it is added; a larger one comes in pieces."""
-
-BLOCK_ROWS = 2048
-"""Rows of a table that the CPU multiplies by at a time."""
 
 
 class Scaled(NamedTuple):
@@ -44,7 +36,8 @@ def operand_of(tensors: Sequence[Tensor]) -> Operand:
 
 
 class Product:
-    """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored.
+    """Y = X W^T with fused weights W [n, k], which lie behind each other in one Bucket, multiplied as stored,
+    by the kernels of its groups.
 
     One for each layer, so that what a format needs to remember of its matrix has a place; it is made with
     the first of the weights. What it sees in the passes of a step goes into the `noted` of its groups.
@@ -53,32 +46,26 @@ class Product:
     def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
         self.weights, self.groups = weights, groups
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)."""
+        return sum(weight.shard.local[0] for weight in self.weights), self.weights[0].shard.local[1]
+
     def weight(self) -> Tensor:
         """All weights as one matrix [n, k]."""
         return joined([parameter.detach() for parameter in self.weights])
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., k] -> [..., n], with a bias [n] added."""
-        return functional.linear(inputs, self.weight(), bias)
+        return self._kernel("forward").forward(inputs, self.weight(), bias)
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """As `forward`, of [r, k] and a table of many rows.
-
-        In fp32 on the CPU block by block of the table, which takes two thirds of the time of one product: the
-        library packs all of a transposed table before it multiplies.
-        """
-        table = self.weight()
-        if not inputs.is_cpu or inputs.dtype != torch.float32 or len(table) <= BLOCK_ROWS:
-            return functional.linear(inputs, table)
-        outputs = inputs.new_empty(len(inputs), len(table))
-        for start in range(0, len(table), BLOCK_ROWS):
-            part = slice(start, start + BLOCK_ROWS)
-            torch.mm(inputs, table[part].t(), out=outputs[:, part])
-        return outputs
+        """As `forward`, of [r, k] and a table of many rows."""
+        return self._kernel("logits").logits(inputs, self.weight())
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """[..., n] -> [..., k], into `out` where there is one."""
-        return torch.matmul(output_gradient, self.weight(), out=out)
+        return self._kernel("input_gradient").input_gradient(output_gradient, self.weight(), out)
 
     def forward_kept(
         self,
@@ -124,9 +111,9 @@ class Product:
         assert isinstance(output_gradient, Tensor) and isinstance(kept, Tensor)
         self.add_weight_gradient(output_gradient, kept)
 
-    def passing(self, rows: int, at: Saving) -> int:  # noqa: ARG002
+    def passing(self, rows: int, at: Saving) -> int:
         """Bytes that a product of so many rows takes in passing beside operands and results as stored."""
-        return apart_bytes(sum(prod(weight.shard.local) for weight in self.weights), at)
+        return self.groups.kernels.passing(rows, *self.shape, at)
 
     def gradient(self) -> tuple[Tensor, bool]:
         """The buffer [n, k] of all weights' gradients, and whether it is to be overwritten."""
@@ -136,26 +123,12 @@ class Product:
 
     def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """[n, k] += output_gradient [..., n]^T inputs [..., k]; not yet told as added."""
-        left = output_gradient.reshape(-1, output_gradient.shape[-1]).t()
-        right = inputs.reshape(-1, inputs.shape[-1])
+        rows, right = (each.reshape(-1, each.shape[-1]) for each in (output_gradient, inputs))
         gradient, first = self.gradient()
-        if left.dtype == gradient.dtype:
-            gradient.addmm_(left, right, beta=0 if first else 1)
-            return
-        if not left.is_cpu and gradient.dtype == torch.float32:
-            torch.addmm(gradient, left, right, gradient.dtype, beta=0 if first else 1, out=gradient)
-            return
-        rows = max(1, PRODUCT_ELEMENTS // right.shape[1])
-        for into, part in zip(gradient.split(rows), left.split(rows), strict=True):
-            if first:
-                into.copy_(part @ right)
-            else:
-                into.add_(part @ right)
+        self._kernel("weight_gradient").add_weight_gradient(gradient, rows, right, first)
 
-
-def apart_bytes(elements: int, at: Saving) -> int:
-    """What the product for a weight's gradient takes beside a sum in another format to which it is added."""
-    return min(elements, PRODUCT_ELEMENTS) * at.itemsize if at.itemsize != at.gradient_itemsize else 0
+    def _kernel(self, kind: Pass) -> Kernel:
+        return self.groups.kernels.of(kind, *self.shape)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
@@ -22,19 +23,24 @@ ADVICE_SECONDS = 4.0  # after so long no other change is planned: all ranks wait
 
 
 def build_within_memory(
-    deck: Deck, world: World, mesh: Mesh, ready: Callable[[], None] = lambda: None
+    deck: Deck,
+    world: World,
+    mesh: Mesh,
+    ready: Callable[[], None] = lambda: None,
+    products: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, MemoryPlan]:
     """The engine of a deck, and the plan of its memory, which comes first. Collective.
 
     HpctrainError on all ranks, before anything large is allocated, where the plan needs more than a node
     has, or than the deck's [machine] says. `ready` is called when that is settled, before the engine makes
-    any file.
+    any file; `products` is as in `arrange`.
     """
     libraries = library_bytes() if on_host(world.device) else 0
-    arrangement = arrange(deck, world, mesh)
+    arrangement = arrange(deck, world, mesh, products)
     planned = deck.with_keys(run={"device": world.device.type})
     numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
-    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
+    kernels = arrangement.groups.kernels
+    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule, kernels=kernels)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 
     def advice(room: Room) -> str:
@@ -42,7 +48,7 @@ def build_within_memory(
             deck,
             plan,
             lambda change: parse_deck(deck_text(planned), [change], ranks=world.size),
-            lambda changed: plan_memory(changed, *numbers),
+            lambda changed: plan_memory(changed, *numbers, kernels=kernels),
             ADVICE_SECONDS,
         )
         ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import PlannedMesh
@@ -11,6 +12,7 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.roles import Roles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.engine.stage import plan_stage
@@ -122,12 +124,16 @@ def plan_served(
 
 
 def build_role_within_memory(
-    deck: Deck, world: World, ready: Callable[[], None]
+    deck: Deck, world: World, ready: Callable[[], None], products: Mapping[str, Any] | None = None
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
     roles = Roles.of(deck, world.size)
     own, part, mesh = roles.place(deck, world)
-    arrangement = arrange(own, part, mesh)
+    arrangement = arrange(own, part, mesh, products)
+    kernels = world.everyone.broadcast_object(arrangement.groups.kernels.record, roles.servers)
+    if roles.serves(world.rank):
+        # What they store and say is what workers compute with.
+        choose_kernels(own, part, arrangement.groups, arrangement.shape, kernels)
     planned = deck.with_keys(run={"device": world.device.type})
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = max(1, world.size // world.nodes)

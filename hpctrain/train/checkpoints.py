@@ -205,6 +205,7 @@ class Checkpoints(Hook):
             **engine.noise_scale.state(),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
+            "products": engine.groups.kernels.record,
             **self.known,
             "ranks": engine.world.size,
             "code_version": __version__,

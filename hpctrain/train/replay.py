@@ -20,6 +20,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.kernels import as_before, found_before
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
@@ -61,8 +62,8 @@ def replay(
         _refuse_other_samples(original, deck)
         _refuse_other_order(deck)
     count = _steps(path, recorded, steps)
-    split = state.get("split") if deck.layout == original.layout else None
-    with _engine_of(world, deck, path, split) as run:
+    deck, found = as_before(deck, state), found_before(deck, original, state)
+    with _engine_of(world, deck, path, found) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus.file):
                 other = f"is not the token file that {path} was trained on, so that no recorded loss can come"
@@ -170,7 +171,7 @@ def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
 
 
 @contextmanager
-def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None) -> Iterator[Run]:
+def _engine_of(world: World, deck: Deck, path: Path, found: Mapping[str, Any]) -> Iterator[Run]:
     """The run as it goes on from the checkpoint, but out of its own folder."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     elsewhere = str(Path(tempfile.gettempdir()) / name)
@@ -179,7 +180,7 @@ def _engine_of(world: World, deck: Deck, path: Path, split: Sequence[int] | None
         memory={"offload_dir": deck.memory.offload_dir or elsewhere},
         stability={"verify_layout": False},
     )
-    run = open_run(world, changed, path, split)
+    run = open_run(world, changed, path, found)
     try:
         yield run
     finally:
@@ -201,6 +202,8 @@ def _reasons(
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")
+    if run.trainer.engine.groups.kernels.record != (state.get("products") or {}):
+        reasons.append("products that something else computes")
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):

@@ -6,13 +6,13 @@ import contextlib
 import json
 import logging
 import os
-import platform
 import time
 from pathlib import Path
 
 import torch
 
 from hpctrain.comm.device import forget_peak, name_of, on_host, wait
+from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.files import parse_json, read_text
@@ -95,7 +95,7 @@ class Peak:
         here = name_of(world.device)
         if here is None:
             ranks = -(-world.size // world.nodes)
-            here = f"{_processor()}, cores {os.cpu_count()}, ranks {ranks}, threads {run.threads}"
+            here = f"{processor_name()}, cores {os.cpu_count()}, ranks {ranks}, threads {run.threads}"
         everywhere = sorted(set(world.everyone.all_gather_object(here)))
         return f"{'; '.join(everywhere)}; {self._deck.precision.compute}"
 
@@ -124,16 +124,3 @@ def measure_gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
     del factors, products, square, product
     forget_peak(device)
     return best
-
-
-def _processor() -> str:
-    """The name of the CPU, as Linux tells it."""
-    with (
-        contextlib.suppress(OSError),
-        Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,
-    ):
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

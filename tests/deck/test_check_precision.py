@@ -46,6 +46,16 @@ def test_products_in_8_bits_that_can_be(overrides: list[str]) -> None:
             'precision.fp8_history=4: has no effect with precision.compute = "bf16" (leave it out)',
         ),
         (
+            ["machine.products=onednn", "precision.compute=bf16"],
+            'machine.products=onednn: multiplies matrices of precision.compute = "fp32", not those of '
+            'precision.compute = "bf16" ("fp32", "fp32-onednn" or "auto" would)',
+        ),
+        (
+            ["machine.products=fp32"],
+            'machine.products=fp32: multiplies matrices of precision.compute = "bf16" or "fp16", not those '
+            'of precision.compute = "fp32" ("onednn" or "auto" would)',
+        ),
+        (
             ["precision.fp8_gradients=e4m3"],
             'precision.fp8_gradients=e4m3: has no effect with precision.compute = "fp32" (leave it out)',
         ),

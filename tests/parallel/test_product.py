@@ -10,7 +10,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
 from hpctrain.model.precision import Precision
-from hpctrain.parallel import product
+from hpctrain.parallel import kernels
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.products import PRODUCTS
@@ -27,7 +27,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
     of_output, inputs = torch.randn(6, 5, 40).bfloat16(), torch.randn(6, 5, 16).bfloat16()
     found = []
     for most in (1 << 20, 7 * 16):
-        monkeypatch.setattr(product, "PRODUCT_ELEMENTS", most)
+        monkeypatch.setattr(kernels, "PRODUCT_ELEMENTS", most)
         weight = Parameter(Shard.whole("a.weight", (40, 16)))
         weight.gradient = torch.full((40, 16), torch.nan if first else 2.0)
         if first:
@@ -41,7 +41,7 @@ def test_products_in_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("block", [1, 7, VOCABULARY])
 def test_products_by_blocks_are_the_products(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(product, "BLOCK_ROWS", block)
+    monkeypatch.setattr(kernels, "BLOCK_ROWS", block)
     hidden, table = torch.randn(5, HIDDEN), Parameter(Shard.whole("table", (VOCABULARY, HIDDEN)))
     table.data = torch.randn(VOCABULARY, HIDDEN)
     torch.testing.assert_close(Product([table], GROUPS).logits(hidden), hidden @ table.detach().t())

@@ -1,0 +1,43 @@
+"""What kind of processor this is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import zlib
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+_LIMITS = "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"
+"""Environment variables that keep libraries from some instructions."""
+
+
+def processor_name() -> str:
+    """The name of the CPU, as Linux tells it."""
+    return _first_core().get("model name") or platform.processor() or platform.machine()
+
+
+def processor_identity() -> str:
+    """What decides how fast its products are, in words: the processor, whose name hypervisors may hide, which
+    instructions libraries use, threads, and torch's version.
+    """
+    core = _first_core()
+    model = f"family {core.get('cpu family', '?')} model {core.get('model', '?')}"
+    flags = f"flags {zlib.crc32(core.get('flags', '').encode()):08x}"
+    limits = (f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name))
+    here = processor_name(), model, flags, *limits, f"threads {torch.get_num_threads()}"
+    return ", ".join((*here, f"torch {torch.__version__}"))
+
+
+def _first_core() -> dict[str, str]:
+    """What Linux tells of the first core, by name; nothing elsewhere."""
+    with (
+        suppress(OSError),
+        Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,
+    ):
+        rows = (line.partition(":") for line in takewhile(str.strip, lines))
+        return {name.strip(): value.strip() for name, _, value in rows}
+    return {}

@@ -1,0 +1,44 @@
+"""What `hpctrain doctor` tells of the kernels that compute products on a CPU: which is quickest here."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm.device import choose_device, gpu_count, on_host
+from hpctrain.comm.doctor import Finding
+from hpctrain.comm.processor import processor_name
+from hpctrain.parallel.kernel_times import Measured, measure, quickest
+from hpctrain.parallel.kernels import Pass
+
+_SIZE = 512
+_PASSES: tuple[tuple[Pass, str], ...] = (
+    ("forward", "forward"),
+    ("input_gradient", "input gradients"),
+    ("weight_gradient", "weight gradients"),
+)
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def found_kernels(local_rank: int) -> Finding:
+    """Which kernel multiplies matrices of a middling size most quickly, by format and pass, measured by one
+    thread of a local rank; nothing of a rank that computes on a GPU.
+    """
+    if not on_host(choose_device("auto", local_rank, gpu_count())):
+        return Finding("products", "computed by the GPU's library")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        told = "; ".join(f"{name}: {_told(storage)}" for name, storage in _FORMATS.items())
+    finally:
+        torch.set_num_threads(before)
+    return Finding("products", f"{told} (a thread of {processor_name()})")
+
+
+def _told(storage: torch.dtype) -> str:
+    rows = measure([Measured(kind, _SIZE, _SIZE, _SIZE) for kind, _ in _PASSES], storage, torch.float32)
+    words = []
+    for (_, name), seconds in zip(_PASSES, rows, strict=True):
+        best = quickest(seconds)
+        gain = f" ({seconds['library'] / seconds[best]:.2g} x library)" if best != "library" else ""
+        words.append(f"{name} {best}{gain}")
+    return ", ".join(words)

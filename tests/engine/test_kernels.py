@@ -1,0 +1,284 @@
+"""The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
+`comm/processor.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.checkpoint.read import read_state
+from hpctrain.comm.processor import processor_identity, processor_name
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.engine import kernels as module
+from hpctrain.engine.build import arrange, make_mesh
+from hpctrain.engine.kernels import cache_file, read_cache, write_cache
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.kernel_times import Measured
+from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn
+from hpctrain.plan.served import build_role_within_memory
+from hpctrain.train.run import resume, run_deck
+from hpctrain.train.verify import miniature
+from tests.engines import LLAMA, small_deck, trainer
+from tests.train.test_run import DECK
+
+QUICK_FORWARD = {"forward": {"library": 1.0, "onednn": 0.5}}
+
+
+class Measuring:
+    """Stands in for measurements: seconds by pass and kernel, else a second each; and what was asked for."""
+
+    def __init__(self, seconds: dict[str, dict[str, float]]) -> None:
+        self.seconds, self.asked = seconds, list[Measured]()
+
+    def __call__(
+        self, wanted: Sequence[Measured], storage: torch.dtype, gradient: torch.dtype, together: Callable
+    ) -> list[dict[str, float]]:
+        together(1.0)
+        self.asked += wanted
+        names = [kernel.name for kernel in KERNELS.values() if kernel.multiplies(storage)]
+        return [{name: self.seconds.get(each.kind, {}).get(name, 1.0) for name in names} for each in wanted]
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
+    """Products of any size are chosen for, by seconds that a test gives; nothing is kept yet."""
+    monkeypatch.setattr(module, "LEAST_FLOPS", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(mpi_tmp_path / "cache"))
+    found = Measuring(QUICK_FORWARD)
+    monkeypatch.setattr(module, "measure", found)
+    return found
+
+
+def chosen(world: World, *overrides: str, before: object = None) -> Kernels:
+    deck = small_deck(*overrides)
+    return arrange(deck, world, make_mesh(deck, world), before).groups.kernels
+
+
+@pytest.mark.mpi(max_size=1)
+def test_small_products_gpus_and_8_bits_are_left_as_they_are(
+    world: World, monkeypatch: pytest.MonkeyPatch, measuring: Measuring
+) -> None:
+    assert not chosen(world, "precision.compute=fp8").chosen
+    assert not chosen(world, "machine.products=library").chosen
+    monkeypatch.undo()
+    assert not chosen(world).chosen
+    assert not measuring.asked
+
+
+@pytest.mark.mpi(max_size=1)
+def test_every_product_of_a_micro_batch_is_chosen_for(world: World, measuring: Measuring) -> None:
+    kernels = chosen(world, *LLAMA, "batch.micro_size=4")
+    # Query, key and value are one matrix, as are gate and up.
+    linear = {(32 + 2 * 8, 32), (32, 32), (96, 32), (32, 48)}
+    passes = ("forward", "input_gradient", "weight_gradient")
+    assert {each[1:] for each in measuring.asked if each.kind == "forward"} == {(128, *s) for s in linear}
+    head = {(kind, 61, 32) for kind in ("logits", "input_gradient", "weight_gradient")}
+    assert set(kernels.chosen) == head | {(kind, *size) for kind in passes for size in linear}
+    assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
+    assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind != "forward"} == {"library"}
+    assert kernels.record["forward, fp32, 128 x 32 x 48"] == "onednn"
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_ranks_choose_together(world: World, measuring: Measuring, mpi_tmp_path: Path) -> None:
+    seconds = [{"library": 1.0, "onednn": 0.5}, {"library": 1.0, "onednn": 3.0}][world.rank]
+    measuring.seconds = {"forward": seconds, "logits": {"library": 4.0 - 3 * world.rank, "onednn": 1.0}}
+    kernels = chosen(world)
+    here = sorted((key, kernel.name) for key, kernel in kernels.chosen.items())
+    assert world.everyone.all_gather_object(here) == [here] * 2
+    # Of forward the slow rank loses more than the other one gains, of logits it does not.
+    assert {name for (kind, *_), name in here if kind == "forward"} == {"library"}
+    assert {name for (kind, *_), name in here if kind == "logits"} == {"onednn"}
+    assert json.loads((mpi_tmp_path / "cache/hpctrain/products.json").read_text())
+    measuring.asked.clear()
+    assert sorted((key, kernel.name) for key, kernel in chosen(world).chosen.items()) == here
+    assert not measuring.asked
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_pieces_of_matrices_are_chosen_for(world: World, measuring: Measuring) -> None:
+    chosen(world, "layout.tensor=2", "model.mlp=128")
+    assert {each[1:] for each in measuring.asked if each.kind == "forward"} == {
+        (64, 48, 32),
+        (64, 32, 16),
+        (64, 64, 32),
+        (64, 32, 64),
+    }
+    chosen(world, "layout.context=2")
+    assert {each.rows for each in measuring.asked[-3:]} == {32}
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_servers_store_what_workers_compute_with(world: World, measuring: Measuring) -> None:
+    measuring.seconds = QUICK_FORWARD if world.rank else {}
+    engine, _ = build_role_within_memory(small_deck("communication.server=sync"), world, lambda: None)
+    kernels = engine.groups.kernels
+    assert {name for key, name in kernels.record.items() if key.startswith("forward")} == {"onednn"}
+    assert {kernel.name for (kind, *_), kernel in kernels.chosen.items() if kind == "forward"} == {"onednn"}
+    engine.close()
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_was_measured_is_kept_for_such_processors(
+    world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = chosen(world)
+    assert "measured" in first.why
+    assert list(read_cache()) == [processor_identity()]
+    measuring.seconds = {}
+    again = chosen(world)
+    assert (again.record, again.why) == (first.record, f"as kept in {cache_file()}")
+    # What is missing is measured, and what another processor has does not count.
+    more = chosen(world, "model.mlp=80")
+    assert more.why == f"as kept in {cache_file()} and {more.why.split(' and ')[1]}"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    other = chosen(world)
+    assert set(other.record.values()) == {"library"} != set(first.record.values())
+    assert len(read_cache()) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", '{"x": 3}', "{" * 100_000, " " * (2 << 20), "null", '{"HERE": {"NAME": "magic"}}', "\0\xff"],
+)
+@pytest.mark.mpi(max_size=1)
+def test_what_cannot_have_been_kept_is_measured(world: World, measuring: Measuring, content: str) -> None:
+    first = chosen(world)
+    name = next(iter(first.record))
+    text = content.replace("HERE", processor_identity()).replace("NAME", name)
+    cache_file().write_text(text, encoding="latin-1")
+    measuring.asked.clear()
+    assert chosen(world).record == first.record
+    assert len(measuring.asked) == len(first.record)
+
+
+@pytest.mark.mpi(max_size=1)
+def test_little_is_kept_and_nothing_is_needed(
+    world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path
+) -> None:
+    for number in range(30):
+        write_cache(f"processor {number}", {f"product {i}": "library" for i in range(20 * number)})
+    kept = read_cache()
+    assert list(kept) == [f"processor {number}" for number in range(10, 30)]
+    assert list(kept["processor 29"]) == [f"product {i}" for i in range(80, 580)]
+    assert sorted(path.name for path in cache_file().parent.iterdir()) == ["products.json"]
+    (mpi_tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(mpi_tmp_path / "file"))
+    assert chosen(world).record
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.chdir(mpi_tmp_path)
+    assert chosen(world).record
+    assert not (mpi_tmp_path / ".cache").exists()
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_checkpoint_s_choice_comes_first(world: World, measuring: Measuring) -> None:
+    first = chosen(world)
+    stored = dict.fromkeys(first.record, "library")
+    again = chosen(world, before=stored)
+    assert (again.record, again.why) == (stored, "taken over")
+    name = next(iter(stored))
+    for wrong in ("magic", ["onednn"], "fp32"):
+        assert chosen(world, before=stored | {name: wrong}).record == stored | {name: first.record[name]}
+    assert chosen(world, before=["x"]).record == first.record
+
+
+@pytest.mark.mpi(max_size=1)
+def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    deck = small_deck("machine.products=onednn")
+    assert chosen(world, "machine.products=onednn").other is KERNELS["onednn"]
+    monkeypatch.setattr(type(KERNELS["onednn"]), "multiplies", lambda *_: False)
+    sentence = 'machine.products=onednn: is not what all ranks can multiply fp32 with ("library" would do)'
+    with pytest.raises(HpctrainError) as found:
+        arrange(deck, world, make_mesh(deck, world))
+    assert sentence in str(found.value)
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("named", ["fp32", "fp32-onednn", "onednn"])
+def test_training_is_the_same_to_rounding(world: World, named: str) -> None:
+    form = "fp32" if named == "onednn" else "bf16"
+    losses = {}
+    for name, compute in (("library", "fp32"), ("library", form), (named, form)):
+        training = trainer(
+            world.alone(), small_deck(f"machine.products={name}", f"precision.compute={compute}")
+        )
+        assert training.engine.groups.kernels.of("forward", 32, 32).name == name
+        losses[name, compute] = [step.loss for step in training.train(3)]
+    exact, own = losses["library", "fp32"], losses[named, form]
+    assert form == "fp32" or own != losses["library", form]
+    assert own == pytest.approx(exact, rel=1e-6 if form == "fp32" else 5e-3)
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_miniature_multiplies_in_fp32() -> None:
+    for named, stands in (("fp32-onednn", "onednn"), ("fp32", "library"), ("auto", "library")):
+        compute = "fp32" if named == "auto" else "bf16"
+        deck = small_deck(f"machine.products={named}", f"precision.compute={compute}")
+        assert miniature(deck).machine.products == stands
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_run_goes_on_with_its_products_bit_for_bit(
+    world: World,
+    measuring: Measuring,
+    monkeypatch: pytest.MonkeyPatch,
+    mpi_tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    # So small products may well have the same bits.
+    monkeypatch.setattr(OneDnn, "forward", lambda _, *operands: functional.linear(*operands) * 1.001)
+    deck = mpi_tmp_path / "small.toml"
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        deck.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+
+    def losses(folder: str) -> list[float]:
+        rows = (mpi_tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(row)["loss"] for row in rows]
+
+    def run(folder: str, *keys: str) -> None:
+        assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
+
+    run("whole", "run.steps=4")
+    assert "products are computed by: forward onednn; logits library" in capfd.readouterr().out or world.rank
+    run("parts", "run.steps=2", "learning_rate.decay_steps=4")
+    # Elsewhere, where other kernels would be quicker.
+    world.everyone.barrier()
+    if world.rank == 0:
+        cache_file().unlink()
+    world.everyone.barrier()
+    measuring.seconds, measuring.asked = {}, []
+    assert resume(world, mpi_tmp_path / "parts", ["run.steps=4"]) == 0
+    assert not measuring.asked
+    assert losses("parts") == losses("whole")
+    run("other", "run.steps=4")
+    assert losses("other") != losses("whole")
+    newest = mpi_tmp_path / "parts" / "checkpoints" / "step-00000004.h5"
+    assert "onednn" in read_state(newest, world.everyone)["products"].values()
+
+
+@pytest.mark.mpi(max_size=1)
+def test_runs_from_before_there_was_a_choice_go_on_by_the_library() -> None:
+    old, given = small_deck(), small_deck("machine.products=auto")
+    assert module.as_before(old, {"step": 1}).machine.products == "library"
+    assert module.as_before(old, {"products": {}}).machine.products == "auto"
+    assert module.as_before(given, {"step": 1}).machine.products == "auto"
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_processor_is_told_by_more_than_its_name() -> None:
+    assert processor_name()
+    assert "\n" not in processor_identity()
+    assert processor_identity().startswith(processor_name())
+    assert f"torch {torch.__version__}" in processor_identity()

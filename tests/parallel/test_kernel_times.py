@@ -1,0 +1,88 @@
+"""What is measured, and what is made of it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.parallel import kernel_times as module
+from hpctrain.parallel.kernel_times import Measured, Operands, measure, quickest
+from hpctrain.parallel.kernels import KERNELS, PASSES, Kernel
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_kernels_agree_with_the_library(storage: torch.dtype) -> None:
+    wanted = [Measured(kind, 24, 16, 40) for kind in PASSES]
+    rows = measure(wanted, storage, torch.float32)
+    assert [list(row) for row in rows] == [[k.name for k in KERNELS.values() if k.multiplies(storage)]] * 4
+    assert all(0 < seconds < inf for row in rows for seconds in row.values())
+
+
+def test_a_kernel_that_is_wrong_here_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Kernel):
+        name = "onednn"
+
+        def input_gradient(
+            self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None
+        ) -> Tensor:
+            return super().input_gradient(output_gradient, weight, out) * 1.01
+
+        def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
+            raise RuntimeError("could not create a primitive")
+
+        def add_weight_gradient(
+            self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool
+        ) -> None:
+            into.fill_(torch.nan)
+
+    monkeypatch.setattr(module, "KERNELS", {"library": KERNELS["library"], "onednn": Wrong()})
+    rows = measure([Measured(kind, 24, 16, 40) for kind in PASSES], torch.float32, torch.float32)
+    seconds = {kind: row["onednn"] for kind, row in zip(PASSES, rows, strict=True)}
+    assert [kind for kind in PASSES if seconds[kind] == inf] == [
+        "logits",
+        "input_gradient",
+        "weight_gradient",
+    ]
+    assert quickest({"library": 1.0, "onednn": inf}) == "library"
+
+
+def test_another_kernel_has_to_be_clearly_quicker() -> None:
+    assert quickest({"library": 1.0, "onednn": 0.97}) == "library"
+    assert quickest({"library": 1.0, "onednn": 0.8}) == "onednn"
+    assert quickest({"fp32-onednn": 0.49, "fp32": 0.5, "library": 1.0}) == "fp32"
+    assert quickest({"library": inf, "onednn": inf}) == "library"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_measured_is_bounded(threads: int) -> None:
+    small = Measured("forward", 1024, 512, 512)
+    assert small.cut(1e9) is small
+    for shape in ((4096, 50257, 12288), (64, 1 << 20, 4096), (8, 4096, 1 << 20), (1 << 20, 4096, 64)):
+        most = module.FLOPS * threads
+        cut = Measured("logits", *shape).cut(most)
+        assert all(mine <= whole for mine, whole in zip(cut[1:], shape, strict=True))
+        # Enough rows for a product that is one of matrices.
+        assert cut.rows >= min(shape[0], 128 if threads == 1 else 16)
+        assert cut.flops <= 8 * most
+    assert Operands(small.cut(1e6), torch.bfloat16, torch.float32).weight.shape == (512, 512)
+
+
+def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    compute = Operands.compute
+
+    def counted(self: Operands, kernel: Kernel, first: bool = False) -> Tensor:
+        calls.append(kernel.name)
+        return compute(self, kernel, first)
+
+    monkeypatch.setattr(Operands, "compute", counted)
+    found = []
+    for longest in (1e9, 1e-9):
+        calls.clear()
+        measure([Measured("forward", 8, 8, 8)], torch.float32, torch.float32, lambda _, s=longest: s)
+        found.append(calls.count("onednn"))
+    # Once to compare, once in the first round, and in the others.
+    assert found == [3, 2 + module._ROUNDS]
