@@ -10,7 +10,7 @@ from hpctrain.comm.processor import processor_name
 from hpctrain.parallel.kernel_times import Measured, measure, quickest
 from hpctrain.parallel.kernels import Pass
 
-_SIZE = 512
+_SIZE = 1024
 _PASSES: tuple[tuple[Pass, str], ...] = (
     ("forward", "forward"),
     ("input_gradient", "input gradients"),

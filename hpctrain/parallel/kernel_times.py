@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.kernels import KERNELS, LIBRARY, Kernel, Pass
+from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, Kernel, Pass
 
-FLOPS = 1 << 27
-"""Of a product that is measured, for each thread at most: a few milliseconds. Of a larger one a smaller one
-is measured, with fewer rows of tokens, and where these would be too few with a piece of the matrix.
+FLOPS = 1 << 28
+"""Of a product that is measured, for each thread at most: a few milliseconds. Of a larger one a piece is
+measured, with its longest sides cut: how a sum weighs beside its product depends on the rows of tokens.
 """
 
-_FEW_ROWS, _LARGEST = 128, 2048
+_SHORTEST = 256
+"""Of a side of what is measured of a larger product."""
+
 _SECONDS, _ROUNDS = 0.8, 5
 _GAIN = 1.08
 
@@ -41,12 +43,17 @@ class Measured(NamedTuple):
         return 2.0 * self.rows * self.outputs * self.inputs
 
     def cut(self, most: float) -> Measured:
-        """What is measured for it, with about `most` FLOPs."""
-        if self.flops <= most:
-            return self
-        outputs, inputs = min(self.outputs, _LARGEST), min(self.inputs, _LARGEST)
-        rows = max(min(self.rows, _FEW_ROWS), int(most / (2 * outputs * inputs)))
-        return self._replace(rows=min(self.rows, rows), outputs=outputs, inputs=inputs)
+        """What is measured for it: of at most so many FLOPs, or of sides that are short."""
+        # The library takes a large table by blocks, of which there are then two.
+        shortest = (_SHORTEST, 2 * BLOCK_ROWS if self.kind == "logits" else _SHORTEST, _SHORTEST)
+        sides = list(self[1:])
+        while 2.0 * prod(sides) > most:
+            left = [side for side in range(3) if sides[side] > shortest[side]]
+            if not left:
+                break
+            longest = max(left, key=lambda side: sides[side])
+            sides[longest] = max(shortest[longest], -(-sides[longest] // 2))
+        return Measured(self.kind, *sides)
 
 
 class Operands:

@@ -58,16 +58,17 @@ def test_another_kernel_has_to_be_clearly_quicker() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_is_measured_is_bounded(threads: int) -> None:
-    small = Measured("forward", 1024, 512, 512)
-    assert small.cut(1e9) is small
+    most = module.FLOPS * threads
+    small = Measured("forward", 512, 256, 512)
+    assert small.cut(most) == small
+    assert Measured("weight_gradient", 1024, 1536, 512).cut(1 << 28) == ("weight_gradient", 512, 384, 512)
     for shape in ((4096, 50257, 12288), (64, 1 << 20, 4096), (8, 4096, 1 << 20), (1 << 20, 4096, 64)):
-        most = module.FLOPS * threads
-        cut = Measured("logits", *shape).cut(most)
-        assert all(mine <= whole for mine, whole in zip(cut[1:], shape, strict=True))
-        # Enough rows for a product that is one of matrices.
-        assert cut.rows >= min(shape[0], 128 if threads == 1 else 16)
-        assert cut.flops <= 8 * most
-    assert Operands(small.cut(1e6), torch.bfloat16, torch.float32).weight.shape == (512, 512)
+        for kind in PASSES:
+            cut = Measured(kind, *shape).cut(most)
+            assert all(mine <= whole for mine, whole in zip(cut[1:], shape, strict=True))
+            assert all(mine >= min(whole, 256) for mine, whole in zip(cut[1:], shape, strict=True))
+            assert cut.flops <= most * (1 if kind != "logits" else 2)
+    assert Measured("logits", 129, 50257, 768).cut(1 << 28)[1:] == (129, 4096, 256)
 
 
 def test_rounds_are_those_that_all_can_make(monkeypatch: pytest.MonkeyPatch) -> None:
