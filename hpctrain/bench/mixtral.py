@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hpctrain.bench.torch_model import loss_of
-from hpctrain.comm.world import World
+from hpctrain.bench.torch_training import PeerStep, Place, Training
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 
 MIXTRAL_RIVALS = {"transformers-eager": "eager", "transformers-grouped": "grouped_mm"}
@@ -65,31 +64,30 @@ def mixtral(shape: ModelShape, experts: str) -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def mixtral_step(rival: str, deck: Deck, world: World) -> Callable[[], None]:
+def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
     """One optimizer step of the deck's global batch by transformers' Mixtral and torch's AdamW, on one rank.
 
-    Clipping, and weights in fp32 where products are in another format, are left out, to its advantage.
+    Its weights begin as transformers has them. Clipping, and weights in fp32 where products are in another
+    format, are left out, to its advantage.
     """
-    if world.size > 1:
-        raise HpctrainError(f"--against {rival}: needs one rank; there are {world.size}")
-    assert deck.model.vocabulary is not None
-    shape = ModelShape.of(deck, deck.model.vocabulary)
+    training = Training(deck)
     torch.manual_seed(deck.run.seed)
-    model = mixtral(shape, MIXTRAL_RIVALS[rival]).to(Precision.of(deck).storage)
+    model = mixtral(training.shape, MIXTRAL_RIVALS[name]).to(training.storage)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    micro = deck.batch.micro_size
-    count = deck.batch.global_size // micro
-    tokens = torch.randint(shape.vocabulary, (count, micro, shape.sequence + 1))
 
-    def step() -> None:
-        for batch in tokens:
-            output = model(batch[:, :-1])
-            loss = loss_of(output.logits, batch[:, 1:])
-            if shape.balance_loss:
+    def step() -> float:
+        total = torch.zeros(())
+        for micro in training.micro_batches():
+            output = model(micro.tokens)
+            loss = loss_of(output.logits, micro.targets) / training.count
+            total += loss.detach()
+            if training.shape.balance_loss:
                 # Without labels transformers computes the balance loss, but adds it to nothing.
-                loss = loss + model.router_aux_loss_coef * output.aux_loss
-            (loss / count).backward()
+                loss = loss + model.router_aux_loss_coef * output.aux_loss / training.count
+            loss.backward()
+        training.steps += 1
         optimizer.step()
         optimizer.zero_grad()
+        return float(total)
 
     return step

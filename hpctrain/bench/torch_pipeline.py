@@ -2,72 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+import torch.distributed
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from hpctrain.bench.rivals import pipeline_parts
 from hpctrain.bench.torch_model import TorchModel, loss_of
-from hpctrain.comm.world import World
+from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import split_by_flops
-from hpctrain.errors import HpctrainError
-from hpctrain.model.precision import Precision
+from hpctrain.model.part import Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Action, Schedule
-from hpctrain.pipeline.split import spans_of
-
-PIPELINE_RIVALS = ("torch-pipeline", "torch-interleaved")
+from hpctrain.pipeline.generate import generate
 
 
-def pipeline_step(name: str, deck: Deck, world: World, split: Sequence[int]) -> Callable[[], None]:
-    """One optimizer step of the deck's global batch by torch's 1F1B, or its interleaved schedule.
+def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
+    """One optimizer step of the deck's global batch by torch's 1F1B ("torch-pipeline"), its interleaved
+    schedule ("torch-interleaved") or ZB-V ("torch-zbv").
 
     Every rank is a stage. `split` are the blocks of each part of ours; where torch has another number of
-    parts, these are by FLOPs, too. Clipping is left out and embedding and head are never tied, to torch's
-    advantage. HpctrainError for a deck of any other layout, or one that torch's schedule does not take.
+    parts, these are by FLOPs, too.
     """
-    assert deck.model.vocabulary is not None
-    shape, layout = replace(ModelShape.of(deck, deck.model.vocabulary), tied=False), deck.layout
-    interleaved = name == "torch-interleaved"
-    chunks = max(2, layout.chunks) if interleaved else 1
-    parts = chunks * world.size
-    count = deck.batch.global_size // deck.batch.micro_size
-    if layout.pipeline != world.size:
-        raise HpctrainError(f"--against {name}: needs a deck whose layout.pipeline is the number of ranks")
-    if interleaved and count % world.size:
-        raise HpctrainError(
-            f"--against {name}: needs micro-batches in a multiple of the {world.size} stages, not {count}"
-        )
-    if parts > shape.layers:
-        raise HpctrainError(f"--against {name}: needs a deck of {parts} layers or more, not {shape.layers}")
-    torch.manual_seed(deck.run.seed)
-    dtype, device = Precision.of(deck).storage, torch.device("cpu")
-    mine = range(world.rank, parts, world.size)
-    form = Schedule(((Action("F", 0, chunks - 1),),) * world.size)
-    if len(split) != parts:
-        split = split_by_flops(deck.with_keys(layout={"split": None}), shape, form)
-    modules = [TorchModel(shape, span).to(dtype) for span in spans_of(form, split, world.rank)]
+    training = Training(deck)
+    shape, parts = training.shape, pipeline_parts(name, deck, place.size)
+    mine = list(range(place.rank, parts, place.size))
+    if name == "torch-zbv":
+        mine = [place.rank, parts - 1 - place.rank]
+    blocks = split if len(split) == parts else _by_flops(deck, shape, place.size, parts, name == "torch-zbv")
+    spans = [
+        Span(first, last, part == 0, part == parts - 1)
+        for part, (first, last) in enumerate(pairwise(accumulate(blocks, initial=0)))
+    ]
+    modules = [training.filled(TorchModel(shape, spans[part])) for part in mine]
+    tied = _tied(modules) if shape.tied else None
+    # Of a table that two stages hold, one counts in the norm.
+    own = [p for module in modules for p in module.parameters() if p is not tied or spans[mine[0]].embeds]
+    update = Update(training, modules, stored=True, counted=own, squares=_of_all_stages)
     stages: list[_PipelineStageBase] = [
-        PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)
+        PipelineStage(module, part, parts, torch.device("cpu"))
+        for part, module in zip(mine, modules, strict=True)
     ]
 
-    schedule = (
-        ScheduleInterleaved1F1B(stages, count, loss_of)
-        if interleaved
-        else Schedule1F1B(stages[0], count, loss_of)
-    )
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
-    tokens = torch.randint(shape.vocabulary, (deck.batch.global_size, shape.sequence + 1))
-    inputs = (tokens[:, :-1],) if world.rank == 0 else ()
-    targets = tokens[:, 1:] if world.rank == world.size - 1 else None
+    def part_of_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(logits, targets) / training.count
 
-    def step() -> None:
-        schedule.step(*inputs, target=targets, return_outputs=False)
-        optimizer.step()
-        optimizer.zero_grad()
+    # Torch scales the gradients of each stage afterwards, those of a table that two stages share twice.
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+    if name == "torch-pipeline":
+        schedule = Schedule1F1B(stages[0], training.count, part_of_loss, scale_grads=False)
+    elif name == "torch-interleaved":
+        schedule = ScheduleInterleaved1F1B(stages, training.count, part_of_loss, scale_grads=False)
+    else:
+        schedule = ScheduleZBVZeroBubble(stages, training.count, part_of_loss, scale_grads=False)
+    last = parts - 1 in mine
+    holders = torch.distributed.new_group([0, place.size - 1])
+
+    def step() -> float | None:
+        micro_batches = list(training.micro_batches())
+        inputs = (torch.cat([micro.tokens for micro in micro_batches]),) if place.rank == 0 else ()
+        targets = torch.cat([micro.targets for micro in micro_batches]) if last else None
+        losses: list[Tensor] = []
+        schedule.step(*inputs, target=targets, losses=losses if last else None, return_outputs=False)
+        if tied is not None:
+            assert tied.grad is not None
+            torch.distributed.all_reduce(tied.grad, group=holders)
+        update()
+        return float(torch.stack(losses).detach().sum()) if losses else None
 
     return step
+
+
+def _by_flops(deck: Deck, shape: ModelShape, stages: int, parts: int, in_v: bool) -> Sequence[int]:
+    """Blocks of each part, as a run of ours would have them in such a schedule."""
+    form = Schedule(((Action("F", 0, parts // stages - 1),),) * stages)
+    if in_v:
+        form = generate("zb-v", stages, 2 * stages)
+    return split_by_flops(deck.with_keys(layout={"split": None}), shape, form)
+
+
+def _tied(modules: Sequence[TorchModel]) -> Tensor | None:
+    """This rank's table, where another rank has it too; where both are here, they become one."""
+    embeddings = [module.embedding for module in modules if module.embedding is not None]
+    heads = [module.head for module in modules if module.head is not None]
+    if embeddings and heads:
+        heads[0].weight = embeddings[0].weight
+        return None
+    if embeddings:
+        return embeddings[0].weight
+    return heads[0].weight if heads else None
+
+
+def _of_all_stages(squares: Tensor) -> Tensor:
+    torch.distributed.all_reduce(squares)
+    return squares

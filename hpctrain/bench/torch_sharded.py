@@ -10,121 +10,91 @@ import importlib
 import io
 import logging
 import os
-from collections.abc import Callable
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpctrain.bench.torch_model import TorchModel, loss_of
-from hpctrain.comm.world import World
+from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
 from hpctrain.deck.schema import Deck
-from hpctrain.errors import HpctrainError
-from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
-
-LEARNING_RATE = 1e-4
+from hpctrain.words import require
 
 
-def sharded_step(name: str, deck: Deck, world: World) -> Callable[[], Tensor]:
-    """One optimizer step of the deck's global batch by one of SHARDED_RIVALS, on data ranks only.
+def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:  # noqa: ARG001
+    """One optimizer step of the deck's global batch by "fsdp2" or "deepspeed", on data ranks.
 
-    The step gives the mean loss of this rank's tokens, which are always the same. Formats are as in our
-    own: master weights and moments in fp32. Clipping is left out, to the rival's
-    advantage. HpctrainError for a deck with other ranks than data ranks, one that the rival cannot do, and
-    where it is not installed.
+    Formats are as in our own: master weights and moments in fp32. HpctrainError where DeepSpeed is not there.
     """
-    assert deck.model.vocabulary is not None
-    layout = deck.layout
-    if max(layout.tensor, layout.context, layout.pipeline) > 1:
-        raise HpctrainError(f"--against {name}: needs a deck of data ranks only")
-    shape = ModelShape.of(deck, deck.model.vocabulary)
-    torch.manual_seed(deck.run.seed)
-    step = SHARDED_RIVALS[name](deck, world, TorchModel(shape))
-    micro = deck.batch.micro_size
-    count, rest = divmod(deck.batch.global_size, micro * world.size)
-    assert rest == 0, (deck.batch.global_size, micro, world.size)
-    tokens = rank_tokens(deck, world.rank, count)
-    return lambda: step(tokens)
+    training = Training(deck, place.rank, place.size)
+    model = training.filled(TorchModel(training.shape))
+    return _fsdp2(training, place, model) if name == "fsdp2" else _deepspeed(name, training, place, model)
 
 
-def rank_tokens(deck: Deck, rank: int, count: int) -> Tensor:
-    """The tokens of a rank's `count` micro-batches, [count, b, s + 1]."""
-    vocabulary = deck.model.vocabulary
-    assert vocabulary is not None
-    shape = (count, deck.batch.micro_size, deck.batch.sequence + 1)
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(deck.run.seed + rank))
-
-
-def _fsdp2(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
+def _fsdp2(training: Training, place: Place, model: TorchModel) -> PeerStep:
     """FSDP2 as torch's tutorial has it: every block, and what is around them, on its own."""
-    if deck.precision.compute == "fp16":
-        raise HpctrainError("--against fsdp2: has no loss scale; give it fp32 or bf16")
-    mesh = init_device_mesh("cpu", (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=Precision.of(deck).storage, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (place.size,))
+    policy = MixedPrecisionPolicy(param_dtype=training.storage, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule) and isinstance(model, nn.Module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    once = deck.memory.accumulate == "whole"
+    update = Update(training, [model])
+    once = training.deck.memory.accumulate == "whole"
 
-    def step(tokens: Tensor) -> Tensor:
+    def step() -> float:
         total = torch.zeros(())
-        for index, batch in enumerate(tokens):
-            model.set_requires_gradient_sync(not once or index == len(tokens) - 1)
-            loss = loss_of(model(batch[:, :-1]), batch[:, 1:]) / len(tokens)
+        for index, micro in enumerate(training.micro_batches()):
+            model.set_requires_gradient_sync(not once or index == training.count - 1)
+            loss = loss_of(model(micro.tokens), micro.targets) / training.count
             loss.backward()
             total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
+        update()
+        return float(total)
 
     return step
 
 
-def _deepspeed(deck: Deck, world: World, model: TorchModel) -> Callable[[Tensor], Tensor]:
-    """DeepSpeed's ZeRO as the deck's `layout.zero`, 3 where the deck has none, with its defaults.
+def _deepspeed(name: str, training: Training, place: Place, model: TorchModel) -> PeerStep:
+    """DeepSpeed's ZeRO, with its defaults, of the stage that ends the name, or else of the deck's
+    `layout.zero`, 3 where that is 0.
 
     These sum the gradients of a 16-bit format in that format, which halves what travels.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", str(world.rank))
-    try:
-        deepspeed: Any = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise HpctrainError(
-            f"--against deepspeed: DeepSpeed cannot be loaded ({error}); `pip install deepspeed` would help"
-        ) from error
+    os.environ.setdefault("LOCAL_RANK", str(place.rank))
+    require("deepspeed", f"--against {name}")
+    deepspeed: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of the operations that it builds
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    compute, micro = deck.precision.compute, deck.batch.micro_size
+    deck = training.deck
+    stage = int(name.rpartition("-")[2]) if "-" in name else deck.layout.zero or 3
     settings = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": deck.batch.global_size // (micro * world.size),
-        "zero_optimization": {"stage": deck.layout.zero or 3},
+        "train_micro_batch_size_per_gpu": deck.batch.micro_size,
+        "gradient_accumulation_steps": training.count,
+        "gradient_clipping": deck.optimizer.clip,
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": compute == "bf16"},
-        "fp16": {"enabled": compute == "fp16"},
+        "bf16": {"enabled": deck.precision.compute in ("bf16", "fp8")},
+        "fp16": {"enabled": deck.precision.compute == "fp16"},
         "steps_per_print": 2**31,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(training.groups(model.parameters()), **training.settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
-    def step(tokens: Tensor) -> Tensor:
+    def step() -> float:
         total = torch.zeros(())
-        for batch in tokens:
-            loss = loss_of(engine(batch[:, :-1]), batch[:, 1:])
+        for index, micro in enumerate(training.micro_batches()):
+            loss = loss_of(engine(micro.tokens), micro.targets)
             engine.backward(loss)
+            if index == training.count - 1:
+                training.begin_update(optimizer.param_groups)
             engine.step()
             total += loss.detach()
-        return total / len(tokens)
+        return float(total / training.count)
 
     return step
-
-
-SHARDED_RIVALS = MappingProxyType({"fsdp2": _fsdp2, "deepspeed": _deepspeed})

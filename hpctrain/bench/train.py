@@ -1,30 +1,32 @@
-"""`hpctrain bench train`: tokens/s, MFU and time by phase, variants side by side in one run.
+"""`hpctrain bench train`: tokens/s, MFU, time by phase, losses and memory, variants side by side in one run.
 
 All variants are built first and then take turns, so that the machine's drift meets them alike; what
-counts is the ratio within a round. One alone shows the memory that it takes.
+counts is the ratio within a round.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral_step
-from hpctrain.bench.peers import start_gloo, stop_gloo
-from hpctrain.bench.stages import Prediction, StageProbe, sentence, stage_lines
+from hpctrain.bench.fresh import measure_afresh
+from hpctrain.bench.peer_process import PeerProcess
+from hpctrain.bench.rivals import RIVALS, rival_problems
+from hpctrain.bench.stages import StageProbe
 from hpctrain.bench.timing import with_vocabulary, write_json
-from hpctrain.bench.torch_model import torch_step
-from hpctrain.bench.torch_pipeline import PIPELINE_RIVALS, pipeline_step
-from hpctrain.bench.torch_sharded import SHARDED_RIVALS, sharded_step
+from hpctrain.bench.train_table import Setting, TrainingFigures, agrees, figure_lines, most_of_a_node
+from hpctrain.bench.turns import Measured, Variant, take_turns
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import peak_bytes
+from hpctrain.comm.device import on_host, peak_bytes
+from hpctrain.comm.host_memory import own_peak_bytes
 from hpctrain.comm.mesh import Mesh, sizes_text
+from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
 from hpctrain.data.synthetic import SyntheticSource
@@ -43,46 +45,12 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
-from hpctrain.table import table
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import on_one_rank
-from hpctrain.units import format_bytes, format_count
+from hpctrain.units import format_bytes
 from hpctrain.watch.machine import measure_gemm_flops
 
 OWN = "deck"
-PHASES = ("forward", "backward", "synchronize", "step", "other")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Something to time: `step` does one step on all ranks, `tokens` is this rank's part of its tokens.
-
-    `phases` gives the seconds spent in each phase since it was last asked. `split` are the blocks of each
-    part of the model; `probe` measures the stages of a pipeline.
-    """
-
-    name: str
-    step: Callable[[], object]
-    tokens: float
-    phases: Callable[[], dict[str, float]]
-    split: tuple[int, ...] = ()
-    probe: StageProbe | None = None
-
-
-@dataclass(frozen=True)
-class TrainingFigures:
-    """What one variant reached: tokens/s of all ranks together, by round; milliseconds a step by phase.
-
-    `pipeline` is the simulator's prediction, of a variant with stages. `peak_bytes` is the most memory that
-    a rank had in use, of a variant alone in its process.
-    """
-
-    name: str
-    tokens_per_s: list[float]
-    mfu: float
-    phase_ms: dict[str, float]
-    pipeline: Prediction | None = None
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +59,8 @@ class TrainingWish:
 
     `no_sync`: each rank trains alone, without communication. `data_parallel`: the same global batch
     over data ranks only. `variants`: the same deck with further changes, `KEY=VALUE` separated by spaces.
-    `against`: others' ways, by the names that the verb's help tells. `only`: none of these but the one of
-    this name, or the deck's own layout, "deck".
+    `against`: others' ways, of RIVALS. `only`: none of these but the one of this name, or the deck's own
+    layout, "deck". `memory`: that of each of our own too where there are several, see measure_afresh.
     """
 
     steps: int
@@ -102,6 +70,19 @@ class TrainingWish:
     against: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     only: str | None = None
+    memory: bool = False
+
+    def chosen(self) -> list[str]:
+        """The names of what to measure, in order; HpctrainError where `only` is none of them."""
+        names = [OWN]
+        names += ["data-parallel"] if self.data_parallel else []
+        names += ["no-sync"] if self.no_sync else []
+        names += [*self.variants, *self.against]
+        if self.only is None:
+            return names
+        if self.only not in names:
+            raise HpctrainError(f"--only {self.only}: is not among what is compared: {', '.join(names)}")
+        return [self.only]
 
 
 def bench_train(
@@ -114,81 +95,101 @@ def bench_train(
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
     with world.agreement():
-        names = _chosen(wish)
+        names = wish.chosen()
+        problems = rival_problems(wish.against, deck, world.size, on_host(world.device))
+        if problems:
+            raise HpctrainError(problems)
         changed: dict[str, Deck] = {}
         for changes in wish.variants:
             other = read_deck(path, [*overrides, *changes.split()], read_source=settled_keys)
             changed[changes] = with_vocabulary(other)
-    gloo = any(name in wish.against and name not in MIXTRAL_RIVALS for name in names)
-    if gloo:
-        start_gloo(world)
+    own = [name for name in names if name not in wish.against]
+    afresh = measure_afresh(world, path, overrides, wish, own) if wish.memory else {}
+    load = os.getloadavg()[0]
     variants: list[Variant] = []
-    for name in names:
-        if name in wish.against:
-            split = variants[0].split if variants else ()
-            variants.append(_rival(name, deck, world, split))
-        elif name == "no-sync":
-            alone = world.alone()
-            variants.append(own_variant(name, on_one_rank(deck), alone, Mesh(alone, {}), share=world.size))
-        elif name == "data-parallel":
-            plain = on_one_rank(deck)
-            copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
-            variants.append(own_variant(layout_name(copies), plain, world, copies))
-        elif name in changed:
-            other = changed[name]
-            variants.append(own_variant(name, other, world, make_mesh(other, world)))
-        else:
-            variants.append(own_variant(layout_name(mesh), deck, world, mesh))
-    dtype = Precision.of(deck).product
-    peak = _mean(world, measure_gemm_flops(dtype, world.device))
-    measured = take_turns(world, variants, wish)
-    own = torch.tensor(peak_bytes(world.device))
-    memory = int(world.everyone.all_reduce(own, "max").item()) if len(variants) == 1 else None
+    with ExitStack() as processes:
+        for name in names:
+            if name in wish.against:
+                split = variants[0].split if variants else ()
+                peer = PeerProcess(name, deck, world, split)
+                processes.callback(peer.close)
+                variants.append(_rival(name, deck, world, peer))
+            elif name == "no-sync":
+                alone = world.alone()
+                plain = on_one_rank(deck)
+                variants.append(own_variant(name, plain, alone, Mesh(alone, {}), world.size, alike=False))
+            elif name == "data-parallel":
+                plain = on_one_rank(deck)
+                copies = Mesh(world, {"data": world.size} | expert_sizes(plain))
+                variants.append(own_variant(layout_name(copies), plain, world, copies))
+            elif name in changed:
+                other = changed[name]
+                variants.append(own_variant(name, other, world, make_mesh(other, world)))
+            else:
+                variants.append(own_variant(layout_name(mesh), deck, world, mesh))
+        dtype = Precision.of(deck).product
+        peak = _mean(world, measure_gemm_flops(dtype, world.device))
+        measured = take_turns(world, variants, wish.steps, wish.rounds)
+        memory = [_memory(world, variant, len(own) == 1) for variant in variants]
+    for index, name in enumerate(names):
+        memory[index] = afresh.get(name, memory[index])
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
-    flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token
-    figures = []
-    for variant, rates, phases in measured:
-        mfu = median(rates) * flops / (peak * world.size)
-        prediction = variant.probe.prediction() if variant.probe is not None else None
-        figures.append(TrainingFigures(variant.name, rates, mfu, phases, prediction, memory))
-    if gloo:
-        stop_gloo()
+    flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token / (peak * world.size)
+    figures = [
+        _figures(row, measured[0], flops, bytes_of, deck)
+        for row, bytes_of in zip(measured, memory, strict=True)
+    ]
     # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
     activations = _activations(deck, world, mesh) if wish.only is None else ""
     if world.rank == 0:
-        _show(deck, world, figures, peak)
+        setting = Setting.of(deck, world, peak, processor_name(), load)
+        stdout_console().print("\n".join(figure_lines(setting, figures)), markup=False)
         if activations:
             print(activations)
         if output is not None:
-            write_json(output, [asdict(row) for row in figures])
+            write_json(output, asdict(setting) | {"rows": [asdict(row) for row in figures]})
     return 0
 
 
-def _chosen(wish: TrainingWish) -> list[str]:
-    """The names of what to measure, in order; HpctrainError where `only` is none of them."""
-    names = [OWN]
-    names += ["data-parallel"] if wish.data_parallel else []
-    names += ["no-sync"] if wish.no_sync else []
-    names += [*wish.variants, *wish.against]
-    if wish.only is None:
-        return names
-    if wish.only not in names:
-        raise HpctrainError(f"--only {wish.only}: is not among what is compared: {', '.join(names)}")
-    return [wish.only]
+def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> Variant:
+    """Others' step."""
+    tokens = deck.batch.global_size * deck.batch.sequence / world.size
+    return Variant(name, peer.step, tokens, alike=RIVALS[name].alike, memory=peer.memory)
 
 
-def _rival(name: str, deck: Deck, world: World, split: Sequence[int]) -> Variant:
-    """Others' step; `split` are the blocks of each part of our pipeline, empty where it is not measured."""
-    step: Callable[[], object]
-    if name in MIXTRAL_RIVALS:
-        step = mixtral_step(name, deck, world)
-    elif name in PIPELINE_RIVALS:
-        step = pipeline_step(name, deck, world, split)
-    elif name in SHARDED_RIVALS:
-        step = sharded_step(name, deck, world)
+def _memory(world: World, variant: Variant, alone: bool) -> tuple[int, int] | None:
+    """The most that a rank had resident, and that the ranks of a node had together; None where that is not
+    known, since other variants of ours were in the same processes, or lies on a GPU. Collective.
+    """
+    if variant.memory is not None:
+        resident, own = variant.memory()
+    elif alone:
+        resident, own = peak_bytes(world.device), own_peak_bytes() if on_host(world.device) else 0
     else:
-        step = torch_step(name, deck, world)
-    return Variant(name, step, deck.batch.global_size * deck.batch.sequence / world.size, dict)
+        return None
+    return most_of_a_node(world, resident, own)
+
+
+def _figures(
+    row: Measured, first: Measured, flops: float, memory: tuple[int, int] | None, deck: Deck
+) -> TrainingFigures:
+    prediction = row.variant.probe.prediction() if row.variant.probe is not None else None
+    ratios = [own / other for own, other in zip(first.tokens_per_s, row.tokens_per_s, strict=True)]
+    alike = agrees(first.losses, row.losses, deck) if row.variant.alike and first.variant.alike else None
+    resident, of_node = memory if memory is not None else (None, None)
+    return TrainingFigures(
+        name=row.variant.name,
+        tokens_per_s=row.tokens_per_s,
+        ratios=ratios,
+        step_seconds=row.seconds,
+        mfu=median(row.tokens_per_s) * flops,
+        phase_ms={phase: 1e3 * seconds for phase, seconds in row.phases.items()},
+        losses=row.losses,
+        losses_agree=alike,
+        pipeline=prediction,
+        peak_bytes=resident,
+        node_bytes=of_node or None,
+    )
 
 
 def layout_name(mesh: Mesh) -> str:
@@ -196,7 +197,9 @@ def layout_name(mesh: Mesh) -> str:
     return sizes_text(mesh.sizes, 2) or "one rank"
 
 
-def own_variant(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1) -> Variant:
+def own_variant(
+    name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1, alike: bool = True
+) -> Variant:
     """Our own step; `share` is the part of the global batch that this world takes (1/share)."""
     assert deck.model.vocabulary is not None
     engine, _ = build_within_memory(deck, world, mesh)
@@ -212,38 +215,11 @@ def own_variant(name: str, deck: Deck, world: World, mesh: Mesh, share: int = 1)
 
     probe = StageProbe(engine, trainer.step) if mesh.size("pipeline") > 1 else None
     tokens = batch * deck.batch.sequence / world.size
-    return Variant(name, partial(trainer.train_step, batch), tokens, phases, engine.placement.split, probe)
 
+    def step() -> float:
+        return trainer.train_step(batch).loss
 
-def take_turns(
-    world: World, variants: Sequence[Variant], wish: TrainingWish
-) -> list[tuple[Variant, list[float], dict[str, float]]]:
-    """Rounds of `steps` steps of each variant in turn, after one round that is not counted."""
-    rates: list[list[float]] = [[] for _ in variants]
-    phases: list[dict[str, float]] = [{} for _ in variants]
-    for turn in range(wish.rounds + 1):
-        for index, variant in enumerate(variants):
-            world.everyone.barrier()
-            variant.phases()
-            started = time.perf_counter()
-            for _ in range(wish.steps if turn else 1):
-                variant.step()
-            seconds = (time.perf_counter() - started) / wish.steps
-            rate = variant.tokens / seconds
-            spent = variant.phases()
-            # Ranks that wait for each other take as long as the slowest; independent ones add up.
-            total = _mean(world, rate) * world.size
-            if turn:
-                rates[index].append(total)
-                for phase, part in spent.items():
-                    phases[index][phase] = phases[index].get(phase, 0.0) + part
-                if variant.probe is not None:
-                    variant.probe(seconds, {phase: part / wish.steps for phase, part in spent.items()})
-    count = wish.steps * wish.rounds
-    return [
-        (variant, rate, {phase: 1e3 * seconds / count for phase, seconds in phase_sums.items()})
-        for variant, rate, phase_sums in zip(variants, rates, phases, strict=True)
-    ]
+    return Variant(name, step, tokens, phases, engine.placement.split, probe, alike)
 
 
 def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
@@ -275,30 +251,3 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
 def _mean(world: World, value: float) -> float:
     total = world.everyone.all_reduce(torch.tensor(value, dtype=torch.float64))
     return float(total.item()) / world.size
-
-
-def _show(deck: Deck, world: World, figures: Sequence[TrainingFigures], peak: float) -> None:
-    shape = ModelShape.of(deck, deck.model.vocabulary or 0)
-    console = stdout_console()
-    console.print(
-        f"{deck.run.title}: {shape.family}, {format_count(count(shape).parameters)} parameters, "
-        f"{deck.precision.words}, {world.size} ranks, batch {deck.batch.global_size} x "
-        f"{deck.batch.sequence} tokens; a matrix product runs at {peak / 1e9:.1f} GFLOP/s a rank"
-    )
-    rates = [["variant", "tokens/s", "lowest", "highest", "mfu", "ratio"]]
-    for row in figures:
-        ratios = [first / own for first, own in zip(figures[0].tokens_per_s, row.tokens_per_s, strict=True)]
-        speeds = [format_count(of(row.tokens_per_s)) for of in (median, min, max)]
-        rates.append([row.name, *speeds, f"{row.mfu:.1%}", f"{median(ratios):.1%}"])
-    console.print("\n".join(table(rates)), markup=False)
-    console.print(f"ratio: tokens/s of {figures[0].name} over the variant's, median over the rounds")
-    phases = [["ms a step", *PHASES]]
-    timed = (row for row in figures if row.phase_ms)
-    phases += ([row.name, *(f"{row.phase_ms.get(phase, 0.0):.1f}" for phase in PHASES)] for row in timed)
-    console.print("\n".join(table(phases)), markup=False)
-    for row in figures:
-        if row.pipeline is not None:
-            console.print("\n".join(stage_lines(row.pipeline)))
-            console.print(sentence(row.pipeline))
-        if row.peak_bytes is not None:
-            console.print(f"{row.name}: a rank had at most {format_bytes(row.peak_bytes)} of memory in use")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from hpctrain.bench.rivals import RIVALS
+
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
 
@@ -80,20 +82,9 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
 @click.option(
     "--against",
     multiple=True,
-    type=click.Choice(
-        [
-            "torch-tensor",
-            "torch-sequence",
-            "torch-pipeline",
-            "torch-interleaved",
-            "fsdp2",
-            "deepspeed",
-            "transformers-eager",
-            "transformers-grouped",
-        ]
-    ),
-    help="Also torch's tensor (and sequence) parallelism, pipeline or FSDP2, or DeepSpeed's ZeRO, over gloo; "
-    "or on one rank transformers' Mixtral.",
+    type=click.Choice([*RIVALS]),
+    help="Also torch's DDP (with memory kept, through oneDNN, or each rank alone), ZeRO-1, FSDP2, tensor and "
+    "sequence parallelism or pipelines, or DeepSpeed's ZeRO, over gloo; on one rank transformers' Mixtral.",
 )
 @click.option(
     "--variant",
@@ -107,6 +98,7 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
     metavar="NAME",
     help="Of all these measure one alone, with its peak memory: deck, no-sync, a variant's changes...",
 )
+@click.option("--memory", is_flag=True, help="Also each of our own in fresh processes, for its peak memory.")
 @figures_file
 def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any) -> None:
     """Time the training step of DECK on random tokens: tokens/s, MFU, time by phase."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -62,6 +63,31 @@ def shared_bytes() -> int:
     node that use the same have no more of it; 0 where the system does not tell.
     """
     return sum(_sizes("self/status", "RssFile", "RssShmem"))
+
+
+def own_bytes() -> int:
+    """What this process has resident, and of what it shares with others its part: ranks that have memory in
+    common count it once together. Code and constants of libraries are left out: how many other processes of
+    the node happen to use them is nothing of this one's. 0 where the system does not tell.
+    """
+    pages, counts = 0, False
+    # Of each mapping a line with addresses, access, offset, device, inode and perhaps path, then its sizes.
+    with (
+        contextlib.suppress(OSError),
+        (ROOT / "proc/self/smaps").open(encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:
+            name, *rest = line.split(None, 5)
+            if not name.endswith(":"):
+                counts = "w" in rest[0] or rest[3] == "0"
+            elif counts and name == "Pss:":
+                pages += int(rest[0])
+    return 1024 * pages
+
+
+def own_peak_bytes() -> int:
+    """The most of `own_bytes` so far, as far as the peak of what is resident tells."""
+    return peak_rss_bytes() - resident_bytes() + own_bytes()
 
 
 def node_limits(environment: Mapping[str, str]) -> list[Limit]:

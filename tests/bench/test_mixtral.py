@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral, mixtral_step
+from hpctrain.bench.mixtral import MIXTRAL_RIVALS, mixtral, peer
 from hpctrain.bench.train import TrainingWish, bench_train
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
@@ -35,7 +35,7 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
 
     made = []
     monkeypatch.setattr(module, "mixtral", lambda *args: made.append(mixtral(*args)) or made[0])
-    step = mixtral_step(rival, small_deck(*MIXTURE), world.alone())
+    step = peer(rival, small_deck(*MIXTURE), world.alone(), ())
     before = {name: p.detach().clone() for name, p in made[0].named_parameters()}
     step()
     assert all(not torch.equal(before[name], p) for name, p in made[0].named_parameters())
@@ -51,7 +51,7 @@ def test_its_step_trains_every_tensor(world: World, rival: str, monkeypatch: pyt
 )
 def test_what_it_cannot_be_is_refused(world: World, changes: tuple[str, ...], told: str) -> None:
     with pytest.raises(HpctrainError, match=told):
-        mixtral_step("transformers-eager", small_deck(*changes), world.alone())
+        peer("transformers-eager", small_deck(*changes), world.alone(), ())
 
 
 def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ def test_it_takes_turns_with_ours(world: World, tmp_path: Path) -> None:
     deck.write_text(DECK)
     wish = TrainingWish(1, 1, against=("transformers-eager",))
     assert bench_train(world.alone(), deck, MIXTURE, wish, figures) == 0
-    names = [row["name"] for row in json.loads(figures.read_text())]
+    names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert names == ["one rank", "transformers-eager"]

@@ -1,71 +1,78 @@
-"""The benchmark of cut states: FSDP2 and DeepSpeed beside ours, further variants, one variant alone.
+"""The benchmark of training: every peer trains what we do; further variants, one variant alone.
 
-Tests of bench/torch_sharded.py, bench/train.py and bench/torch_model.py.
+Tests of bench/torch_sharded.py, bench/torch_data.py, bench/torch_tensor.py, bench/torch_pipeline.py,
+bench/torch_training.py, bench/peer_process.py and bench/train.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 import pytest
-import torch
-from torch.nn import functional
 
+from hpctrain.bench.peer_process import PeerProcess
 from hpctrain.bench.peers import start_gloo, stop_gloo
-from hpctrain.bench.torch_model import TorchModel
-from hpctrain.bench.torch_sharded import LEARNING_RATE, SHARDED_RIVALS, rank_tokens, sharded_step
-from hpctrain.bench.train import TrainingWish, bench_train
+from hpctrain.bench.rivals import RIVALS
+from hpctrain.bench.torch_training import PeerStep
+from hpctrain.bench.train import TrainingWish, bench_train, own_variant
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
+from hpctrain.train.verify import on_one_rank
 from tests.engines import DECK, LLAMA, small_deck
 
-
-def losses_of_plain_torch(deck: Deck, ranks: int, count: int, steps: int) -> list[float]:
-    """Mean losses of the steps of all ranks' tokens in one process."""
-    torch.manual_seed(deck.run.seed)
-    model = TorchModel(ModelShape.of(deck, deck.model.vocabulary or 0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    tokens = torch.cat([rank_tokens(deck, rank, count).flatten(0, 1) for rank in range(ranks)])
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+ON_DATA = [name for name, rival in RIVALS.items() if rival.axis == "data" and rival.alike]
+IN_PIPELINES = [name for name, rival in RIVALS.items() if rival.axis == "pipeline"]
+CHANGES = (
+    *((name, ()) for name in ON_DATA),
+    ("ddp", ("precision.compute=bf16", *LLAMA)),
+    *((name, ("layout.tensor=2", "model.vocabulary=62")) for name in ("torch-tensor", "torch-sequence")),
+    ("torch-tensor", ("layout.tensor=2", "model.vocabulary=62", *LLAMA, "precision.compute=bf16")),
+    *((name, ("layout.pipeline=2", "model.layers=4")) for name in IN_PIPELINES),
+    ("torch-pipeline", ("layout.pipeline=2", "precision.compute=bf16", *LLAMA)),
+)
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("name", SHARDED_RIVALS)
-def test_rivals_train_the_same_model(world: World, name: str) -> None:
-    if name == "deepspeed":
-        pytest.importorskip("deepspeed")
-    deck = small_deck("model.dropout=0", "layout.zero=3", "run.threads=1")
-    count = deck.batch.global_size // deck.batch.micro_size // world.size
+@contextmanager
+def steps_of(name: str, deck: Deck, world: World) -> Iterator[PeerStep]:
+    """Those of a peer: in this process, but for what needs one of its own."""
+    if name == "ddp-kept" or name.startswith("deepspeed"):
+        peer = PeerProcess(name, deck, world, ())
+        yield peer.step
+        resident, own = peer.memory()
+        assert resident > own > 50e6
+        peer.close()
+        assert peer.process.returncode == 0
+        return
     start_gloo(world)
-    step = sharded_step(name, deck, world)
-    losses = [float(world.everyone.all_reduce(step().clone()).item()) / world.size for _ in range(4)]
+    yield import_module(f"hpctrain.bench.{RIVALS[name].module}").peer(name, deck, world, ())
     stop_gloo()
-    assert losses == pytest.approx(losses_of_plain_torch(deck, world.size, count, 4), rel=1e-5)
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_rivals_refuse_decks_in_words(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(HpctrainError, match="--against fsdp2: needs a deck of data ranks only"):
-        sharded_step("fsdp2", small_deck("layout.tensor=2"), world)
-    with pytest.raises(HpctrainError, match="--against fsdp2: has no loss scale"):
-        sharded_step("fsdp2", small_deck("precision.compute=fp16"), world)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(HpctrainError, match="`pip install deepspeed` would help"):
-        sharded_step("deepspeed", small_deck(), world)
+@pytest.mark.parametrize(("name", "changes"), CHANGES, ids=lambda part: part if isinstance(part, str) else "")
+def test_rivals_train_what_one_rank_of_ours_does(world: World, name: str, changes: tuple[str, ...]) -> None:
+    """Gradients above the clip, weights that decay, tied tables of gpt2 and a rate that warms up included."""
+    if name.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    deck = small_deck("model.dropout=0", "optimizer.clip=0.3", "optimizer.weight_decay=1.0", *changes)
+    with steps_of(name, deck, world) as step:
+        rows = [world.everyone.all_gather_object(step()) for _ in range(4)]
+    losses = [fmean(loss for loss in row if loss is not None) for row in rows]
+    alone = world.alone()
+    own = own_variant("own", on_one_rank(deck), alone, Mesh(alone, {}))
+    rounding = 1e-5 if deck.precision.compute == "fp32" else 2e-3
+    assert losses == pytest.approx([own.step() for _ in range(4)], rel=rounding)
+    assert abs(losses[-1] - losses[0]) > 2 * rounding * losses[0]
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -81,7 +88,7 @@ def test_variants_take_turns_and_stand_alone(
     def measured(wish: TrainingWish) -> list[dict[str, object]]:
         assert bench_train(world, path, ["model.dropout=0"], wish, output) == 0
         world.everyone.barrier()
-        rows: list[dict[str, object]] = json.loads(output.read_text())
+        rows: list[dict[str, object]] = json.loads(output.read_text())["rows"]
         world.everyone.barrier()
         return rows
 
@@ -104,17 +111,3 @@ def test_the_deck_of_the_comparison_is_gpt2() -> None:
     deck = parse_deck(path.read_text(), ())
     assert count(ModelShape.of(deck, deck.model.vocabulary or 0)).parameters == pytest.approx(124e6, rel=0.01)
     assert (deck.batch.sequence, deck.batch.micro_size) == (512, 1)
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("model.experts=4", "model.experts = 4: the peers in plain torch have 0 alone"),
-        ("model.query_key_norm=head", 'model.query_key_norm = "head": the peers in plain torch have "none"'),
-    ],
-)
-def test_models_that_peers_do_not_have_are_refused(override: str, told: str) -> None:
-    deck = small_deck(*LLAMA, override)
-    with pytest.raises(HpctrainError) as caught:
-        TorchModel(ModelShape.of(deck, 61))
-    assert told in str(caught.value)

@@ -76,6 +76,23 @@ def test_every_benchmark_runs_and_writes_its_figures(launch: Launch, work: Path,
     assert files == ["deck.toml", "figures.json"]
 
 
+def test_memory_is_that_of_each_alone(launch: Launch, work: Path) -> None:
+    wide = "model.hidden=1024"
+    done = launch(
+        *(2, "-m", "hpctrain", "bench", "train", "deck.toml", *ONCE, "--steps", "1", "--memory"),
+        *("--variant", wide, "--json", "figures.json"),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((work / "figures.json").read_text())["rows"]}
+    assert list(rows) == ["data 2", wide]
+    assert all(30e6 < row["peak_bytes"] < row["node_bytes"] < 2 * row["peak_bytes"] for row in rows.values())
+    # 12.6M parameters, each with its gradient and two moments, on two ranks.
+    assert rows[wide]["node_bytes"] - rows["data 2"]["node_bytes"] > 2 * 16 * 12e6
+    assert [row["losses_agree"] for row in rows.values()] == [True, False]
+    assert f"{wide}: does not train the same as data 2" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("benchmark", "option"),
     [*((each, "--rounds") for each in ("train", "offload", "checkpoint")), ("train", "--steps")],
@@ -121,6 +138,8 @@ def _verb(told: list[str], verb: Callable[[World], object], device: str = "auto"
         (("train", "deck.toml", "--variant", "layout.zeros=1"), "did you mean layout.zero?"),
         (("train", "gone.toml"), "gone.toml: cannot be read"),
         (("train", "deck.toml", "--against", "megatron"), "--against"),
+        (("train", "deck.toml", "--against", "ddp"), "--against ddp: needs two ranks or more, not 1"),
+        (("train", "deck.toml", "--only", "ddp"), "--only ddp: is not among what is compared: deck"),
         (("checkpoint", "deck.toml", "--rounds", "0"), "--rounds"),
         (("fp8", "--shape", "32x0x64"), "--shape 32x0x64: must be tokens x outputs x inputs"),
     ],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +106,41 @@ def test_errors_of_no_memory_are_known_by_kind() -> None:
 def test_no_memory_is_no_error_of_a_file() -> None:
     with pytest.raises(MemoryError, match="tokens"):
         as_error(OSError(errno.ENOMEM, "Cannot allocate memory", "tokens.h5"))
+
+
+def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -> None:
+    size = 32 << 20
+    (tmp_path / "shared").write_bytes(b"1" * size)
+
+    def mapped(access: int) -> mmap.mmap:
+        with (tmp_path / "shared").open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), size, access=access)
+        assert memory[:: mmap.PAGESIZE].count(b"1") == size // mmap.PAGESIZE  # all of it is resident
+        return memory
+
+    def grown(before: int) -> float:
+        return (host_memory.own_bytes() - before) / size
+
+    before = host_memory.own_bytes()
+    read_only = mapped(mmap.ACCESS_READ)
+    assert grown(before) == pytest.approx(0, abs=0.1)
+    read_only.close()
+    window = mapped(mmap.ACCESS_WRITE)
+    assert grown(before) == pytest.approx(1, abs=0.1)
+    program = (
+        "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
+        "memory[::4096]; print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "shared"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert grown(before) == pytest.approx(0.5, abs=0.1)
+        other.communicate()
+    assert grown(before) == pytest.approx(1, abs=0.1)
+    window.close()
+    peak = host_memory.own_peak_bytes()
+    tensor = torch.ones(size)
+    del tensor
+    assert host_memory.own_peak_bytes() > peak + 2 * size

@@ -1,0 +1,150 @@
+"""Others' ways to train, by name: what they can be measured against, and which decks they cannot train.
+
+Nothing of theirs is loaded here: what cannot be is told before anything runs.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck
+
+Axis = Literal["data", "tensor", "pipeline", "none"]
+
+KEPT = (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 62)))
+"""What has glibc keep all memory for whoever asks next. Else it gives large pieces back to the system, which
+has to bring them anew, page by page; a threshold instead of 0 has an upper limit of 32 MiB."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """`module` of this folder has its `peer`, which trains on ranks along `axis` ("none": on one rank); its
+    process has `environment` besides. `alike` says whether it trains from the deck's own first weights, the
+    batch as a whole, so that its losses are ours.
+    """
+
+    module: str
+    axis: Axis
+    environment: tuple[tuple[str, str], ...] = ()
+    alike: bool = True
+
+
+RIVALS = MappingProxyType(
+    {
+        "ddp": Rival("torch_data", "data"),
+        "ddp-kept": Rival("torch_data", "data", KEPT),
+        "ddp-onednn": Rival("torch_data", "data"),
+        "ddp-alone": Rival("torch_data", "data", alike=False),
+        "zero1": Rival("torch_data", "data"),
+        "fsdp2": Rival("torch_sharded", "data"),
+        "deepspeed": Rival("torch_sharded", "data"),
+        "deepspeed-1": Rival("torch_sharded", "data"),
+        "deepspeed-3": Rival("torch_sharded", "data"),
+        "torch-tensor": Rival("torch_tensor", "tensor"),
+        "torch-sequence": Rival("torch_tensor", "tensor"),
+        "torch-pipeline": Rival("torch_pipeline", "pipeline"),
+        "torch-interleaved": Rival("torch_pipeline", "pipeline"),
+        "torch-zbv": Rival("torch_pipeline", "pipeline"),
+        "transformers-eager": Rival("mixtral", "none", alike=False),
+        "transformers-grouped": Rival("mixtral", "none", alike=False),
+    }
+)
+
+_PLAIN: Mapping[str, object] = MappingProxyType(
+    {
+        "model.experts": 0,
+        "model.query_key_norm": "none",
+        "model.dropout": 0.0,
+        "model.parametrization": "standard",
+        "model.frozen": (),
+        "stability.z_loss": 0.0,
+    }
+)
+"""What peers in plain torch have, by the deck's keys, where a deck may have something else."""
+
+
+def pipeline_parts(name: str, deck: Deck, stages: int) -> int:
+    """Into how many parts torch's schedule cuts the model."""
+    if name == "torch-pipeline":
+        return stages
+    return 2 * stages if name == "torch-zbv" else max(2, deck.layout.chunks) * stages
+
+
+def rival_problems(names: Sequence[str], deck: Deck, ranks: int, on_host: bool) -> list[str]:
+    """Why these cannot be measured against with this deck, on so many ranks: a sentence each, or none."""
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems = [f"--against {name}: is given {names.count(name)} times; once is enough" for name in twice]
+    for name in dict.fromkeys(names):
+        # One for each is enough: what is wrong first often is the reason of the others.
+        problems += [
+            f"--against {name}: {text}" for text in [next(_unfit(name, deck, ranks, on_host), "")] if text
+        ]
+    return problems
+
+
+def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
+    from hpctrain.deck.sources import toml_value
+
+    rival = RIVALS[name]
+    if not on_host:
+        yield 'computes on the CPU alone; run.device = "cpu" would do'
+    if rival.axis == "none":
+        if ranks > 1:
+            yield f"needs one rank; there are {ranks}"
+        return
+    if ranks == 1:
+        yield "needs two ranks or more, not 1, as of mpirun -n 2"
+    yield from _OF_AXES[rival.axis](name, deck, ranks)
+    for key, value in _PLAIN.items():
+        if deck.value(key) != value:
+            had = toml_value(value)
+            yield f"{key} = {toml_value(deck.value(key))}: peers in plain torch have {had} alone"
+    if deck.communication.emulate is not None:
+        given = toml_value(deck.value("communication.emulate"))
+        yield f"communication.emulate = {given}: delays our messages, and not those of peers"
+    if deck.precision.compute == "fp16" and not name.startswith("deepspeed"):
+        yield 'has no loss scale as precision.compute = "fp16" needs; fp32 and bf16 would do'
+    if name == "ddp-onednn" and deck.precision.compute != "fp32":
+        yield (
+            f'precision.compute = "{deck.precision.compute}": products in 16 bits go through oneDNN anyway; '
+            "compare with ddp, or in fp32"
+        )
+    if name == "ddp-kept" and platform.libc_ver()[0] != "glibc":
+        yield "keeps memory by settings of glibc, which is not this system's C library"
+    if name.startswith("deepspeed") and find_spec("deepspeed") is None:
+        yield "DeepSpeed is not installed; `pip install deepspeed` would help"
+
+
+def _of_data(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
+    layout = deck.layout
+    for axis in ("tensor", "context", "pipeline"):
+        if getattr(layout, axis) > 1:
+            yield f"needs a deck of data ranks only, not one with layout.{axis} = {getattr(layout, axis)}"
+
+
+def _of_tensor(name: str, deck: Deck, ranks: int) -> Iterator[str]:  # noqa: ARG001
+    if deck.layout.tensor != ranks:
+        yield f"needs a deck whose layout.tensor is the number of ranks, {ranks}, not {deck.layout.tensor}"
+
+
+def _of_pipeline(name: str, deck: Deck, ranks: int) -> Iterator[str]:
+    if deck.layout.pipeline != ranks:
+        given = deck.layout.pipeline
+        yield f"needs a deck whose layout.pipeline is the number of ranks, {ranks}, not {given}"
+    count = deck.batch.global_size // deck.batch.micro_size
+    if name == "torch-interleaved" and count % ranks:
+        yield f"needs micro-batches in a multiple of the {ranks} stages, not {count}"
+    parts = pipeline_parts(name, deck, ranks)
+    if parts > deck.model.layers:
+        yield f"needs a deck of {parts} layers or more, not {deck.model.layers}"
+
+
+_OF_AXES: Mapping[Axis, Callable[[str, Deck, int], Iterator[str]]] = MappingProxyType(
+    {"data": _of_data, "tensor": _of_tensor, "pipeline": _of_pipeline}
+)

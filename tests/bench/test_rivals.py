@@ -1,0 +1,71 @@
+"""Which peers can train a deck: what they cannot is told in a sentence, before anything runs."""
+
+from __future__ import annotations
+
+import platform
+from importlib import import_module
+
+import pytest
+
+from hpctrain.bench import rivals
+from hpctrain.bench.rivals import RIVALS, rival_problems
+from tests.engines import LLAMA, small_deck
+
+DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
+OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts=4")}
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "find_spec", lambda _: object())
+    axis = RIVALS[name].axis
+    deck = small_deck("model.dropout=0", *OF_AXES[axis])
+    assert rival_problems([name], deck, 1 if axis == "none" else 2, True) == []
+    if axis != "none":
+        assert callable(import_module(f"hpctrain.bench.{RIVALS[name].module}").peer)
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "ranks", "told"),
+    [
+        (["ddp", "zero1", "ddp"], DATA, 2, "--against ddp: is given 2 times; once is enough"),
+        (["ddp"], DATA, 1, "--against ddp: needs two ranks or more, not 1"),
+        (["torch-tensor"], DATA, 1, "--against torch-tensor: needs two ranks or more, not 1"),
+        (["torch-tensor"], DATA, 2, "needs a deck whose layout.tensor is the number of ranks, 2, not 1"),
+        (["fsdp2"], TENSOR, 2, "needs a deck of data ranks only, not one with layout.tensor = 2"),
+        (["zero1"], PIPELINE, 2, "needs a deck of data ranks only, not one with layout.pipeline = 2"),
+        (["torch-zbv"], DATA, 2, "needs a deck whose layout.pipeline is the number of ranks, 2, not 1"),
+        (["torch-zbv"], ("layout.pipeline=2",), 2, "needs a deck of 4 layers or more, not 2"),
+        (
+            ["torch-interleaved"],
+            (*PIPELINE, "batch.global_size=6"),
+            2,
+            "needs micro-batches in a multiple of the 2 stages, not 3",
+        ),
+        (["fsdp2"], ("precision.compute=fp16",), 2, "has no loss scale as precision.compute"),
+        (["ddp-onednn"], ("precision.compute=bf16",), 2, "products in 16 bits go through oneDNN anyway"),
+        (["ddp"], (*LLAMA, "model.experts=4"), 2, "model.experts = 4: peers in plain torch have 0 alone"),
+        (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
+        (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),
+        (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "delays our messages, and not those of peers"),
+        (["transformers-eager"], (*LLAMA, "model.experts=4"), 2, "needs one rank; there are 2"),
+    ],
+)
+def test_what_they_cannot_is_one_sentence(
+    names: list[str], changes: tuple[str, ...], ranks: int, told: str
+) -> None:
+    (sentence,) = rival_problems(names, small_deck("model.dropout=0", *changes), ranks, True)
+    assert sentence.startswith("--against ")
+    assert told in sentence
+
+
+def test_what_is_missing_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    deck = small_deck("model.dropout=0")
+    monkeypatch.setattr(rivals, "find_spec", lambda _: None)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    told = rival_problems(["deepspeed-1", "ddp-kept", "ddp"], deck, 2, True)
+    assert len(told) == 2
+    assert told[0].startswith("--against deepspeed-1: DeepSpeed is not installed; `pip install deepspeed`")
+    assert told[1].startswith("--against ddp-kept: keeps memory by settings of glibc")
+    (told_of_gpus,) = rival_problems(["ddp"], deck, 2, False)
+    assert told_of_gpus.endswith('computes on the CPU alone; run.device = "cpu" would do')
