@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def begin(
         with reported_as(temporary, path):
             with together(group):
                 if group.rank == 0:
-                    rows = [astuple(stored) for stored in create(temporary, tensors, state).values()]
+                    rows = [stored.row for stored in create(temporary, tensors, state).values()]
             datasets = {row[0]: StoredTensor(*row) for row in group.broadcast_object(rows)}
             pieces = _pieces(group, entries, datasets, piece_bytes)
             with together(group):

@@ -1,9 +1,15 @@
-"""Bytes from a checkpoint file into an Entry's values, read at the places the structure names."""
+"""Bytes from a checkpoint file into Entries' values, read at the places the structure names.
+
+Two threads wait for the disk and put what they read where it belongs, while the one that asked adds up the
+checksums of what has come, piece by piece and in order: neither the disk nor the processor waits.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.checksum import Sums, Words
@@ -22,45 +29,93 @@ from hpctrain.errors import InputOutputError
 BUFFER_BYTES = 16 << 20
 # Runs shorter than this are read together with what lies between them.
 _SIEVED_BYTES = 32 << 10
-_PART_BYTES = 4 << 20
+# Read and added up at a time: what has come is still in the cache, and a piece costs more than its hand-over.
+_PIECE_BYTES = 1 << 20
+# Reads under way at once: while one is copied out of the page cache, the other waits for the disk.
+_READS = 2
+# Half of the buffer is for batches, of less than two pieces each, that are read or added up; half is for what
+# lies between short runs, of each read.
+_PIECES_A_BUFFER, _SPANS_A_BUFFER = 4 * (_READS + 1), 2 * _READS
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An Entry to be read from a dataset, and the dataset's sums, if what is read is to be added to them."""
+
+    entry: Entry
+    stored: StoredTensor
+    sums: Sums | None
+
+
+class _Piece:
+    """A rectangle on its way into an Entry's values: `words` are to be read, and then landed."""
+
+    def __init__(self, wanted: Wanted, rectangle: Rectangle) -> None:
+        self.wanted, self.rectangle = wanted, rectangle
+        entry = wanted.entry
+        self._filling = rectangle.filling(entry.values)
+        self._view = self._filling.__enter__()
+        self._direct = on_host(entry.values.device) and self._view.is_contiguous() and not entry.added
+        target = self._view if self._direct else torch.empty(rectangle.shape, dtype=self._view.dtype)
+        self._target = target.reshape(-1)
+        self.words: Words = self._target.numpy().view(f"u{wanted.stored.item_bytes}")
+
+    def land(self) -> None:
+        """Add what was read to the sums, and bring it to the values where it does not lie there."""
+        wanted, rectangle, view = self.wanted, self.rectangle, self._view
+        if wanted.sums is not None:
+            checksum.add(wanted.sums, self.words, rectangle.start, rectangle.shape, wanted.stored.shape)
+        target, dtype = self._target.view(rectangle.shape), wanted.entry.values.dtype
+        if wanted.entry.added:
+            view.view(dtype).add_(target.view(dtype).to(view.device))
+        elif not self._direct:
+            view.copy_(target)
+        self._filling.__exit__(None, None, None)
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """An open checkpoint file; no read holds more than `buffer_bytes` besides what it fills."""
+    """An open checkpoint file; no more than `buffer_bytes` are held besides what is filled."""
 
     path: Path
     descriptor: int
+    readers: ThreadPoolExecutor
     buffer_bytes: int = BUFFER_BYTES
 
-    def fill(self, entry: Entry, stored: StoredTensor, sums: Sums | None, zero_padding: bool = True) -> None:
-        """Read an Entry's values from its dataset, add them to `sums` if given.
+    def fill(self, wanted: Iterable[Wanted], zero_padding: bool = True) -> None:
+        """Read the values of all that is wanted, in this order, and add them to the sums that are given.
 
-        Padding becomes zero, or stays as it is.
+        Padding becomes zero, or stays as it is. InputOutputError where the file cannot be read, or ends.
         """
-        rectangles = rectangles_of(entry)
-        read = sum(rectangle.elements for rectangle in rectangles)
-        if zero_padding and not entry.added and read < entry.values.numel():
-            entry.values.zero_()
-        # What is read at once stays in the processor's cache while it is added up.
-        limit = max(1, min(self.buffer_bytes, _PART_BYTES) // stored.item_bytes)
-        for rectangle in rectangles:
-            for part in rectangle.cut(limit):
-                self._fill(entry, stored, part, sums)
+        under_way: deque[tuple[Future[None], list[_Piece]]] = deque()
+        for batch in _batches(self._pieces(wanted, zero_padding), self._part_bytes):
+            under_way.append((self.readers.submit(self._read_batch, batch), batch))
+            if len(under_way) > _READS:
+                _land(*under_way.popleft())
+        while under_way:
+            _land(*under_way.popleft())
 
-    def _fill(self, entry: Entry, stored: StoredTensor, rectangle: Rectangle, sums: Sums | None) -> None:
-        with rectangle.filling(entry.values) as view:
-            direct = on_host(entry.values.device) and view.is_contiguous() and not entry.added
-            target = view.reshape(-1) if direct else torch.empty(rectangle.elements, dtype=view.dtype)
-            words = target.numpy().view(f"u{stored.item_bytes}")
-            self.read_rectangle(words, rectangle, stored)
-            if sums is not None:
-                checksum.add(sums, words, rectangle.start, rectangle.shape, stored.shape)
-            target = target.reshape(rectangle.shape)
-            if entry.added:
-                view.view(entry.values.dtype).add_(target.view(entry.values.dtype).to(view.device))
-            elif not direct:
-                view.copy_(target)
+    @property
+    def _part_bytes(self) -> int:
+        """Of a piece that is read into memory of its own, at most; and of a batch, at least."""
+        return min(_PIECE_BYTES, self.buffer_bytes // _PIECES_A_BUFFER)
+
+    def _pieces(self, wanted: Iterable[Wanted], zero_padding: bool) -> Iterator[_Piece]:
+        for each in wanted:
+            entry, item_bytes = each.entry, each.stored.item_bytes
+            rectangles = rectangles_of(entry)
+            read = sum(rectangle.elements for rectangle in rectangles)
+            if zero_padding and not entry.added and read < entry.values.numel():
+                entry.values.zero_()
+            for rectangle in rectangles:
+                most = _PIECE_BYTES if _is_direct(entry, rectangle) else self._part_bytes
+                limit = max(1, most // item_bytes)
+                for part in rectangle.cut(limit):
+                    yield _Piece(each, part)
+
+    def _read_batch(self, batch: Iterable[_Piece]) -> None:
+        for piece in batch:
+            self.read_rectangle(piece.words, piece.rectangle, piece.wanted.stored)
 
     def read_rectangle(self, words: Words, rectangle: Rectangle, stored: StoredTensor) -> None:
         """Fill a flat array with the elements of a rectangle of a dataset."""
@@ -90,15 +145,15 @@ class TensorSource:
             rest, offset = rest[count:], offset + count
 
     def _read_runs(self, rows: Words, group: Runs, stored: StoredTensor) -> None:
-        size = stored.item_bytes
+        size, room = stored.item_bytes, self.buffer_bytes // _SPANS_A_BUFFER
         offset = stored.offset + group.first * size
         if group.count == 1 or group.stride == group.length:
             self.read(rows, offset)
-        elif group.length * size >= _SIEVED_BYTES or group.stride * size > self.buffer_bytes:
+        elif group.length * size >= _SIEVED_BYTES or group.stride * size > room:
             for row in range(group.count):
                 self.read(rows[row], offset + row * group.stride * size)
         else:
-            step = max(1, self.buffer_bytes // (group.stride * size))
+            step = max(1, room // (group.stride * size))
             for row in range(0, group.count, step):
                 count = min(step, group.count - row)
                 span = np.empty((count - 1) * group.stride + group.length, rows.dtype)
@@ -116,7 +171,38 @@ def opened(path: Path, buffer_bytes: int = BUFFER_BYTES) -> Iterator[TensorSourc
         # The system reads ahead, farther than usual. Asked by POSIX_FADV_WILLNEED it would do so in small
         # pages, which take it twice the time.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    readers = ThreadPoolExecutor(_READS, thread_name_prefix="read")
     try:
-        yield TensorSource(path, descriptor, buffer_bytes)
+        yield TensorSource(path, descriptor, readers, buffer_bytes)
     finally:
+        # Nothing is read any more into memory that is let go, or from a file that is opened next.
+        readers.shutdown(cancel_futures=True)
         os.close(descriptor)
+
+
+def _is_direct(entry: Entry, rectangle: Rectangle) -> bool:
+    """Whether a rectangle is read to where it stays."""
+    values = entry.values
+    if not isinstance(values, Tensor) or not on_host(values.device) or entry.added:
+        return False
+    return rectangle.view(values).is_contiguous()
+
+
+def _batches(pieces: Iterable[_Piece], least_bytes: int) -> Iterator[list[_Piece]]:
+    """Small pieces together: handing one over takes longer than reading it."""
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.words.nbytes
+        if size >= least_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _land(reading: Future[None], batch: Iterable[_Piece]) -> None:
+    reading.result()
+    for piece in batch:
+        piece.land()

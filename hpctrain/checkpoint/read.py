@@ -3,10 +3,11 @@
 Ranks read the bytes of their pieces from the file without HDF5, so that reading needs no parallel HDF5,
 no collective call that could hang on a damaged file, and no metadata traffic from every rank.
 
-Each element is hashed by one of the ranks that read it, and the sums of the whole group are compared with
-the stored ones. Where the group did not read a piece whole, once (a model loaded without its other half,
-replicas not declared), or where it is damaged, the sums differ; such a piece is read whole by one rank,
-whose verdict is final. So all that is read is verified, and as a rule nothing is read for that alone.
+Ranks that hold the same begin with different parts of it, so that each comes from the disk once and from the
+page cache then. Each element is hashed by one of the ranks that read it, and the sums of the whole group are
+compared with the stored ones. Where the group did not read a piece whole, once (a model loaded without its
+other half, replicas not declared), or where it is damaged, the sums differ; such a piece is read whole by one
+rank, whose verdict is final. So all that is read is verified, and as a rule nothing is read for that alone.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint import checksum
 from hpctrain.checkpoint.agree import combined, first_of, together
 from hpctrain.checkpoint.checksum import Sums
-from hpctrain.checkpoint.extract import BUFFER_BYTES, TensorSource, opened
+from hpctrain.checkpoint.extract import BUFFER_BYTES, Wanted, opened
 from hpctrain.checkpoint.layout import Entry, rectangles_of, runs
-from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
+from hpctrain.checkpoint.structure import Structure, examine
 from hpctrain.checkpoint.verify import verify_pieces
 from hpctrain.comm.group import Group
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER
@@ -60,18 +61,14 @@ def load(
     sums = np.zeros(len(structure.sums), np.uint64)
     touched = np.zeros(len(structure.sums), np.int64)
     with together(group), opened(structure.path, buffer_bytes) as file:
-        for entry in entries:
-            _fill(file, entry, structure.datasets[entry.dataset], sums, zero_padding)
-    for entry in entries:
-        _touch(touched[structure.datasets[entry.dataset].pieces], entry)
+        file.fill(_wanted(structure, entries, sums, touched), zero_padding)
     totals = combined(group, sums).view(np.uint64)
     touched = combined(group, touched, "max")
-    doubtful = []
-    for stored in structure.datasets.values():
-        at = stored.pieces
-        read = totals[at] + checksum.seeds(stored.dataset, stored.kind, stored.shape)
-        different = (read != structure.sums[at]) & (touched[at] != 0)
-        doubtful += [(stored, int(piece)) for piece in np.flatnonzero(different)]
+    stored = structure.datasets.values()
+    for each in stored:
+        totals[each.pieces] += checksum.seeds(each.dataset, each.kind, each.shape)
+    different = (totals != structure.sums) & (touched != 0)
+    doubtful = [(each, int(piece)) for each in stored for piece in np.flatnonzero(different[each.pieces])]
     verify_pieces(structure, group, doubtful[group.rank :: group.size])
     return structure.state
 
@@ -126,22 +123,35 @@ def _raise_first(group: Group, problems: Sequence[str]) -> None:
         raise first_of(distinct)
 
 
-def _fill(file: TensorSource, entry: Entry, stored: StoredTensor, sums: Sums, zero_padding: bool) -> None:
-    """Read an Entry; of its copies each adds up its share."""
-    first, last = entry.share()
-    for start, end, added in (
-        (0, first, None),
-        (first, last, sums[stored.pieces]),
-        (last, entry.values.numel(), None),
-    ):
-        if start < end:
-            file.fill(entry.part(start, end), stored, added, zero_padding)
+def _wanted(
+    structure: Structure, entries: Sequence[Entry], sums: Sums, touched: NDArray[np.int64]
+) -> Iterator[Wanted]:
+    """All that this rank reads, in turns in the order of the file; marks the checksum pieces that it touches.
+
+    First its shares of what several hold: it adds these up, and the others read them later. Then the others'.
+    """
+    datasets = structure.datasets
+    in_order = sorted(entries, key=lambda entry: datasets[entry.dataset].offset)
+    for turn in range(3):
+        for entry in in_order:
+            stored, count = datasets[entry.dataset], entry.values.numel()
+            if turn == 0:
+                _touch(touched[stored.pieces], entry)
+            first, last = entry.share()
+            start, end = ((first, last), (last, count), (0, first))[turn]
+            if start < end:
+                part = entry if end - start == count else entry.part(start, end)
+                yield Wanted(part, stored, sums[stored.pieces] if turn == 0 else None)
 
 
 def _touch(touched: NDArray[np.int64], entry: Entry) -> None:
     """Mark the checksum pieces that hold any of an Entry's elements."""
     for rectangle in rectangles_of(entry):
         for group in runs(rectangle.start, rectangle.shape, entry.shape):
+            if group.count == 1:
+                end = group.first + group.length
+                touched[group.first // checksum.PIECE : -(-end // checksum.PIECE)] = 1
+                continue
             first = group.first + group.stride * np.arange(group.count)
             last = first + group.length - 1
             touched[first // checksum.PIECE] = 1

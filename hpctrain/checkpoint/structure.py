@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ class StoredTensor:
     first_piece: int
 
     @property
+    def row(self) -> tuple[str, str, Index, int, int]:
+        """What makes it, to be sent to others."""
+        return self.dataset, self.kind, self.shape, self.offset, self.first_piece
+
+    @property
     def elements(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
@@ -105,7 +110,7 @@ def examine(path: Path, group: Group | None = None) -> Structure:
         if group.rank == 0:
             contents = _examine(path)
     rows, state, count = group.broadcast_object(
-        [[astuple(stored) for stored in contents.datasets.values()], contents.state, len(contents.sums)]
+        [[stored.row for stored in contents.datasets.values()], contents.state, len(contents.sums)]
     )
     sums = group.empty((count,), torch.int64)
     if group.rank == 0:
@@ -169,7 +174,8 @@ def _datasets(file: h5py.File, size: int) -> dict[str, StoredTensor]:
     first_piece = 0
     for name in sorted(set(names) - {STATE, DECK, CHECKSUMS}):
         dataset = h5py.h5d.open(file.id, name.encode())
-        offset, shape = _offset(name, dataset, size), dataset.shape
+        shape = dataset.shape
+        offset = _offset(name, dataset, shape, size)
         datasets[name] = StoredTensor(name, _kind(name, dataset), shape, offset, first_piece)
         first_piece += pieces(prod(shape))
     return datasets
@@ -185,17 +191,20 @@ def _kind(name: str, dataset: h5py.h5d.DatasetID) -> str:
     return kind
 
 
-def _offset(name: str, dataset: h5py.h5d.DatasetID, size: int) -> int:
-    """Offset of the dataset's bytes, all of which lie inside this file."""
-    creation = dataset.get_create_plist()
-    _require(
-        creation.get_layout() == h5py.h5d.CONTIGUOUS and creation.get_external_count() == 0,
-        f"{name} is not one contiguous range of the file",
-    )
-    count = prod(dataset.shape)
-    if count == 0:
-        return 0
-    offset = dataset.get_offset()
+def _offset(name: str, dataset: h5py.h5d.DatasetID, shape: Index, size: int) -> int:
+    """Offset of the bytes of a dataset of this shape, all of which lie inside this file.
+
+    HDF5 tells none of a dataset that is not contiguous, or that lies in other files.
+    """
+    count, offset = prod(shape), dataset.get_offset()
+    if offset is None or count == 0:
+        creation = dataset.get_create_plist()
+        _require(
+            creation.get_layout() == h5py.h5d.CONTIGUOUS and creation.get_external_count() == 0,
+            f"{name} is not one contiguous range of the file",
+        )
+        if count == 0:
+            return 0
     _require(
         offset is not None and offset + count * dataset.dtype.itemsize <= size,
         f"{name} reaches beyond the end of the file, which is truncated",
@@ -215,7 +224,7 @@ def _attribute(dataset: h5py.h5d.DatasetID, name: bytes) -> Any:
 
 def _text(file: h5py.File, name: str, size: int) -> str:
     dataset = file[name]
-    _offset(name, dataset.id, size)
+    _offset(name, dataset.id, dataset.shape, size)
     _require(
         dataset.shape == () and dataset.dtype.kind == "S" and dataset.dtype.itemsize <= _TEXT_LIMIT,
         f"{name} is not a text",

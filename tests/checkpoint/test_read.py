@@ -1,6 +1,6 @@
 """Loading: any layout from any layout, and nothing that is damaged.
 
-Tests of checkpoint/structure.py and checkpoint/extract.py beside checkpoint/read.py.
+Tests of checkpoint/structure.py beside checkpoint/read.py.
 """
 
 from __future__ import annotations

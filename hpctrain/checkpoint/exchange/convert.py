@@ -39,7 +39,7 @@ from hpctrain.checkpoint.exchange.source import (
     tensor_shapes,
 )
 from hpctrain.checkpoint.exchange.tokenizer_files import tokenizer_files, tokenizer_text
-from hpctrain.checkpoint.extract import TensorSource, opened
+from hpctrain.checkpoint.extract import TensorSource, Wanted, opened
 from hpctrain.checkpoint.layout import Entry, Index, rectangles
 from hpctrain.checkpoint.stored_deck import deck_state
 from hpctrain.checkpoint.structure import StoredTensor, Structure, examine
@@ -287,7 +287,7 @@ def _copy(
         stored = sources[part.dataset]
         for piece, first in _pieces(part, stored):
             values = torch.empty(piece.elements, dtype=getattr(torch, stored.kind))
-            source.fill(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])
+            source.fill([Wanted(Entry(stored.dataset, piece, values), stored, sums[stored.pieces])])
             if part.dataset in folded:
                 values = values.float() * folded[part.dataset]
             converted = values.to(wanted)
