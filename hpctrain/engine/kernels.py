@@ -115,8 +115,8 @@ def products_of(deck: Deck, shape: ModelShape, groups: LayerGroups) -> list[Meas
 def _products(layer: torch.nn.Module, tokens: int) -> Iterator[Measured]:
     """The passes of a layer's Products."""
     for module in layer.modules():
-        head = isinstance(module, VocabularyHead)
         if isinstance(module, SplitLinear | VocabularyHead):
+            head = isinstance(module, VocabularyHead)
             outputs, inputs = module.product.shape
             rows = chunk_rows(tokens, outputs, gpu=False) if head else tokens
             other: Pass = "forward" if head else "logits"

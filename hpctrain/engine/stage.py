@@ -21,6 +21,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
+from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.build import build_parts
@@ -158,7 +159,10 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         saved_policy=saved_policy,
         product_format=formats.product,
         eight_bits=formats.eight_bits,
-        kernels=Kernels(kernel_named(deck.machine.products, formats.product) if on_host(device) else LIBRARY),
+        kernels=Kernels(
+            kernel_named(deck.machine.products, formats.product) if on_host(device) else LIBRARY,
+            keeps=deck.layout.zero < 3 and micro_batches(deck, mesh.group("data").size) > 1,
+        ),
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),

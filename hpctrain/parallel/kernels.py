@@ -7,7 +7,8 @@ same numbers in fp32. `engine/kernels.py` measures and chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
@@ -33,6 +34,8 @@ class Kernel:
     """The library that torch itself takes, of operands as they are."""
 
     name = "library"
+    converts = False
+    """Whether it multiplies a matrix in 16 bits in fp32, and so gladly takes it in fp32."""
 
     def multiplies(self, storage: torch.dtype) -> bool:  # noqa: ARG002
         """Whether it is there, for operands of this format on a CPU."""
@@ -127,6 +130,8 @@ class ThroughFp32(Kernel):
     sums in fp32 not at all.
     """
 
+    converts = True
+
     def __init__(self, name: str, by: Kernel) -> None:
         self.name, self._by = name, by
 
@@ -135,7 +140,7 @@ class ThroughFp32(Kernel):
         return storage in {torch.bfloat16, torch.float16} and self._by.multiplies(torch.float32)
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Kernel."""
+        """See Kernel; the matrix, here and below, may be converted already."""
         product = self._by.forward(inputs.float(), weight.float(), None if bias is None else bias.float())
         return product.to(inputs.dtype)
 
@@ -181,11 +186,15 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 class Kernels:
     """Which kernel computes which pass of matrices of which shape [n, k]: what is chosen, or else `other`.
 
-    `record` tells what was chosen by the names of what was measured, and `why` in words from what.
+    `record` tells what was chosen by the names of what was measured, and `why` in words from what. With
+    `keeps`, where matrices are whole all the time, one that is converted is so once for as long as it stays.
     """
 
-    def __init__(self, other: Kernel = LIBRARY) -> None:
-        self.other = other
+    def __init__(self, other: Kernel = LIBRARY, keeps: bool = False) -> None:
+        self.other, self.keeps = other, keeps
+        self.stays: int | None = None
+        """A number for each time for which matrices stay what they are; None where they may change."""
+        self._times = 0
         self.chosen: dict[tuple[Pass, int, int], Kernel] = {}
         self.record: dict[str, str] = {}
         self.why = ""
@@ -193,6 +202,21 @@ class Kernels:
     def of(self, kind: Pass, outputs: int, inputs: int) -> Kernel:
         """What computes this pass of a matrix [outputs, inputs]."""
         return self.chosen.get((kind, outputs, inputs), self.other)
+
+    def copies(self, outputs: int, inputs: int) -> bool:
+        """Whether a matrix of that shape is kept converted for a step."""
+        kinds: tuple[Pass, ...] = ("forward", "logits", "input_gradient")
+        return self.keeps and any(self.of(kind, outputs, inputs).converts for kind in kinds)
+
+    @contextmanager
+    def matrices_stay(self) -> Iterator[None]:
+        """Matrices stay what they are within."""
+        self._times += 1
+        self.stays = self._times if self.keeps else None
+        try:
+            yield
+        finally:
+            self.stays = None
 
     def passing(self, rows: int, outputs: int, inputs: int, at: Saving) -> int:
         """Bytes that the products of so many rows and of a matrix of that shape take in passing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
@@ -45,6 +46,8 @@ class Product:
 
     def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
         self.weights, self.groups = weights, groups
+        self._converted: Tensor | None = None
+        self._converted_for: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,15 +60,18 @@ class Product:
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., k] -> [..., n], with a bias [n] added."""
-        return self._kernel("forward").forward(inputs, self.weight(), bias)
+        kernel = self._kernel("forward")
+        return kernel.forward(inputs, self._matrix(kernel), bias)
 
     def logits(self, inputs: Tensor) -> Tensor:
         """As `forward`, of [r, k] and a table of many rows."""
-        return self._kernel("logits").logits(inputs, self.weight())
+        kernel = self._kernel("logits")
+        return kernel.logits(inputs, self._matrix(kernel))
 
     def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """[..., n] -> [..., k], into `out` where there is one."""
-        return self._kernel("input_gradient").input_gradient(output_gradient, self.weight(), out)
+        kernel = self._kernel("input_gradient")
+        return kernel.input_gradient(output_gradient, self._matrix(kernel), out)
 
     def forward_kept(
         self,
@@ -129,6 +135,29 @@ class Product:
 
     def _kernel(self, kind: Pass) -> Kernel:
         return self.groups.kernels.of(kind, *self.shape)
+
+    def _matrix(self, kernel: Kernel) -> Tensor:
+        """All weights as this kernel takes them: converted, if they are, once for as long as they stay."""
+        stays, whole = self.groups.kernels.stays, self.weight()
+        if stays is None or not kernel.converts:
+            return whole
+        if self._converted is None:
+            self._converted = torch.empty(whole.shape, dtype=torch.float32)
+        if self._converted_for != stays:
+            self._converted.copy_(whole)
+            self._converted_for = stays
+        return self._converted
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the converted weights, which stay from their first use on."""
+        return 0 if self._converted is None else self._converted.nbytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """What those are in a run."""
+        outputs, inputs = self.shape
+        return 4 * outputs * inputs if self.groups.kernels.copies(outputs, inputs) else 0
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from hpctrain.model.count import count
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
+from hpctrain.parallel.copies import planned_copies
 from hpctrain.parallel.kernels import Kernels
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
@@ -176,6 +177,8 @@ def plan_memory(
             other += _snapshot(deck, stage)
         memory = replace(
             states,
+            parameter=states.parameter
+            + planned_copies(layer for part in parts for layer in part.part.layers),
             activation=activation_peak(deck, parts, schedule.stages[number]),
             buffer=states.buffer + buffer,
             other=other,

@@ -20,6 +20,7 @@ from hpctrain.memory.accounts import Account
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.kernels import Kernels
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
@@ -87,11 +88,12 @@ def plan_served(
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
+    kernels: Kernels | None = None,
 ) -> MemoryPlan:
     """As `plan_memory`, of a deck with servers: its stages are these and the workers."""
     roles = Roles.of(deck, ranks)
     plan = plan_memory(
-        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
+        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage, kernels
     )
     (worker,) = plan.stages
     device, shape = device_named(deck.run.device), ModelShape.of(deck, vocabulary)
@@ -130,14 +132,17 @@ def build_role_within_memory(
     roles = Roles.of(deck, world.size)
     own, part, mesh = roles.place(deck, world)
     arrangement = arrange(own, part, mesh, products)
-    kernels = world.everyone.broadcast_object(arrangement.groups.kernels.record, roles.servers)
+    groups = arrangement.groups
+    products = world.everyone.broadcast_object(groups.kernels.record, roles.servers)
     if roles.serves(world.rank):
         # What they store and say is what workers compute with.
-        choose_kernels(own, part, arrangement.groups, arrangement.shape, kernels)
+        choose_kernels(own, part, groups, arrangement.shape, products)
     planned = deck.with_keys(run={"device": world.device.type})
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = max(1, world.size // world.nodes)
-    plan = plan_served(planned, world.size, arrangement.shape.vocabulary, libraries, per_node)
+    plan = plan_served(
+        planned, world.size, arrangement.shape.vocabulary, libraries, per_node, kernels=groups.kernels
+    )
     here = plan.stages[0 if roles.serves(world.rank) else 1].memory.total
     more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)

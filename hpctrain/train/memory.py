@@ -17,6 +17,7 @@ from hpctrain.errors import failing_as
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.recompute import Recompute
+from hpctrain.parallel.copies import copied_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
@@ -86,7 +87,8 @@ class MemoryLedger(Hook):
         if on_host(self.engine.world.device):
             buffers += self.engine.optimizer.working_bytes
         activations = self.activations.bytes or 0
-        known = Account(value_bytes(buckets), gradient_bytes(buckets), state, activations, buffers)
+        copies = copied_bytes(layer for model in self.engine.models for layer in model.layers)
+        known = Account(value_bytes(buckets) + copies, gradient_bytes(buckets), state, activations, buffers)
         return replace(known, other=max(0, peak_bytes(self.engine.world.device) - known.total))
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002

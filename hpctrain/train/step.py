@@ -154,7 +154,11 @@ class Step:
             for index, micro in enumerate(micro_batches)
         ]
         engine.synchronizer.start(len(prepared), state.step - state.skipped)
-        with engine.weight_maxima.known(), engine.residency.step(("train", len(prepared))):
+        with (
+            engine.weight_maxima.known(),
+            engine.groups.kernels.matrices_stay(),
+            engine.residency.step(("train", len(prepared))),
+        ):
             sums = self.executor.run(engine.placement.schedule_of(len(prepared)), prepared)
         engine.synchronizer.finish()
         return sums, tokens
@@ -198,6 +202,7 @@ class Step:
             self.engine.outer.shown(self.engine.optimizer),
             self.engine.optimizer.shown(),
             self.engine.weight_maxima.known(),
+            self.engine.groups.kernels.matrices_stay(),
             self.engine.residency.step(("evaluate", len(prepared))),
         ):
             sums = self.executor.run(forward, prepared, training=False)
