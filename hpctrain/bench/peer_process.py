@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.bench.rivals import RIVALS
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -40,8 +40,15 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith(LAUNCHERS) or k.startswith(allowed)}
 
 
+class PeerEndedError(HpctrainError):
+    """A peer that ended by itself; what it said of the reason is on stderr."""
+
+    exit_code = EXIT_INTERNAL
+
+
 class PeerProcess:
     """The peer of this rank. Collective, as is `step`; HpctrainError on all ranks where one cannot begin.
+    PeerEndedError where its process ends before it is closed.
 
     `split` are the blocks of each part of our pipeline, empty where there is none.
     """
@@ -106,7 +113,7 @@ class PeerProcess:
             line = ""
         if not line:
             code = self.process.wait()
-            raise HpctrainError(f"--against {self.name}: its process ended with exit code {code}")
+            raise PeerEndedError(f"--against {self.name}: its process ended with exit code {code}")
         answer: dict[str, Any] = json.loads(line)
         if "problems" in answer:
             raise HpctrainError(answer["problems"])
@@ -157,7 +164,7 @@ def _serve(say: Any) -> None:
     there = json.loads(sys.stdin.readline())
     if store is None:
         store = TCPStore(there["host"], there["port"], place.size, False, waiting)
-    if place.size > 1:
+    if rival.axis != "none":
         torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
     step = module.peer(job["name"], deck, place, job["split"])
     say({})
@@ -166,7 +173,7 @@ def _serve(say: Any) -> None:
             say({"loss": step()})
         else:
             say({"resident": peak_rss_bytes(), "own": own_peak_bytes()})
-    if place.size > 1:
+    if rival.axis != "none":
         torch.distributed.destroy_process_group()
 
 

@@ -83,8 +83,8 @@ def collectives(min_bytes: str, max_bytes: str, operations: str, gloo: bool, pat
     "--against",
     multiple=True,
     type=click.Choice([*RIVALS]),
-    help="Also torch's DDP (with memory kept, through oneDNN, or each rank alone), ZeRO-1, FSDP2, tensor and "
-    "sequence parallelism or pipelines, or DeepSpeed's ZeRO, over gloo; on one rank transformers' Mixtral.",
+    metavar="PEER",
+    help=f"Also others, over gloo, as hpctrain/bench/README.md tells: {', '.join(RIVALS)}.",
 )
 @click.option(
     "--variant",
