@@ -137,7 +137,8 @@ def plan_memory(
     passes = micro_batches(deck, sizes["data"])
     if schedule is None or split is None:
         placement = placed_by_flops(deck, shape, sizes["data"])
-        schedule, split = placement.schedule_of(passes), placement.split
+        schedule = placement.schedule_of(passes) if schedule is None else schedule
+        split = placement.split if split is None else split
     counts = split
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
