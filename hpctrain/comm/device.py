@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.host_memory import peak_rss_bytes, resident_bytes
+from hpctrain.comm.host_memory import keep_freed, peak_rss_bytes, resident_bytes
 from hpctrain.errors import HpctrainError
 
 _CUBLAS_WORKSPACE, _CUBLAS_BYTES = ":4096:8", 8 * 4096 << 10
@@ -50,9 +50,12 @@ def choose_device(name: str, local_rank: int, count: int) -> torch.device:
 def use(device: torch.device) -> None:
     """Make a GPU the one that this process uses where none is named, by kernels that always add in one order.
 
-    Others would make two runs of one deck differ, and what is computed again differ from what it was.
+    Others would make two runs of one deck differ, and what is computed again differ from what it was. Of a
+    CPU, keep the memory that is freed.
     """
-    if not on_host(device):
+    if on_host(device):
+        keep_freed()
+    else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE)
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a shared one holds others back
         torch.use_deterministic_algorithms(True)

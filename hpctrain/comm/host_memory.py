@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -16,6 +17,9 @@ import torch
 
 from hpctrain.comm.library import MPI
 from hpctrain.units import format_bytes
+
+_KEPT_BYTES = 32 << 20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> names what mallopt changes
 
 ROOT = Path("/")  # where /proc and the file systems of cgroups are looked for
 UNLIMITED = 2**60  # from so many bytes on a limit is none: version 1 of cgroups writes the largest number
@@ -56,6 +60,28 @@ def peak_rss_bytes() -> int:
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def keep_freed() -> bool:
+    """Have the C library keep what is freed, but for pieces above 32 MB, the most that it allows.
+
+    Otherwise glibc gives the end of its heap back where enough of it is free, as after every backward pass,
+    and takes it again page by page: a tenth of a block's time. Who has set its malloc by the environment is
+    left alone, and so are other libraries; whether it keeps.
+    """
+    own = any(name.startswith("MALLOC_") for name in os.environ)
+    if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not _is_glibc():
+        return False
+    library = ctypes.CDLL(None)
+    kept = library.mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
+    return bool(kept and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def _is_glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (AttributeError, ValueError, OSError):
+        return False
 
 
 def shared_bytes() -> int:

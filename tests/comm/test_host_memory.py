@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +146,32 @@ def test_shared_memory_counts_by_its_share_and_code_not_at_all(tmp_path: Path) -
     tensor = torch.ones(size)
     del tensor
     assert host_memory.own_peak_bytes() > peak + 2 * size
+
+
+_FAULTS = """
+import resource, torch
+from hpctrain.comm.device import use
+use(torch.device("cpu"))
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(1 << 20) for _ in range(16)]
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_what_is_freed_is_kept_unless_the_environment_says_otherwise() -> None:
+    """64 MB in pieces of 4 MB, of 16,384 pages: without keeping them every page is taken again."""
+
+    def faults(**more: str) -> int:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        done = subprocess.run(
+            [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True, env=own | more
+        )
+        return int(done.stdout)
+
+    assert faults() < 1000
+    assert faults(MALLOC_TRIM_THRESHOLD_="1000000") > 10_000
