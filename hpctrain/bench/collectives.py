@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from hpctrain.bench.peers import OPERATIONS, Once, gloo_call, group_call, plain_call, start_gloo, stop_gloo
 from hpctrain.bench.timing import write_json
 from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import stderr_console, stdout_console
@@ -75,12 +76,13 @@ def bench(world: World, operations: str, least: str, most: str, gloo: bool) -> l
             raise HpctrainError("bench collectives needs two ranks or more: mpirun -n 2 hpctrain bench ...")
     if gloo:
         start_gloo(world)
+    group = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
     rows = []
     sizes = list(takewhile(lambda size: size <= last, (first * 4**power for power in count())))
     with _progress(world, len(names) * len(sizes)) as progress:
         for name, size in product(names, sizes):
             progress(f"{name} {format_bytes(size, binary=True)}")
-            rows.append(_measure(world.everyone, name, size, gloo))
+            rows.append(_measure(group, name, size, gloo))
     if gloo:
         stop_gloo()
     return rows
@@ -99,7 +101,7 @@ def _progress(world: World, steps: int) -> Iterator[Callable[[str], None]]:
 
 def _measure(group: Group, operation: str, size: int, gloo: bool) -> CollectiveRow:
     share = max(1, size // 4 // group.size)
-    whole, part = torch.zeros(share * group.size), torch.zeros(share)
+    whole, part = (group.empty((count,), torch.float32).zero_() for count in (share * group.size, share))
     calls = {
         "hpctrain": group_call(group, operation, whole, part),
         "mpi4py": plain_call(group, operation, whole, part),

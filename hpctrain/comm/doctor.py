@@ -94,6 +94,7 @@ def examination() -> Iterator[Report]:
     world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
     ranks = world.allgather(_rank_report(world.rank, node.rank, torch))
+    findings += _node_memory(node, world, torch)
     node.Free()
     nodes = len({each.hostname for each in ranks})
     layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
@@ -272,6 +273,20 @@ def _binding(ranks: list[RankReport]) -> list[Finding]:
             remedy = "ranks that share a GPU talk through host memory: start one rank a GPU"
             findings.append(Finding("GPUs", f"{len(here)} ranks on {gpus} GPUs of {hostname}", remedy))
     return findings
+
+
+def _node_memory(node: MPI.Intracomm, world: MPI.Intracomm, torch: ModuleType | None) -> list[Finding]:
+    """Whether the ranks of this node see each other's memory. Collective."""
+    if not all(world.allgather(torch is not None)) or node.size == 1:
+        return []
+    from hpctrain.comm.node_memory import open_node_memory
+
+    memory = open_node_memory(node, world.rank)
+    if isinstance(memory, str):
+        remedy = "ranks of a node send each other messages instead, which takes longer"
+        return [Finding("memory of a node", f"not shared: {memory}", remedy)]
+    memory.close()
+    return [Finding("memory of a node", f"{node.size} ranks see each other's")]
 
 
 def _hdf5_package() -> tuple[ModuleType | None, Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from math import prod
 
@@ -154,8 +155,13 @@ def choose_transport(world: World, wish: str) -> str:
     gpus = world.everyone.all_gather_object(identity and f"{world.hostname} {identity}")
     automatic = (name for name, carrier in TRANSPORTS.items() if carrier.suits(gpus))
     name = next(automatic) if wish == "auto" else wish
+    unseen = world.share_memory() if name == "shared" else ""
+    if unseen and wish == "auto":
+        if world.rank == 0:
+            logging.getLogger("hpctrain").warning("the ranks of a node send messages: %s", unseen)
+        name = "mpi"
     with world.agreement():
-        obstacles = TRANSPORTS[name].obstacles(gpus)
+        obstacles = [*TRANSPORTS[name].obstacles(gpus), *([unseen] if unseen and name == "shared" else [])]
         if obstacles:
             raise HpctrainError([f'communication.transport = "{wish}": {each}' for each in obstacles])
     return name

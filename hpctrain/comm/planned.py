@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from hpctrain.comm.calls import Call
+from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.comm.mpi import scratch_bytes
+from hpctrain.comm.shared import SHARED_BYTES
 from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.comm.transport import Transport
 
@@ -25,10 +27,12 @@ Heard = Callable[[Call, Traffic], None]
 
 
 class PlannedTransport(Transport):
-    """Completes every call at once; small values are the same on all ranks. Its memory is that of MPI."""
+    """Completes every call at once; small values are the same on all ranks. Its memory is that of MPI, or, if
+    `shared`, of ranks that see each other's.
+    """
 
-    def __init__(self, rank: int, size: int, heard: Heard | None = None) -> None:
-        self.rank, self.size, self.heard = rank, size, heard
+    def __init__(self, rank: int, size: int, heard: Heard | None = None, shared: bool = False) -> None:
+        self.rank, self.size, self.heard, self.shared = rank, size, heard, shared
 
     def run(self, call: Call) -> None:
         """See Transport."""
@@ -37,6 +41,8 @@ class PlannedTransport(Transport):
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
+        if self.shared and elements * itemsize >= SHARED_BYTES:
+            return 0
         return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
@@ -82,9 +88,9 @@ def planned_group(
 class PlannedMesh:
     """What groups are asked of a mesh, at the `place` of one rank among those of a pipeline stage.
 
-    A node has `ranks_per_node` of its ranks, in their order, which would compute on `device`. `heard`, where
-    there is one, is told of every call. With `echo` groups have memory of the host, where calls give back
-    what they are given.
+    A node has `ranks_per_node` of its ranks, in their order, which would compute on `device` and, by the
+    `transport`, see each other's memory. `heard`, where there is one, is told of every call. With `echo`
+    groups have memory of the host, where calls give back what they are given.
     """
 
     def __init__(
@@ -96,7 +102,9 @@ class PlannedMesh:
         echo: bool = False,
         device: torch.device = HOST,
         place: int = 0,
+        transport: str = "mpi",
     ) -> None:
+        self._shared = transport in {"auto", "shared"} and on_host(device)
         self._per_node = ranks_per_node
         self._along = {**expert_sizes(sizes), **sizes}
         self._heard, self._echo, self._device = heard, echo, device
@@ -131,7 +139,8 @@ class PlannedMesh:
         size = len(ranks)
         if self._echo:
             return planned_group(axes, rank, size, self.ledger, ranks, EchoTransport(rank, size), HOST)
-        transport = PlannedTransport(rank, size, self._heard)
+        shared = self._shared and ranks[0] // self._per_node == ranks[-1] // self._per_node
+        transport = PlannedTransport(rank, size, self._heard, shared)
         return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:

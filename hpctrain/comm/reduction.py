@@ -102,14 +102,17 @@ def fold(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int
     """
     elements = output.numel()
     if elements <= BLOCK or not output.is_cpu:
-        _fold_block(parts, output, operation, own)
+        fold_block(parts, output, operation, own)
         return
     for begin in range(0, elements, BLOCK):
         end = begin + BLOCK
-        _fold_block([part[begin:end] for part in parts], output[begin:end], operation, own)
+        fold_block([part[begin:end] for part in parts], output[begin:end], operation, own)
 
 
-def _fold_block(parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int) -> None:
+def fold_block(
+    parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int, spare: Tensor | None = None
+) -> None:
+    """As `fold`, at once; where there is `spare` memory for it, no part but the own one is overwritten."""
     if operation == "sum" and output.dtype in {torch.float16, torch.bfloat16} and len(parts) > 2:
         # Two halves need no fp32 memory: torch adds them in fp32 and rounds once.
         total = parts[0].float()
@@ -122,12 +125,14 @@ def _fold_block(parts: Sequence[Tensor], output: Tensor, operation: Operation, o
         parts, output = [part.view(SIGNED[part.dtype]) for part in parts], output.view(SIGNED[output.dtype])
     function = FUNCTIONS[operation]
     total = parts[0]
-    between = output if own < 2 else parts[0]  # memory that no later part needs
+    # Memory that no later part needs.
+    between = output if own < 2 else parts[0] if spare is None else spare[: len(output)]
     for index, part in enumerate(parts[1:], 1):
         total = function(total, part, out=output if index == len(parts) - 1 else between)
 
 
-def _split(elements: int, size: int) -> list[int]:
+def split(elements: int, size: int) -> list[int]:
+    """Elements of each of `size` ranks that share so many."""
     share, rest = divmod(elements, size)
     return [share + (rank < rest) for rank in range(size)]
 
@@ -154,7 +159,7 @@ def all_reduce(mover: Mover, tensor: Tensor, operation: Operation, blocking: boo
         yield mover.collect(tensor, parts, blocking)
         fold(parts.unbind(), tensor, operation, mover.rank)
         return
-    spans = spans_of(_split(elements, size), tensor, size)
+    spans = spans_of(split(elements, size), tensor, size)
     begin, count = spans[mover.rank]
     tag = mover.next_tag()
     yield from _scatter_sums(mover, tensor, tensor[begin : begin + count], spans, operation, tag)
@@ -195,7 +200,7 @@ def reduce(mover: Mover, tensor: Tensor, root: int, operation: Operation, blocki
     none = [(0, 0)] * size
     for first in range(0, elements, stride):
         block = tensor[first : first + stride]
-        spans = spans_of(_split(block.numel(), size), block, size)
+        spans = spans_of(split(block.numel(), size), block, size)
         begin, count = spans[rank]
         if rank == root:
             yield from _scatter_sums(mover, block, block[begin : begin + count], spans, operation, tag)

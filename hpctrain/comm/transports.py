@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.node_memory import NodeMemory
 from hpctrain.comm.reduction import ReductionScratch
+from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.staged import StagedTransport
 from hpctrain.comm.transport import Transport
 
@@ -19,33 +21,64 @@ Gpus = Sequence[str | None]
 Pair = tuple[Transport, Transport]
 
 
+class Ends(NamedTuple):
+    """What a transport runs between: a communicator, its `ranks` of the world, memory to receive into, and
+    what this rank sees of its node's, if anything.
+    """
+
+    communicator: MPI.Intracomm
+    ranks: Sequence[int]
+    scratch: ReductionScratch
+    memory: NodeMemory | None
+
+
 class Carrier(NamedTuple):
-    """What carries tensors in host memory and those of a GPU: `pair` makes both for a communicator.
+    """What carries tensors in host memory and those of a GPU: `pair` makes both, collectively.
 
     `suits` says whether "auto" takes it for these ranks, of several carriers the first; `obstacles` why this
     rank cannot use it, as ends of sentences; `on_host` whether a call takes the host's time until it is done.
     """
 
-    pair: Callable[[MPI.Intracomm, ReductionScratch], Pair]
+    pair: Callable[[Ends], Pair]
     suits: Callable[[Gpus], bool]
     obstacles: Callable[[Gpus], list[str]]
     on_host: bool
 
 
-def _mpi(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
-    host = MpiTransport(communicator, scratch)
+def _mpi(ends: Ends) -> Pair:
+    host = MpiTransport(ends.communicator, ends.scratch)
     return host, StagedTransport(host)
 
 
-def _nccl(communicator: MPI.Intracomm, scratch: ReductionScratch) -> Pair:
+def _shared(ends: Ends) -> Pair:
+    """Through memory, where these ranks are several of one node."""
+    mpi = MpiTransport(ends.communicator, ends.scratch)
+    if ends.memory is None or mpi.size == 1 or not ends.memory.peers.issuperset(ends.ranks):
+        return mpi, StagedTransport(mpi)
+    host = SharedTransport(mpi, ends.memory)
+    return host, StagedTransport(host)
+
+
+def _nccl(ends: Ends) -> Pair:
     from hpctrain.comm.nccl import NcclTransport
 
-    return MpiTransport(communicator, scratch), NcclTransport(communicator, scratch)
+    host = MpiTransport(ends.communicator, ends.scratch)
+    return host, NcclTransport(ends.communicator, ends.scratch)
 
 
 def _own_gpus(gpus: Gpus) -> bool:
     """Whether every rank has a GPU of its own, and there are several."""
     return None not in gpus and len(set(gpus)) == len(gpus) > 1
+
+
+def _several_on_cpus(gpus: Gpus) -> bool:
+    return set(gpus) == {None} and len(gpus) > 1
+
+
+def _shared_obstacles(gpus: Gpus) -> list[str]:
+    if set(gpus) == {None}:
+        return []
+    return ['tensors of a GPU are not in the memory of a node; use "nccl", "mpi" or "auto"']
 
 
 def _nccl_obstacles(gpus: Gpus) -> list[str]:
@@ -66,5 +99,6 @@ def _nccl_obstacles(gpus: Gpus) -> list[str]:
 
 TRANSPORTS: Mapping[str, Carrier] = {
     "nccl": Carrier(_nccl, _own_gpus, _nccl_obstacles, on_host=False),
+    "shared": Carrier(_shared, _several_on_cpus, _shared_obstacles, on_host=True),
     "mpi": Carrier(_mpi, lambda _: True, lambda _: [], on_host=True),
 }

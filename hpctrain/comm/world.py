@@ -18,18 +18,19 @@ import torch
 
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
-from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, use
+from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
 from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_memory import is_out_of_memory
 from hpctrain.comm.launcher import contradictions
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.library import MPI, communicator_of, finalizes_between_nodes
+from hpctrain.comm.node_memory import NodeMemory, open_node_memory
 from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, print_problems
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
-from hpctrain.comm.transports import TRANSPORTS, Pair
+from hpctrain.comm.transports import TRANSPORTS, Ends, Pair
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import Link, format_bytes
@@ -65,6 +66,8 @@ class World:
         self.ledger: Ledger = Ledger() if whole is None else whole.ledger
         self.device: torch.device = torch.device("cpu") if whole is None else whole.device
         self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
+        self._memory: NodeMemory | str | None = None if whole is None else whole._memory
+        self._memories: list[NodeMemory] = [] if whole is None else whole._memories
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: Checks | None = None
         self._link: EmulatedLink | None = None if whole is None else whole._link
@@ -139,7 +142,8 @@ class World:
             return
         assert link is None or self.nodes == 1
         self._link = None if link is None else EmulatedLink(link)
-        self.everyone.host, self.everyone.accelerator = self._pair(self.communicator, "mpi")
+        everyone = self.everyone
+        everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
 
     def alone(self) -> World:
         """A world of this rank alone, on the same device, with a ledger of its own."""
@@ -158,10 +162,28 @@ class World:
         world.compare_calls(self._checks is not None)
         return world
 
+    def share_memory(self) -> str:
+        """Have the ranks of each node see memory of each other, for groups made from now on; why they cannot,
+        where they cannot: the same on all ranks. Collective.
+        """
+        if self._memory is None:
+            node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+            assert isinstance(node, MPI.Intracomm)
+            self._memory = open_node_memory(node, self._ranks[self.rank])
+            if isinstance(self._memory, NodeMemory):
+                self._memories.append(self._memory)
+        mine = self._memory if isinstance(self._memory, str) else ""
+        return next((each for each in self._control.allgather(mine) if each), "")
+
     @property
     def buffer_bytes(self) -> int:
         """The most host memory that reductions have used for what they receive."""
         return self._scratch.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that this rank has held, without that of others that it sees."""
+        return max(0, peak_bytes(self.device) - sum(memory.foreign_bytes() for memory in self._memories))
 
     def split(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], transport: str, among: Group | None = None
@@ -177,16 +199,18 @@ class World:
     def _group(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], communicator: MPI.Intracomm, transport: str
     ) -> Group:
-        host, accelerator = self._pair(communicator, transport)
-        place = self.device, self.ledger, self._under_way, tuple(self._ranks[rank] for rank in ranks)
+        of_world = tuple(self._ranks[rank] for rank in ranks)
+        host, accelerator = self._pair(communicator, of_world, transport)
+        place = self.device, self.ledger, self._under_way, of_world
         group = Group(axes, ranks, communicator, host, accelerator, *place)
         if self._checks is not None:
             self._checks.check_group(group)
         return group
 
-    def _pair(self, communicator: MPI.Intracomm, transport: str) -> Pair:
+    def _pair(self, communicator: MPI.Intracomm, ranks: tuple[int, ...], transport: str) -> Pair:
         """What carries tensors of host and accelerator. Collective over the communicator."""
-        host, accelerator = TRANSPORTS[transport].pair(communicator, self._scratch)
+        memory = self._memory if isinstance(self._memory, NodeMemory) else None
+        host, accelerator = TRANSPORTS[transport].pair(Ends(communicator, ranks, self._scratch, memory))
         if self._link is None:
             return host, accelerator
         times = communicator.Dup()
@@ -242,6 +266,8 @@ class World:
         threading.excepthook = threading.__excepthook__
         if self.nodes > 1 and not finalizes_between_nodes():
             self._leave_unfinalized(code)
+        for memory in self._memories:
+            memory.close()
         MPI.Finalize()
         return code
 

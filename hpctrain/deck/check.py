@@ -196,8 +196,9 @@ def _run(deck: Deck) -> Iterator[Problem]:
     if deck.communication.transport == "nccl" and run.device == "cpu":
         sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
         yield Problem("communication.transport", sentence, ("run.device",))
-    if deck.communication.emulate is not None and deck.communication.transport == "nccl":
-        sentence = 'delays what the host sends, but communication.transport = "nccl" ("mpi" would do)'
+    transport = deck.communication.transport
+    if deck.communication.emulate is not None and transport in {"nccl", "shared"}:
+        sentence = f'delays what the host sends, but communication.transport = "{transport}" ("mpi" would do)'
         yield Problem("communication.emulate", sentence, ("communication.transport",))
 
 

@@ -10,8 +10,8 @@ from hpctrain.deck.key import Bytes, LinkText, Section, key
 class Communication(Section):
     """How ranks talk."""
 
-    transport: Literal["auto", "mpi", "nccl"] = key(
-        "mpi: through host memory; nccl: between GPUs; auto: by device.", "auto"
+    transport: Literal["auto", "shared", "mpi", "nccl"] = key(
+        "shared: in the memory of a node, mpi between nodes; nccl: between GPUs; auto: by device.", "auto"
     )
     bucket_bytes: Bytes = key(
         "Gradients are synchronized in pieces of about this size.", 25_000_000, unit="bytes", ge=1
@@ -89,3 +89,8 @@ class Communication(Section):
         ge=0,
         le=1e6,
     )
+
+    @property
+    def wished_transport(self) -> str:
+        """What tensors are to travel over: a link that is emulated delays messages."""
+        return self.transport if self.emulate is None else "mpi"

@@ -126,7 +126,7 @@ def choose_link(deck: Deck, world: World) -> str:
         )
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate(None if keys.emulate is None else parse_link(keys.emulate))
-    return keys.transport if keys.emulate is None else "mpi"
+    return keys.wished_transport
 
 
 def open_corpus(deck: Deck, world: World) -> Corpus:

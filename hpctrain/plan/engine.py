@@ -37,7 +37,7 @@ def build_within_memory(
     """
     libraries = library_bytes() if on_host(world.device) else 0
     arrangement = arrange(deck, world, mesh, products)
-    planned = deck.with_keys(run={"device": world.device.type})
+    planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
     kernels = arrangement.groups.kernels
     plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule, kernels=kernels)

@@ -142,6 +142,11 @@ def plan_memory(
     counts = split
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
+    per_node, transport = ranks_per_node or ranks, deck.communication.wished_transport
+
+    def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
+        return PlannedMesh(sizes, number, per_node, device=device, place=place, transport=transport)
+
     planned: dict[object, tuple[TrainedStage, Account]] = {}
     stages = []
     for number in range(schedule.stage_count):
@@ -151,11 +156,11 @@ def plan_memory(
         if deck.model.frozen:
             kind = number
         if kind not in planned:
-            mesh = PlannedMesh(sizes, number, ranks_per_node or ranks, device=device)
+            mesh = planned_mesh(number)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build, kernels)
             place = fullest_place(deck, stage, sizes, number)
             if place:
-                mesh = PlannedMesh(sizes, number, ranks_per_node or ranks, device=device, place=place)
+                mesh = planned_mesh(number, place)
                 stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build, kernels)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1

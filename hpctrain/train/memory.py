@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hpctrain.comm.device import on_host, peak_bytes
+from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import failing_as
@@ -89,7 +89,7 @@ class MemoryLedger(Hook):
         activations = self.activations.bytes or 0
         copies = copied_bytes(layer for model in self.engine.models for layer in model.layers)
         known = Account(value_bytes(buckets) + copies, gradient_bytes(buckets), state, activations, buffers)
-        return replace(known, other=max(0, peak_bytes(self.engine.world.device) - known.total))
+        return replace(known, other=max(0, self.engine.world.peak_bytes - known.total))
 
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """Measure, and write it beside what was predicted."""

@@ -15,7 +15,10 @@ from torch import Tensor
 from hpctrain.comm.calls import Operation
 from hpctrain.comm.group import Group
 from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.node_memory import NodeMemory
+from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.staged import StagedTransport
+from hpctrain.comm.transport import Transport
 from hpctrain.comm.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -27,12 +30,29 @@ OPERATIONS: tuple[Operation, ...] = ("sum", "max", "min")
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(params=["plain", "split", "staged"])
-def group(request: pytest.FixtureRequest, world: World) -> Iterator[Group]:
-    """The group of all ranks: as it is, with messages of at most 7 elements, and as if on a device."""
+@pytest.fixture(scope="module")
+def shared(world: World) -> Transport:
+    """Memory of the node for whatever is not empty, in rounds of few elements."""
+    assert world.share_memory() == ""
+    host = world.everyone.host
+    assert isinstance(host, MpiTransport) and isinstance(world._memory, NodeMemory)
+    if world.size == 1:
+        return host
+    made = SharedTransport(host, world._memory)
+    made.least, made.round_bytes = 1, 4096
+    return made
+
+
+@pytest.fixture(params=["plain", "split", "staged", "shared"])
+def group(request: pytest.FixtureRequest, world: World, shared: Transport) -> Iterator[Group]:
+    """The group of all ranks: as it is, with messages of at most 7 elements, as if on a device, and through
+    memory of the node.
+    """
     whole = world.everyone
     host, transport = whole.host, whole._transport
     assert isinstance(host, MpiTransport)
+    if request.param == "shared":
+        whole._transport = lambda _: shared  # type: ignore[method-assign]
     if request.param == "split":
         host.limit = 7
     if request.param == "staged":

@@ -120,7 +120,7 @@ VALUES: dict[str, list[str]] = {
     "precision.gradients": ['"compute"'],
     "precision.initial_loss_scale": ["1e-30", "1e300"],
     "precision.loss_scale_window": ["1", "9223372036854775807"],
-    "communication.transport": ['"mpi"', '"nccl"'],
+    "communication.transport": ['"mpi"', '"shared"', '"nccl"'],
     "communication.bucket_bytes": ["1", "100", "9223372036854775807"],
     "communication.check": ["true"],
     "communication.local_steps": ["2", "1000"],

@@ -247,9 +247,10 @@ def test_a_plan_knows_what_a_form_takes_beside_gradients(world: World, name: str
     engine = trainer(world, deck).engine
     shape, schedule = ModelShape.of(deck, 8191), accumulation(1)
     scratch = []
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        mesh = PlannedMesh(axis_sizes(deck, 2), 0, 2, device=device)
+    for device, transport in (("cpu", "auto"), ("cpu", "mpi"), ("cuda", "mpi")):
+        place = torch.device(device)
+        mesh = PlannedMesh(axis_sizes(deck, 2), 0, 2, device=place, transport=transport)
         stage = plan_stage(deck, shape, mesh, schedule, [deck.model.layers], 0, torch.device("cpu"))
         scratch.append(stage.synchronizer.scratch_bytes)
     assert scratch[0] == max(world.everyone.all_gather_object(engine.synchronizer.scratch_bytes))
-    assert (scratch[0] < scratch[1]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})
+    assert (scratch[1] < scratch[2]) == (name in {"bf16", "int8", "sign", "onebit", "powersgd"})

@@ -1,0 +1,234 @@
+"""Memory of one rank that the other ranks of its node see, and read and write where it lies.
+
+Each rank keeps one file that has no name (memfd_create(2)), and all of them map each other's as a whole: what
+is not used takes no memory. Nothing is left when the ranks end, however they do; no rank needs the others to
+get more; and what /dev/shm has room for, which in containers often is 64 MiB, is no limit.
+
+What one rank writes is seen by another one in the order of their `fence`s: that of MPI-3 shared windows
+(MPI_Win_sync), a barrier of all loads and stores of the processor, which weakly ordered ones need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import sys
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.library import MPI
+
+_NAME = "hpctrain"
+_ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
+_POPULATE_WRITE = 23  # of madvise(2), from Linux 5.14 on
+_PROBE = 0x6E6F6465
+_RESIDENT = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ [^\n]*\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
+
+
+class Place(NamedTuple):
+    """A byte of the file of a rank of the world."""
+
+    owner: int
+    offset: int
+
+
+class NodeMemory:
+    """That of this rank, `rank` of the world, and of its peers, the ranks of its node.
+
+    `room` is the length of each one's file. `window` is of MPI's shared memory, for its fence.
+    """
+
+    def __init__(self, rank: int, room: int, window: MPI.Win) -> None:
+        self.rank, self.room = rank, room
+        self._window = window
+        self.fence = window.Sync
+        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.truncate(self._file, room)
+        self._maps: dict[int, mmap.mmap] = {}
+        self._addresses: dict[int, int] = {}
+        self._map(rank, self._file)
+        self._free: list[tuple[int, int]] = [(0, room)]  # where free bytes begin and end, in their order
+        self._released: deque[tuple[int, int]] = deque()
+        self.boards: dict[int, list[tuple[int, int]]] = {}
+        """Boards that groups have left behind, by their length: see `Boards`."""
+        self.staging: list[Tensor] = []
+        """Memory that operations copy through, and none uses now."""
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The ranks of the world whose memory this one sees, itself among them."""
+        return frozenset(self._maps)
+
+    def told(self) -> tuple[int, int, int]:
+        """This rank, its process and its file, for `open` on the others."""
+        return self.rank, os.getpid(), self._file
+
+    def open(self, rank: int, process: int, file: int) -> None:
+        """See the memory of a rank that is the process of this number, and has it open as this file.
+
+        OSError where that cannot be, such as of another container.
+        """
+        own = os.open(Path("/proc", str(process), "fd", str(file)), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map(rank, own)
+        finally:
+            os.close(own)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Uninitialized memory that the peers see, for as long as the tensor lives; None where the system has
+        no more.
+        """
+        elements = prod(shape)
+        begin = self.take(elements * dtype.itemsize)
+        if begin is None:
+            return None
+        length = _pages(elements * dtype.itemsize)
+        memory = (ctypes.c_char * length).from_address(self._addresses[self.rank] + begin)
+        weakref.finalize(memory, self._release, begin, length).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=elements).view(tuple(shape))
+
+    def take(self, size: int) -> int | None:
+        """Where so many bytes begin that are this rank's for good, zero; None where the system has no more.
+
+        They are there at once: a page that cannot be had later would end the process without a word.
+        """
+        while self._released:
+            self._give(*self._released.popleft())
+        length = _pages(size)
+        index = next((i for i, (begin, end) in enumerate(self._free) if end - begin >= length), None)
+        if index is None:
+            return None
+        begin, end = self._free[index]
+        self._free[index : index + 1] = [(begin + length, end)] if begin + length < end else []
+        try:
+            try:
+                self._maps[self.rank].madvise(_POPULATE_WRITE, begin, length)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.posix_fallocate(self._file, begin, length)
+        except OSError:
+            self._release(begin, length)
+            return None
+        return begin
+
+    def _release(self, begin: int, length: int) -> None:
+        """Give pages back to the system. Whenever garbage is collected, in whatever thread: the next `take`
+        alone keeps the accounts.
+        """
+        self._maps[self.rank].madvise(mmap.MADV_REMOVE, begin, length)
+        self._released.append((begin, length))
+
+    def _give(self, begin: int, length: int) -> None:
+        index, end = bisect_left(self._free, (begin, begin)), begin + length
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end))
+
+    def find(self, tensor: Tensor) -> Place | None:
+        """Where the first element of a tensor lies, in the memory of whatever rank; None elsewhere."""
+        address = tensor.data_ptr()
+        for owner, start in self._addresses.items():
+            if start <= address < start + self.room:
+                return Place(owner, address - start)
+        return None
+
+    def at(self, place: Place, elements: int, dtype: torch.dtype) -> Tensor:
+        """So many elements that lie there, flat: a view of memory that its owner has to keep."""
+        return torch.frombuffer(self._maps[place.owner], dtype=dtype, count=elements, offset=place.offset)
+
+    def words(self, place: Place, count: int) -> memoryview:
+        """So many numbers of 64 bits there, each of which is read and written at once."""
+        return memoryview(self._maps[place.owner])[place.offset : place.offset + 8 * count].cast("q")
+
+    def foreign_bytes(self) -> int:
+        """What of the peers' memory counts as resident in this process, too, because it was used here."""
+        starts = {address for rank, address in self._addresses.items() if rank != self.rank}
+        maps = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+        return sum(1024 * int(size) for start, size in _RESIDENT.findall(maps) if int(start, 16) in starts)
+
+    def close(self) -> None:
+        """Before MPI ends. Collective over the ranks of the node; whoever holds tensors may keep them."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+    def _map(self, rank: int, file: int) -> None:
+        mapped = mmap.mmap(file, self.room)
+        self._maps[rank] = mapped
+        self._addresses[rank] = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
+    """The memory that the ranks of a node share, of this rank of the world, or why there is none: the same on
+    all of them. Collective over them.
+    """
+    if not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no memory without a name"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = _pages(min(max(node.allgather(total)), _ADDRESSES // node.size))
+    window = MPI.Win.Allocate_shared(8 if node.rank == 0 else 0, 1, comm=node)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    memory, failure = None, ""
+    try:
+        memory = NodeMemory(rank, room, window)
+    except (OSError, ValueError) as error:
+        failure = f"rank {rank} gets no memory to share: {error}"
+    told = node.allgather(None if memory is None else memory.told())
+    if memory is not None:
+        failure = _opened(memory, [each for each in told if each is not None])
+    failures: list[str] = [each for each in node.allgather(failure) if each]
+    if memory is not None and not failures:
+        probe = memory.take(8)
+        if probe is not None:
+            memory.words(Place(rank, probe), 1)[0] = _PROBE + rank
+        memory.fence()
+        places = node.allgather(probe)
+        memory.fence()
+        failures = [each for each in node.allgather(_unseen(memory, told, places)) if each]
+    if failures or memory is None:
+        window.Unlock_all()
+        window.Free()
+        return failures[0]
+    return memory
+
+
+def _pages(size: int) -> int:
+    return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _opened(memory: NodeMemory, told: Sequence[tuple[int, int, int]]) -> str:
+    """Open the memory of all; why that cannot be."""
+    for rank, process, file in told:
+        try:
+            if rank != memory.rank:
+                memory.open(rank, process, file)
+        except (OSError, ValueError) as error:
+            return f"rank {memory.rank} cannot open the memory of rank {rank}: {error}"
+    return ""
+
+
+def _unseen(
+    memory: NodeMemory, told: Sequence[tuple[int, int, int] | None], probes: Sequence[int | None]
+) -> str:
+    """Whose number is not seen in its memory, if any: the number of its process may be another one's here."""
+    for ours, probe in zip(told, probes, strict=True):
+        assert ours is not None
+        if probe is None:
+            return f"rank {ours[0]} gets no memory to share"
+        if memory.words(Place(ours[0], probe), 1)[0] != _PROBE + ours[0]:
+            return f"rank {memory.rank} does not see the memory of rank {ours[0]}"
+    return ""

@@ -1,0 +1,264 @@
+"""The transport between ranks of one node: they read, and write, each other's memory where it lies.
+
+In memory from `empty` a tensor is read by the others as it is. Another one is copied, round by round, through
+memory that they see. Sums are added in rank order by the owner of each piece, as in `reduction`, so that
+both transports give the same bits. What is small, and messages between two ranks, are left to MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.boards import ROUNDS, SLOTS, Boards, Pieces, Slot
+from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.mpi import MpiTransport, flat
+from hpctrain.comm.node_memory import NodeMemory, Place
+from hpctrain.comm.reduction import BLOCK, fold_block, split
+from hpctrain.comm.transport import Chain, Pending, Span, Steps, Transport, drive, spans_of, swapped
+
+SHARED_BYTES = 256 * 1024
+"""Smaller operations are MPI's: its own small messages take less time than ours."""
+
+SEEN_BYTES = 64 * 1024
+"""Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
+
+ROUND_BYTES = 4 << 20  # of a tensor, in one round
+TURNS = 2  # rounds that a rank's memory for copies has room for
+REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
+MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
+
+
+class SharedTransport(Transport):
+    """The primitives among ranks that see each other's `memory`; what is not for it is done by `mpi`.
+
+    `least` are the bytes from which on an operation is, `seen` those from which on `empty` gives memory that
+    others see; `round_bytes` of a tensor are copied, or added, before others learn of it.
+    """
+
+    least, seen, round_bytes = SHARED_BYTES, SEEN_BYTES, ROUND_BYTES
+
+    def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
+        """Collective over the ranks of `mpi`."""
+        self.mpi, self.memory = mpi, memory
+        self.rank, self.size = mpi.rank, mpi.size
+        self.boards = Boards(mpi.communicator, memory)
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._under_way: list[Chain | None] = [None] * SLOTS
+        self._started = 0
+
+    def run(self, call: Call) -> Pending | None:
+        """See Transport."""
+        if not self._is_ours(call):
+            return self.mpi.run(call)
+        # An operation has a slot, and who comes round to one waits for what was there.
+        self._started = (self._started + 1) % SLOTS
+        before = self._under_way[self._started]
+        if before is not None:
+            before.wait()
+            self._under_way[self._started] = None
+        steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
+        pending = drive(steps, call.blocking)
+        if isinstance(pending, Chain):
+            self._under_way[self._started] = pending
+        return pending
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See Transport. Memory that the others see, where there is any."""
+        elements = torch.Size(shape).numel()
+        seen = self.memory.empty(shape, dtype) if elements * dtype.itemsize >= self.seen else None
+        return super().empty(shape, dtype, device) if seen is None else seen
+
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
+        """See Transport."""
+        if elements * itemsize >= self.least:
+            return 0
+        return self.mpi.scratch_bytes(elements, itemsize, scattered)
+
+    def _is_ours(self, call: Call) -> bool:
+        """Whether a call goes through memory: the same on all ranks."""
+        operation, dtype = call.operation, call.dtype
+        if operation in REDUCTIONS:
+            return call.bytes >= self.least and dtype is not None and dtype.is_floating_point
+        # Of uneven pieces that are exchanged no rank knows the total.
+        return operation in MOVEMENTS and (call.bytes >= self.least or call.received is not None)
+
+    # Sums
+
+    def _reduce(self, call: Call) -> Steps:
+        tensor, operation = call.tensor, call.reduced
+        assert tensor is not None and operation is not None
+        whole = flat(tensor)
+        if call.operation == "all_reduce":
+            shares = split(whole.numel(), self.size)
+            spans, output = spans_of(shares, whole, self.size), None
+        else:
+            assert call.output is not None
+            spans, output = spans_of(call.counts, whole, self.size), flat(call.output)
+        laid = self._lay(whole, spans)
+        slot, (begin, count) = laid.slot, spans[self.rank]
+        for turn in range(laid.rounds):
+            yield slot.given(self._others, turn + 1)
+            first = turn * laid.elements
+            length = min(laid.elements, count - first)
+            if length > 0:
+                own = whole[begin + first : begin + first + length]
+                into = own if output is None else output[first : first + length]
+                places = [slot.pieces(peer).at(self.rank, turn) for peer in self._others]
+                theirs = [self.memory.at(place, length, own.dtype) for place in places]
+                self._add(own, theirs, into, operation, written=output is None)
+            slot.finish(turn + 1)
+            if laid.copies:
+                yield slot.finished(self._others, turn + 1)
+                if output is None:
+                    laid.take_back(turn)
+                laid.give(turn + TURNS)
+        slot.finish()
+        yield slot.finished(self._others)
+        laid.close()
+
+    def _add(
+        self, own: Tensor, theirs: Sequence[Tensor], into: Tensor, operation: Operation, written: bool
+    ) -> None:
+        """Reduce a piece of all ranks in rank order; sums that are `written` go over the others', too."""
+        parts = [own, *theirs]
+        parts = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
+        spare = own.new_empty(min(BLOCK, len(own))) if self.rank > 1 else None
+        for *blocks, result in zip(*(part.split(BLOCK) for part in (*parts, into)), strict=True):
+            fold_block(blocks, result, operation, self.rank, spare)
+            for rank in self._others if written else ():
+                blocks[rank].copy_(result)
+
+    # Movement
+
+    def _move(self, call: Call) -> Steps:
+        given, sends, taken, receives = _spans(call, self.size)
+        source, target = _octets(given), _octets(taken)
+        (begin, count), (position, _) = sends[self.rank], receives[self.rank]
+        if count and source.data_ptr() + begin != target.data_ptr() + position:
+            target[position : position + count].copy_(source[begin : begin + count])
+        laid = self._lay(source, sends)
+        slot = laid.slot
+        left = {peer: receives[peer] for peer in self._others if receives[peer][1]}
+        turn = 0
+        while left or turn < laid.rounds:
+            yield slot.given(left, turn + 1)
+            for peer, (start, length) in list(left.items()):
+                pieces = slot.pieces(peer)
+                first = turn * pieces.elements
+                last = min(first + pieces.elements, length)
+                part, place = target[start + first : start + last], pieces.at(self.rank, turn)
+                if self.memory.find(part) != place:  # else it is one memory, where nothing has to move
+                    part.copy_(self.memory.at(place, last - first, torch.uint8))
+                if last == length:
+                    del left[peer]
+            turn += 1
+            slot.finish(turn if left else ROUNDS)
+            if laid.copies and turn + 1 < laid.rounds:
+                yield slot.finished(self._others, turn)
+                laid.give(turn + 1)
+        slot.finish()
+        yield slot.finished(self._others)
+        laid.close()
+
+    def _lay(self, tensor: Tensor, spans: Sequence[Span]) -> _Laid:
+        return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes)
+
+
+class _Laid:
+    """A rank's spans of a tensor for all, laid open round by round in a slot; the first rounds at once.
+
+    `copies` says whether the others see copies of them; what one rank has for itself is not among these.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        memory: NodeMemory,
+        rank: int,
+        tensor: Tensor,
+        spans: Sequence[Span],
+        round_bytes: int,
+    ) -> None:
+        self.slot, self._memory = slot, memory
+        self._tensor, itemsize, size = tensor, tensor.itemsize, len(spans)
+        alike = len(set(spans)) == 1
+        self.elements = max(1, round_bytes // itemsize // (1 if alike else size))
+        self.rounds = -(-max(count for _, count in spans) // self.elements)
+        assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
+        place = memory.find(tensor) if self.rounds else Place(memory.rank, 0)
+        self.copies = place is None
+        self._staging: Tensor | None = None
+        if place is None:
+            self._staging = memory.staging.pop() if memory.staging else _staging(memory)
+            place = memory.find(self._staging)
+            assert place is not None
+            begins = [0 if alike else peer * self.elements for peer in range(size)]
+            stride, turns = self._staging.nbytes // TURNS, TURNS
+            copied = self._staging.view(tensor.dtype)
+            self._room = copied[: len(copied) // TURNS], copied[len(copied) // TURNS :]
+            others = [peer for peer in range(size) if peer != rank]
+            self._moved = [(spans[peer], begins[peer]) for peer in (others[:1] if alike else others)]
+        else:
+            begins, stride, turns = [begin for begin, _ in spans], self.elements * itemsize, ROUNDS
+        slot.lay(Pieces(place, self.elements, stride, turns, [begin * itemsize for begin in begins]))
+        if not self.copies:
+            slot.give(self.rounds)
+        for turn in range(min(TURNS, self.rounds) if self.copies else 0):
+            self.give(turn)
+
+    def give(self, turn: int) -> None:
+        """Copy a round to where the others see it, if there is one; its room is free."""
+        if turn < self.rounds:
+            for part, copied in self._pairs(turn):
+                copied.copy_(part)
+            self.slot.give(turn + 1)
+
+    def take_back(self, turn: int) -> None:
+        """Copy what the others have made of a round to where the tensor is."""
+        for part, copied in self._pairs(turn):
+            part.copy_(copied)
+
+    def close(self) -> None:
+        """All are done with it."""
+        if self._staging is not None:
+            self._memory.staging.append(self._staging)
+
+    def _pairs(self, turn: int) -> Iterator[tuple[Tensor, Tensor]]:
+        first = turn * self.elements
+        for (begin, count), start in self._moved:
+            length = min(self.elements, count - first)
+            if length > 0:
+                part = self._tensor[begin + first : begin + first + length]
+                yield part, self._room[turn % TURNS][start : start + length]
+
+
+def _staging(memory: NodeMemory) -> Tensor:
+    made = memory.empty((TURNS * ROUND_BYTES,), torch.uint8)
+    if made is None:
+        raise MemoryError("the node has no memory left to copy through")
+    return made
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return flat(tensor).view(torch.uint8)
+
+
+def _spans(call: Call, size: int) -> tuple[Tensor, list[Span], Tensor, list[Span]]:
+    """As `swapped`, in bytes, and of a broadcast, too."""
+    if call.operation == "broadcast":
+        tensor = call.memory
+        assert tensor is not None
+        source = target = tensor
+        given = call.tensor is not None
+        sends = [(0, tensor.numel() if given else 0)] * size
+        receives = [(0, 0 if given or peer != call.root else tensor.numel()) for peer in range(size)]
+    else:
+        source, sends, target, receives = swapped(call, size)
+
+    def octets(spans: Sequence[Span], itemsize: int) -> list[Span]:
+        return [(begin * itemsize, count * itemsize) for begin, count in spans]
+
+    return source, octets(sends, source.itemsize), target, octets(receives, target.itemsize)

@@ -1,0 +1,292 @@
+"""What goes through the memory of a node is, to the bit, what messages bring.
+
+Tests of comm/shared.py, comm/boards.py and comm/node_memory.py; tests/comm/test_group.py has every primitive,
+type and form.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.boards import SLOTS
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh, choose_transport
+from hpctrain.comm.node_memory import NodeMemory, Place
+from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.work import Work
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ALL = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+SEQUENCES = {2: 100, 4: 1000}
+"""By ranks; of others fewer."""
+
+
+@pytest.fixture(scope="module")
+def groups(world: World) -> tuple[Group, Group]:
+    """All ranks, over memory and over messages; whatever is not empty goes through memory."""
+    own = Mesh(world, {"data": world.size}, "shared").group("data")
+    shared = own.host
+    assert isinstance(shared, SharedTransport)
+    shared.least = shared.seen = 1
+    return own, Mesh(world, {"data": world.size}, "mpi").group("data")
+
+
+def memory_of(group: Group) -> NodeMemory:
+    assert isinstance(group.host, SharedTransport)
+    return group.host.memory
+
+
+def rough(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """What a rank brings; sums of three or more depend on their order."""
+    generator = torch.Generator().manual_seed(31 * seed + rank)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (values * 10.0 ** torch.randint(-3, 3, shape, generator=generator)).to(dtype)
+
+
+class Random:
+    """A sequence of operations that all ranks draw alike, each done over memory and over messages."""
+
+    def __init__(self, seed: int, groups: tuple[Group, Group]) -> None:
+        self.draw = random.Random(seed)
+        self.seed, self.groups = seed, groups
+        self.rank, self.size = groups[0].rank, groups[0].size
+
+    def run(self) -> None:
+        """Start some of them before others are waited for, and come late to some."""
+        waiting: list[tuple[list[Work[Tensor]] | None, list[Tensor]]] = []
+        for number in range(self.draw.randint(1, 4)):
+            late = self.draw.randrange(10 * self.size)
+            if late == self.rank:
+                time.sleep(0.002)
+            blocking = self.draw.random() < 0.5
+            waiting.append(self.operation(100 * self.seed + number, blocking))
+            if self.draw.random() < 0.3:
+                self.compare(waiting)
+        self.draw.shuffle(waiting)
+        self.compare(waiting)
+
+    def compare(self, waiting: list[tuple[list[Work[Tensor]] | None, list[Tensor]]]) -> None:
+        """The results of both, and what should not have changed."""
+        for works, tensors in waiting:
+            results = [work.wait() for work in works or ()]
+            for ours, theirs in ((results[:1], results[1:]), (tensors[::2], tensors[1::2])):
+                for one, other in zip(ours, theirs, strict=True):
+                    assert torch.equal(
+                        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+                    )
+        waiting.clear()
+
+    def operation(self, seed: int, blocking: bool) -> tuple[list[Work[Tensor]], list[Tensor]]:
+        draw, size = self.draw, self.size
+        kind = draw.choice(
+            ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all", "uneven")
+        )
+        dtype = draw.choice(FLOATS if kind in {"all_reduce", "reduce_scatter"} else ALL)
+        root, reduced = draw.randrange(size), draw.choice(("sum", "max", "min"))
+        width = draw.choice((1, 3, 1000))
+        sizes = [draw.randrange(5) for _ in range(size)] if draw.random() < 0.5 else None
+        rows = draw.randrange(1, 4)
+        table = [[draw.randrange(4) for _ in range(size)] for _ in range(size)]
+        whole = rows * size if sizes is None else sum(sizes)
+        own = rows if sizes is None else sizes[self.rank]
+        seen = [draw.random() < 0.5 for _ in range(2 * size)][self.rank :: size]
+        in_place = draw.random() < 0.3
+        works, kept = list[Work[Tensor]](), list[Tensor]()
+        for group in self.groups:
+
+            def made(count: int, place: int, filled: bool = True, group: Group = group) -> Tensor:
+                shape = (count, width)
+                empty = group.empty(shape, dtype) if seen[place] else torch.empty(shape, dtype=dtype)
+                return empty.copy_(rough(self.rank, shape, dtype, seed)) if filled else empty
+
+            first = sum(sizes[: self.rank]) if sizes is not None else rows * self.rank
+            match kind:
+                case "all_reduce":
+                    work = group.start_all_reduce(made(whole, 0), reduced, blocking)
+                case "reduce_scatter":
+                    tensor = made(whole, 0)
+                    output = tensor[first : first + own] if in_place else made(own, 1, False)
+                    kept.append(tensor)
+                    work = group.start_reduce_scatter(tensor, output, sizes, reduced, blocking)
+                case "all_gather":
+                    output = made(whole, 1, False)
+                    part = output[first : first + own] if in_place else made(own, 0)
+                    part.copy_(rough(self.rank, (own, width), dtype, seed))
+                    work = group.start_all_gather(part, output, sizes, blocking)
+                case "broadcast":
+                    work = group.start_broadcast(made(whole, 0), root, blocking)
+                case "scatter":
+                    tensor = made(whole, 0) if self.rank == root else None
+                    work = group.start_scatter(tensor, made(own, 1, False), root, sizes, blocking)
+                case "all_to_all":
+                    work = group.start_all_to_all(made(rows * size, 0), None, None, None, blocking)
+                case _:
+                    sent, received = table[self.rank], [row[self.rank] for row in table]
+                    work = group.start_all_to_all(made(sum(sent), 0), None, sent, received, blocking)
+            works.append(work)
+        return works, kept
+
+
+def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> None:
+    shared = groups[0].host
+    assert isinstance(shared, SharedTransport)
+    for seed in range(SEQUENCES.get(groups[0].size, 30)):
+        shared.round_bytes = random.Random(seed).choice((1000, 30000, 1 << 22))
+        Random(seed, groups).run()
+
+
+def test_more_operations_than_slots_may_be_under_way(groups: tuple[Group, Group]) -> None:
+    group = groups[0]
+    tensors = [torch.full((100,), float(group.rank + number)) for number in range(2 * SLOTS + 3)]
+    works = [group.start_all_reduce(tensor) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    total = sum(range(group.size))
+    assert [float(tensor[0]) for tensor in tensors] == [
+        total + group.size * number for number in range(len(tensors))
+    ]
+
+
+def test_what_is_one_memory_is_not_moved(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's rows of the first one's memory are gathered: there is nothing to copy."""
+    group = groups[0]
+    memory = memory_of(group)
+    made = memory.empty((group.size, 1000), torch.float32) if group.rank == 0 else None
+    place = group.broadcast_object(None if made is None else memory.find(made))
+    common = memory.at(Place(*place), 1000 * group.size, torch.float32).view(group.size, 1000)
+    common[group.rank] = float(group.rank + 1)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "copy_", lambda self, other: copied.append(other))
+    gathered = group.all_gather(common[group.rank : group.rank + 1], common)
+    assert not copied
+    assert gathered[:, 0].tolist() == [rank + 1.0 for rank in range(group.size)]
+    group.barrier()
+
+
+def test_boards_serve_one_group_after_the_other(world: World) -> None:
+    """Numbers of operations go on, so that nobody takes those of an earlier group for its own."""
+    for number in range(5):
+        group = Mesh(world, {"data": world.size}, "shared").group("data")
+        assert isinstance(group.host, SharedTransport)
+        group.host.least = 1
+        for again in range(number + 1):
+            tensor = torch.full((10,), float(group.rank * number + again))
+            group.all_reduce(tensor)
+            assert float(tensor[3]) == number * sum(range(group.size)) + group.size * again
+        del group
+        gc.collect()
+
+
+def test_memory_is_given_back_and_used_again(world: World) -> None:
+    assert world.share_memory() == ""
+    assert isinstance(world._memory, NodeMemory)
+    memory = NodeMemory(world.rank, 1 << 20, world._memory._window)
+    first, second = (memory.empty((3, 5000), torch.float32) for _ in range(2))
+    assert first is not None and second is not None
+    places = memory.find(first), memory.find(second)
+    assert places[0] is not None and places[1] is not None and places[0] != places[1]
+    assert memory.find(second[1:]) == Place(world.rank, places[1].offset + 5000 * 4)
+    assert memory.find(torch.empty(5000)) is None
+    first.fill_(3.0)
+    view = first[2]
+    del first
+    assert float(view[-1]) == 3.0
+    del view
+    both = memory.empty((5000,), torch.float32)
+    assert both is not None and memory.find(both) == places[0]
+    assert not both.any()  # the system has had it meanwhile
+    del both, second
+    third = memory.empty((6, 5000), torch.float32)
+    assert third is not None and memory.find(third) == places[0]
+    assert memory.empty((1 << 20,), torch.uint8) is None
+
+
+def test_memory_of_others_does_not_count_as_held(groups: tuple[Group, Group]) -> None:
+    group, size = groups[0], 1 << 24
+    memory = memory_of(group)
+    own = memory.empty((size,), torch.uint8)
+    assert own is not None
+    own.fill_(1)
+    before = memory.foreign_bytes()
+    group.barrier()
+    places = group.all_gather_object(memory.find(own))
+    other = memory.at(Place(*places[1 - min(1, group.rank)]), size, torch.uint8)
+    assert int(other.max()) == 1
+    assert size <= memory.foreign_bytes() - before < size + (1 << 20)
+    group.barrier()
+
+
+@pytest.fixture
+def fresh(world: World) -> World:
+    """A world that has not opened memory yet."""
+    return World(world.communicator.Dup())
+
+
+def refuse(function: Callable[..., object], when: bool) -> Callable[..., object]:
+    def refused(*arguments: object, **options: object) -> object:
+        if when:
+            raise OSError("not here")
+        return function(*arguments, **options)
+
+    return refused
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "open"])
+def test_without_shared_memory_messages_are_sent(
+    fresh: World, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank that cannot is enough, and all learn why."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, what, refuse(getattr(os, what), fresh.rank == 1))
+        with caplog.at_level(logging.WARNING):
+            assert choose_transport(fresh, "auto") == "mpi"
+    assert ("not here" in caplog.text) == (fresh.rank == 0)
+    with pytest.raises(HpctrainError, match=r'communication\.transport = "shared": rank 1 .* not here'):
+        choose_transport(fresh, "shared")
+
+
+def test_memory_of_another_process_is_not_taken_for_a_rank_s(
+    fresh: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks are in containers of their own, numbers of processes mean others."""
+    told = NodeMemory.told
+    monkeypatch.setattr(NodeMemory, "told", lambda memory: (memory.rank, os.getpid(), told(memory)[2]))
+    monkeypatch.setattr(NodeMemory, "open", lambda memory, rank, _, __: memory._map(rank, memory._file))
+    assert "does not see the memory of rank" in fresh.share_memory()
+
+
+def test_without_room_tensors_are_the_process_s_own(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups[0]
+    memory = memory_of(group)
+    group.all_reduce(torch.ones(1000))  # from here on there is memory to copy through
+    monkeypatch.setattr(memory, "take", lambda _: None)
+    tensor = group.empty((1000,), torch.float32).fill_(1.0)
+    assert memory.find(tensor) is None
+    group.all_reduce(tensor)
+    assert float(tensor[-1]) == group.size
+
+
+@pytest.fixture(autouse=True)
+def together(world: World) -> Iterator[None]:
+    """No rank goes on to another test while others still look at its memory."""
+    yield
+    world.everyone.barrier()
