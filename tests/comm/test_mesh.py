@@ -1,4 +1,7 @@
-"""The mesh against numpy's own reshaped arange."""
+"""The mesh against numpy's own reshaped arange.
+
+Tests of comm/mesh.py and comm/transports.py.
+"""
 
 from __future__ import annotations
 

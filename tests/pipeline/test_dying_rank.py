@@ -25,6 +25,7 @@ tokens = "tokens.h5"
 [layout]
 pipeline = 2
 schedule = "{schedule}"
+split = [1, 1]
 [batch]
 global_size = 8
 micro_size = 1
