@@ -20,7 +20,10 @@ from hpctrain.comm.reduction import BLOCK, fold_block, split
 from hpctrain.comm.transport import Chain, Pending, Span, Steps, Transport, drive, spans_of, swapped
 
 SHARED_BYTES = 256 * 1024
-"""Smaller operations are MPI's: its own small messages take less time than ours."""
+"""Smaller sums are MPI's: its own small messages take less time than ours."""
+
+MOVED_BYTES = 4 << 20
+"""The same of what moves without being added, where MPI copies as we do."""
 
 SEEN_BYTES = 64 * 1024
 """Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
@@ -34,11 +37,12 @@ MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadca
 class SharedTransport(Transport):
     """The primitives among ranks that see each other's `memory`; what is not for it is done by `mpi`.
 
-    `least` are the bytes from which on an operation is, `seen` those from which on `empty` gives memory that
-    others see; `round_bytes` of a tensor are copied, or added, before others learn of it.
+    `least` are the bytes from which on a sum is, `least_moved` those of other operations, `seen` those from
+    which on `empty` gives memory that others see; `round_bytes` of a tensor are copied, or added, before
+    others learn of it.
     """
 
-    least, seen, round_bytes = SHARED_BYTES, SEEN_BYTES, ROUND_BYTES
+    least, least_moved, seen, round_bytes = SHARED_BYTES, MOVED_BYTES, SEEN_BYTES, ROUND_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
         """Collective over the ranks of `mpi`."""
@@ -83,7 +87,7 @@ class SharedTransport(Transport):
         if operation in REDUCTIONS:
             return call.bytes >= self.least and dtype is not None and dtype.is_floating_point
         # Of uneven pieces that are exchanged no rank knows the total.
-        return operation in MOVEMENTS and (call.bytes >= self.least or call.received is not None)
+        return operation in MOVEMENTS and (call.bytes >= self.least_moved or call.received is not None)
 
     # Sums
 

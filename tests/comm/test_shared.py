@@ -40,7 +40,7 @@ def groups(world: World) -> tuple[Group, Group]:
     own = Mesh(world, {"data": world.size}, "shared").group("data")
     shared = own.host
     assert isinstance(shared, SharedTransport)
-    shared.least = shared.seen = 1
+    shared.least = shared.least_moved = shared.seen = 1
     return own, Mesh(world, {"data": world.size}, "mpi").group("data")
 
 

@@ -47,6 +47,7 @@ def test_memory_and_messages_train_alike(world: World, name: str, monkeypatch: p
         pytest.skip(f"for {ranks} ranks")
     # Of this small model, too, all goes through memory, in rounds of a few rows.
     monkeypatch.setattr(SharedTransport, "least", 1)
+    monkeypatch.setattr(SharedTransport, "least_moved", 1)
     monkeypatch.setattr(SharedTransport, "seen", 1)
     monkeypatch.setattr(SharedTransport, "round_bytes", 2000)
     shared = trained(world, (*keys, "communication.transport=shared"))
