@@ -5,7 +5,9 @@ is not used takes no memory. Nothing is left when the ranks end, however they do
 get more; and what /dev/shm has room for, which in containers often is 64 MiB, is no limit.
 
 What one rank writes is seen by another one in the order of their `fence`s: that of MPI-3 shared windows
-(MPI_Win_sync), a barrier of all loads and stores of the processor, which weakly ordered ones need.
+(MPI_Win_sync), a barrier of all loads and stores of the processor, which weakly ordered ones need. It is one
+of the processor and of no certain memory: so each rank has a window of itself alone, which MPI makes without
+a word to others and, unlike one of several ranks, without room in /dev/shm.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _NAME = "hpctrain"
 _ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
 _POPULATE_WRITE = 23  # of madvise(2), from Linux 5.14 on
 _PROBE = 0x6E6F6465
+_FENCE_BYTES = 8  # of the window that is there for its fence: some libraries make none of no bytes
 _RESIDENT = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ [^\n]*\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 
 
@@ -46,15 +49,16 @@ class Place(NamedTuple):
 class NodeMemory:
     """That of this rank, `rank` of the world, and of its peers, the ranks of its node.
 
-    `room` is the length of each one's file. `window` is of MPI's shared memory, for its fence.
+    `room` is the length of each one's file.
     """
 
-    def __init__(self, rank: int, room: int, window: MPI.Win) -> None:
+    def __init__(self, rank: int, room: int) -> None:
         self.rank, self.room = rank, room
-        self._window = window
-        self.fence = window.Sync
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.truncate(self._file, room)
+        self._window = MPI.Win.Allocate_shared(_FENCE_BYTES, 1, comm=MPI.COMM_SELF)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self.fence = self._window.Sync
         self._maps: dict[int, mmap.mmap] = {}
         self._addresses: dict[int, int] = {}
         self._map(rank, self._file)
@@ -162,7 +166,7 @@ class NodeMemory:
         return sum(1024 * int(size) for start, size in _RESIDENT.findall(maps) if int(start, 16) in starts)
 
     def close(self) -> None:
-        """Before MPI ends. Collective over the ranks of the node; whoever holds tensors may keep them."""
+        """Before MPI ends; whoever holds tensors may keep them."""
         self._window.Unlock_all()
         self._window.Free()
 
@@ -180,12 +184,10 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
         return f"{sys.platform} has no memory without a name"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = _pages(min(max(node.allgather(total)), _ADDRESSES // node.size))
-    window = MPI.Win.Allocate_shared(8 if node.rank == 0 else 0, 1, comm=node)
-    window.Lock_all(MPI.MODE_NOCHECK)
     memory, failure = None, ""
     try:
-        memory = NodeMemory(rank, room, window)
-    except (OSError, ValueError) as error:
+        memory = NodeMemory(rank, room)
+    except (OSError, ValueError, MPI.Exception) as error:
         failure = f"rank {rank} gets no memory to share: {error}"
     told = node.allgather(None if memory is None else memory.told())
     if memory is not None:
@@ -199,9 +201,9 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
         places = node.allgather(probe)
         memory.fence()
         failures = [each for each in node.allgather(_unseen(memory, told, places)) if each]
-    if failures or memory is None:
-        window.Unlock_all()
-        window.Free()
+    if memory is None or failures:
+        if memory is not None:
+            memory.close()
         return failures[0]
     return memory
 

@@ -195,9 +195,7 @@ def test_boards_serve_one_group_after_the_other(world: World) -> None:
 
 
 def test_memory_is_given_back_and_used_again(world: World) -> None:
-    assert world.share_memory() == ""
-    assert isinstance(world._memory, NodeMemory)
-    memory = NodeMemory(world.rank, 1 << 20, world._memory._window)
+    memory = NodeMemory(world.rank, 1 << 20)
     first, second = (memory.empty((3, 5000), torch.float32) for _ in range(2))
     assert first is not None and second is not None
     places = memory.find(first), memory.find(second)
@@ -216,6 +214,7 @@ def test_memory_is_given_back_and_used_again(world: World) -> None:
     third = memory.empty((6, 5000), torch.float32)
     assert third is not None and memory.find(third) == places[0]
     assert memory.empty((1 << 20,), torch.uint8) is None
+    memory.close()
 
 
 def test_memory_of_others_does_not_count_as_held(groups: tuple[Group, Group]) -> None:
