@@ -97,10 +97,15 @@ class Boards:
         self._ahead = [of_rank - first for _, _, of_rank in told]
         weakref.finalize(self, _keep, free, offset, self._operations).atexit = False
 
+    @property
+    def next(self) -> int:
+        """Which of the slots the next operation has: that of the one SLOTS operations before it."""
+        return (self._operations[0] + 1) % SLOTS
+
     def open(self) -> Slot:
         """The slot of the next operation, which is the next one on all ranks."""
+        begin = self.next * self._words
         self._operations[0] = number = self._operations[0] + 1
-        begin = number % SLOTS * self._words
         boards = [board[begin : begin + self._words] for board in self._boards]
         return Slot(self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.fence)
 

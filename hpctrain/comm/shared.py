@@ -51,22 +51,21 @@ class SharedTransport(Transport):
         self.boards = Boards(mpi.communicator, memory)
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._under_way: list[Chain | None] = [None] * SLOTS
-        self._started = 0
 
     def run(self, call: Call) -> Pending | None:
         """See Transport."""
         if not self._is_ours(call):
             return self.mpi.run(call)
         # An operation has a slot, and who comes round to one waits for what was there.
-        self._started = (self._started + 1) % SLOTS
-        before = self._under_way[self._started]
+        place = self.boards.next
+        before = self._under_way[place]
         if before is not None:
             before.wait()
-            self._under_way[self._started] = None
+            self._under_way[place] = None
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
         pending = drive(steps, call.blocking)
         if isinstance(pending, Chain):
-            self._under_way[self._started] = pending
+            self._under_way[place] = pending
         return pending
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
