@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.torch_model import TorchModel, loss_of
+from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update, clip_gradients
+from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 
 
@@ -36,19 +37,14 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
     once = isinstance(model, DistributedDataParallel) and deck.memory.accumulate == "whole"
     halved = torch.autocast("cpu", training.storage, enabled=training.storage.itemsize < 4)
 
-    def step() -> float:
-        total = torch.zeros(())
-        for index, micro in enumerate(training.micro_batches()):
-            waits = once and index < training.count - 1
-            with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-                with halved:
-                    loss = loss_of(model(micro.tokens), micro.targets) / training.count
-                loss.backward()
-            total += loss.detach()
-        update()
-        return float(total)
+    def backward(micro: MicroBatch, last: bool) -> Tensor:
+        with model.no_sync() if once and not last else nullcontext():  # type: ignore[operator]
+            with halved:
+                loss = training.part_of_loss(model, micro)
+            loss.backward()
+        return loss
 
-    return step
+    return training.step(backward, update)
 
 
 def _cut_update(training: Training, model: nn.Module) -> Any:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
+from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.words import require
 
@@ -45,17 +46,13 @@ def _fsdp2(training: Training, place: Place, model: TorchModel) -> PeerStep:
     update = Update(training, [model])
     once = training.deck.memory.accumulate == "whole"
 
-    def step() -> float:
-        total = torch.zeros(())
-        for index, micro in enumerate(training.micro_batches()):
-            model.set_requires_gradient_sync(not once or index == training.count - 1)
-            loss = loss_of(model(micro.tokens), micro.targets) / training.count
-            loss.backward()
-            total += loss.detach()
-        update()
-        return float(total)
+    def backward(micro: MicroBatch, last: bool) -> Tensor:
+        model.set_requires_gradient_sync(not once or last)
+        loss = training.part_of_loss(model, micro)
+        loss.backward()
+        return loss
 
-    return step
+    return training.step(backward, update)
 
 
 def _deepspeed(name: str, training: Training, place: Place, model: TorchModel) -> PeerStep:
@@ -86,15 +83,15 @@ def _deepspeed(name: str, training: Training, place: Place, model: TorchModel) -
     optimizer = torch.optim.AdamW(training.groups(model.parameters()), **training.settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
-    def step() -> float:
-        total = torch.zeros(())
-        for index, micro in enumerate(training.micro_batches()):
-            loss = loss_of(engine(micro.tokens), micro.targets)
-            engine.backward(loss)
-            if index == training.count - 1:
-                training.begin_update(optimizer.param_groups)
-            engine.step()
-            total += loss.detach()
-        return float(total / training.count)
+    def backward(micro: MicroBatch, last: bool) -> Tensor:
+        loss = loss_of(engine(micro.tokens), micro.targets)
+        engine.backward(loss)
+        if not last:
+            engine.step()  # which counts micro-batches
+        return loss / training.count
 
-    return step
+    def update() -> None:
+        training.begin_update(optimizer.param_groups)
+        engine.step()
+
+    return training.step(backward, update)

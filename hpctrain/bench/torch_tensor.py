@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpctrain.bench.torch_model import TorchModel, loss_of
+from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update
+from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 
 
@@ -33,16 +34,12 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
         model.head.weight = model.embedding.weight
     update = Update(training, [model], stored=True)
 
-    def step() -> float:
-        total = torch.zeros(())
-        for micro in training.micro_batches():
-            loss = loss_of(model(micro.tokens), micro.targets) / training.count
-            loss.backward()
-            total += loss.detach()
-        update()
-        return float(total)
+    def backward(micro: MicroBatch, _: bool) -> Tensor:
+        loss = training.part_of_loss(model, micro)
+        loss.backward()
+        return loss
 
-    return step
+    return training.step(backward, update)
 
 
 def parallelize(model: TorchModel, local: bool, mesh: DeviceMesh) -> None:

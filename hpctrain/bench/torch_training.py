@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpctrain.bench.torch_model import TorchModel
+from hpctrain.bench.torch_model import TorchModel, loss_of
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
@@ -24,6 +24,11 @@ from hpctrain.parallel.shard import Initial, Shard
 
 PeerStep = Callable[[], float | None]
 """One optimizer step; the mean loss of the tokens of which this rank computed it, None where of none."""
+
+Backward = Callable[[MicroBatch, bool], Tensor]
+"""Adds to the gradients what a micro-batch brings, told whether it is the step's last one; its part of the
+loss.
+"""
 
 Squares = Callable[[Tensor], Tensor]
 
@@ -71,6 +76,22 @@ class Training:
         batch = self.deck.batch
         first = self.steps * batch.global_size
         return self._batches.step(first, batch.global_size, *self.share, batch.micro_size)
+
+    def part_of_loss(self, model: Callable[..., Tensor], micro: MicroBatch) -> Tensor:
+        """What a micro-batch adds to the mean loss of this rank's share of a step."""
+        return loss_of(model(micro.tokens), micro.targets) / self.count
+
+    def step(self, backward: Backward, update: Callable[[], None]) -> PeerStep:
+        """What makes a step: `backward` of each of this rank's micro-batches, then `update`."""
+
+        def step() -> float:
+            total = torch.zeros(())
+            for index, micro in enumerate(self.micro_batches()):
+                total += backward(micro, index == self.count - 1).detach()
+            update()
+            return float(total)
+
+        return step
 
     def filled(self, model: TorchModel) -> TorchModel:
         """The model with the weights, in fp32, that a run of the deck begins with."""
