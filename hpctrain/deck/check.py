@@ -228,7 +228,7 @@ def _optimizer(deck: Deck) -> Iterator[Problem]:
     keys = deck.optimizer
     usual = {name: field.default for name, field in type(keys).model_fields.items()}
     usual |= {"beta1": first_beta(keys.name), "beta2": second_beta(keys.name)}
-    usual |= {"momentum": usual_momentum(keys.name), "nesterov": keys.name == "muon"}
+    usual |= {"momentum": usual_momentum(keys.name), "nesterov": False}
     for name in dict.fromkeys(name for names in OWN_KEYS.values() for name in names):
         if name not in OWN_KEYS[keys.name] and getattr(keys, name) != usual[name]:
             sentence = f'has no effect on optimizer.name = "{keys.name}" (leave it out)'

@@ -19,7 +19,7 @@ from hpctrain.train.batch_size import batch_at
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak
 from hpctrain.train.step import Step, StepResult, TrainState
-from hpctrain.watch.stragglers import Comparison, Stragglers
+from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
 
 
@@ -63,7 +63,7 @@ class Trainer:
 
     def stragglers(self, factor: float) -> Comparison:
         """What finds ranks that are above `factor` times the median. Collective."""
-        return Stragglers(self.engine.mesh, factor)
+        return Stragglers(self.engine.mesh, factor, work_of(self.engine.models))
 
     def go_on(self, due: Callable[[int], bool], asked: Callable[[], bool]) -> None:  # noqa: ARG002
         """Make the next step; where ranks do not go in step, all up to the next one after which something is

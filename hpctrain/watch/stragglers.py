@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import median, median_low
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.transports import TRANSPORTS
+from hpctrain.model.part import Part
 from hpctrain.units import format_seconds
 
 WINDOW = 20  # steps after which the ranks compare their times
@@ -45,16 +47,18 @@ class Comparison(Protocol):
 class Stragglers:
     """Compares the ranks' times once a window of steps: the step's less those inside communication.
 
-    Of each rank the median of its steps counts, so that a single slow step is none. Where
-    the host does not wait for a call, as over NCCL, its times tell nothing, and nothing is compared.
+    Of each rank the median of its steps counts, so that a single slow step is none. Compared are ranks whose
+    `work` is equal, see `work_of`. Where the host does not wait for a call, as over NCCL, its times tell
+    nothing, and nothing is compared.
     """
 
-    def __init__(self, mesh: Mesh, factor: float) -> None:
+    def __init__(self, mesh: Mesh, factor: float, work: object) -> None:
         """Named are ranks above `factor` times the median; 0: never. Collective."""
         self.world, self.factor = mesh.world, factor
         self.on = factor > 0 and mesh.world.size > 1 and TRANSPORTS[mesh.transport].on_host
-        self.nodes = self.world.everyone.all_gather_object(self.world.hostname) if self.on else []
-        self.stages = [mesh.coordinates(rank)["pipeline"] for rank in range(self.world.size)]
+        everyone = self.world.everyone
+        self.nodes = everyone.all_gather_object(self.world.hostname) if self.on else []
+        self.work = everyone.all_gather_object(work) if self.on else []
         self._seconds: list[float] = []
         self._warm = False
         self._named: set[int] = set()
@@ -77,7 +81,7 @@ class Stragglers:
         times = self.world.everyone.gather(mine)
         if times is None:
             return None
-        slow = find_stragglers(times.tolist(), self.stages, self.nodes, self.factor)
+        slow = find_stragglers(times.tolist(), self.work, self.nodes, self.factor)
         self._named = warn_of(slow, self._named)
         return slow
 
@@ -90,18 +94,28 @@ def warn_of(slow: Sequence[Straggler], named: set[int]) -> set[int]:
     return {straggler.rank for straggler in slow}
 
 
-def find_stragglers(
-    seconds: Sequence[float], stages: Sequence[int], nodes: Sequence[str], factor: float
-) -> list[Straggler]:
-    """The ranks whose seconds are above `factor` times the median of their pipeline stage, slowest first.
+def work_of(parts: Iterable[Part]) -> object:
+    """What a pipeline stage of these parts computes, a small value: layers of one kind take as long, if as
+    much of them is trained. It is equal on the ranks of a stage, and on stages of the same layers.
+    """
+    return [
+        (layer.kind, sum(prod(p.shard.shape) for p in layer.own if p.requires_grad))
+        for part in parts
+        for layer in part.layers
+    ]
 
-    A stage of one rank is compared with all ranks. Of an even number, the lower of the two in the middle
-    is the median, so that of two ranks the slower one can stand out.
+
+def find_stragglers(
+    seconds: Sequence[float], work: Sequence[object], nodes: Sequence[str], factor: float
+) -> list[Straggler]:
+    """The ranks whose seconds are above `factor` times the median of those with the same work, slowest first.
+
+    A rank that has its work alone is none. Of an even number, the lower of the two in the middle is the
+    median, so that of two ranks the slower one can stand out.
     """
     slow = []
     for rank, own in enumerate(seconds):
-        same = [other for other, stage in zip(seconds, stages, strict=True) if stage == stages[rank]]
-        usual = median_low(same if len(same) > 1 else list(seconds))
+        usual = median_low(other for other, same in zip(seconds, work, strict=True) if same == work[rank])
         if own > factor * usual > 0:
             slow.append(Straggler(rank, nodes[rank], own, own / usual))
     return sorted(slow, key=lambda straggler: -straggler.times)

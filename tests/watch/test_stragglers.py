@@ -13,16 +13,16 @@ from hpctrain.deck.schema import Deck
 from hpctrain.train.run import run_deck
 from hpctrain.train.step import Step
 from hpctrain.watch import stragglers as module
-from hpctrain.watch.stragglers import WINDOW, Stragglers, find_stragglers
+from hpctrain.watch.stragglers import WINDOW, find_stragglers
 from tests.engines import small_deck, trainer
 from tests.train.test_run import deck_file
 
 __all__ = ["deck_file"]
 
 
-def named(seconds: list[float], stages: list[int], factor: float = 1.5) -> list[tuple[int, str, float]]:
+def named(seconds: list[float], work: list[int], factor: float = 1.5) -> list[tuple[int, str, float]]:
     nodes = [f"n{rank // 2}" for rank in range(len(seconds))]
-    found = find_stragglers(seconds, stages, nodes, factor)
+    found = find_stragglers(seconds, work, nodes, factor)
     return [(straggler.rank, straggler.node, straggler.times) for straggler in found]
 
 
@@ -35,10 +35,11 @@ def test_ranks_far_above_the_median() -> None:
     assert named([0.0, 0.0, 1.0], [0] * 3) == []
 
 
-def test_ranks_are_compared_with_their_pipeline_stage() -> None:
+def test_ranks_are_compared_with_those_of_the_same_work() -> None:
     assert named([1.0, 1.0, 3.0, 3.0], [0, 0, 1, 1]) == []
     assert named([1.0, 1.0, 3.0, 6.0], [0, 0, 1, 1]) == [(3, "n1", 2.0)]
-    assert named([1.0, 1.0, 3.0], [0, 1, 2]) == [(2, "n1", 3.0)]
+    assert named([1.0, 1.0, 3.0], [0, 1, 2]) == []
+    assert named([1.0, 1.0, 2.0, 9.0], [0, 1, 1, 2]) == [(2, "n1", 2.0)]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -68,7 +69,7 @@ def test_a_slowed_rank_is_named_once(
 
 def windows(world: World, deck: Deck, factor: float, seconds: float) -> list[list[int] | None]:
     """What a rank's steps of so many seconds come to."""
-    stragglers = Stragglers(trainer(world, deck).engine.mesh, factor)
+    stragglers = trainer(world, deck).stragglers(factor)
     found = [stragglers.step(seconds) for _ in range(2 * WINDOW + 1)]
     return [None if slow is None else [straggler.rank for straggler in slow] for slow in found]
 
@@ -90,7 +91,20 @@ def test_ranks_compare_once_in_a_window(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("frozen", [(), ("blocks.1.*",)])
+def test_stages_are_compared_where_their_layers_are_alike(world: World, frozen: tuple[str, ...]) -> None:
+    """A stage for each rank: of the middle ones, with a block each, that of the third rank is slow."""
+    size = world.size
+    keys = [f"layout.pipeline={size}", f"model.layers={size}", f"layout.split={[1] * size}"]
+    keys.append(f"model.frozen={json.dumps(frozen)}")
+    found = windows(world, small_deck(*keys), 1.5, 2.0 if world.rank in (2, size - 1) else 1.0)
+    if world.rank == 0:
+        others = set(range(1, size - 1)) - ({1} if frozen else set())
+        assert found[WINDOW] == ([2] if len(others) > 1 and 2 in others else [])
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_single_slow_step_is_no_straggler(world: World) -> None:
-    stragglers = Stragglers(trainer(world, small_deck()).engine.mesh, 1.5)
+    stragglers = trainer(world, small_deck()).stragglers(1.5)
     found = [stragglers.step(100.0 if step == 5 and world.rank else 1.0) for step in range(WINDOW + 1)]
     assert found[-1] == ([] if world.rank == 0 else None)
