@@ -12,16 +12,19 @@ from torch import Tensor
 
 from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, Kernel, Pass
 
-FLOPS = 1 << 28
-"""Of a product that is measured, for each thread at most: a few milliseconds. Of a larger one a piece is
+FLOPS = 1 << 29
+"""Of a product that is measured, for each thread at most: some milliseconds. Of a larger one a piece is
 measured, with its longest sides cut: how a sum weighs beside its product depends on the rows of tokens.
 """
 
 _SHORTEST = 256
 """Of a side of what is measured of a larger product."""
 
-_SECONDS, _ROUNDS = 0.8, 5
-_GAIN = 1.08
+_SECONDS, _ROUNDS = 1.0, 7
+_GAIN = 1.02
+"""How much quicker another kernel has to be: quickest times of some rounds differ by so much by chance. Most
+of a block's products gain little each, and its step as much; a wrong choice costs no more than this.
+"""
 
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """How far a kernel's result may be from the library's, in the norm: some hundred times what rounding of sums
