@@ -20,15 +20,15 @@ def processor_name() -> str:
     return _first_core().get("model name") or platform.processor() or platform.machine()
 
 
-def processor_identity() -> str:
+def processor_identity(threads: int | None = None) -> str:
     """What decides how fast its products are, in words: the processor, whose name hypervisors may hide, which
-    instructions libraries use, threads, and torch's version.
+    instructions libraries use, threads (by default those that there are now), and torch's version.
     """
     core = _first_core()
     model = f"family {core.get('cpu family', '?')} model {core.get('model', '?')}"
     flags = f"flags {zlib.crc32(core.get('flags', '').encode()):08x}"
     limits = (f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name))
-    here = processor_name(), model, flags, *limits, f"threads {torch.get_num_threads()}"
+    here = processor_name(), model, flags, *limits, f"threads {threads or torch.get_num_threads()}"
     return ", ".join((*here, f"torch {torch.__version__}"))
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from hpctrain.deck.communication import Communication
+from hpctrain.deck.found import Found
 from hpctrain.deck.key import Bytes, Duration, Section, key, name_of
 from hpctrain.deck.learning_rate import LearningRateSection
 from hpctrain.deck.optimizer import OptimizerSection
@@ -444,6 +445,7 @@ class Deck(Section):
     machine: Machine
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
+    _found: Found = PrivateAttr(default_factory=Found)
 
     def model_post_init(self, context: Any) -> None:
         """Take the `Sources` that were given as the context of the validation."""
@@ -454,6 +456,17 @@ class Deck(Section):
     def sources(self) -> Sources:
         """Where each key was given."""
         return self._sources
+
+    @property
+    def found(self) -> Found:
+        """What was found for it, which goes with it."""
+        return self._found
+
+    def with_found(self, found: Found) -> Deck:
+        """The deck with what was found for it."""
+        changed = self.model_copy()
+        changed._found = found
+        return changed
 
     def value(self, name: str) -> object:
         """The value of a key by its full name, such as "batch.micro_size"."""

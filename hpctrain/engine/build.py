@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -149,17 +148,13 @@ def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
     return deck.with_keys(model={"vocabulary": file.vocabulary})
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh, products: Mapping[str, Any] | None = None) -> Arrangement:
-    """The arrangement of a deck whose vocabulary is settled. Collective; may measure products and layers.
-
-    `products` is what a run that is gone on with has chosen to compute them, see `choose_kernels`.
-    """
+def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
     groups = make_groups(deck, mesh, recompute, world.device)
     shape = ModelShape.of(deck, deck.model.vocabulary)
-    choose_kernels(deck, world, groups, shape, products)
     placement = place_layers(deck, shape, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return Arrangement(recompute, groups, shape, placement, schedule)
@@ -170,6 +165,7 @@ def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -
 
     `roughness` is what `initialize` adds to biases and norm weights.
     """
+    deck = choose_kernels(deck, world, mesh)
     return assemble(deck, world, mesh, arrange(deck, world, mesh), roughness)
 
 

@@ -9,77 +9,72 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from hpctrain.comm.device import on_host
+from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.processor import processor_identity
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.deck_kernels import (
+    LONGEST_NAME,
+    MOST_KNOWN,
+    are_measured,
+    known_kernels,
+    matrix_of,
+    name_of,
+    tokens_of,
+)
 from hpctrain.engine.layer_times import alone
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
 from hpctrain.model.build import bare_model, build_parts
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernel_times import Measured, candidates, measure, quickest
 from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
 from hpctrain.parallel.linear import SplitLinear
+from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
+from hpctrain.sharding.replication import Axes
 
 LEAST_FLOPS = 1 << 25
 """Of a product that is measured: a millisecond or so."""
 
 FILE = "products.json"
 
-_FILE_BYTES, _MOST_SHAPES, _MOST_PROCESSORS = 1 << 20, 500, 20
-_LONGEST = 1000  # characters of a name in the file
-
-_WORDS: Mapping[Pass, str] = {
-    "forward": "forward",
-    "logits": "logits",
-    "input_gradient": "input gradients",
-    "weight_gradient": "weight gradients",
-}
+_FILE_BYTES, _MOST_PROCESSORS = 1 << 20, 20
 
 
-def choose_kernels(
-    deck: Deck,
-    world: World,
-    groups: LayerGroups,
-    shape: ModelShape,
-    before: object = None,
-) -> None:
-    """Choose what computes the products of the layers that are made with these groups. Collective.
+def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
+    """The deck with the choice of what computes its products on that mesh. Collective.
 
-    `before` is what the run that is gone on with had chosen, by `Kernels.record`. HpctrainError on all ranks
-    where the deck names a kernel that some do not have.
+    What was found for it before, as of a run that is gone on with, stands. HpctrainError on all ranks where
+    the deck names a kernel that some do not have.
     """
     storage, wish = Precision.of(deck).product, deck.machine.products
     chosen = on_host(world.device) and deck.precision.compute != "fp8"
     here = {kernel.name for kernel in candidates(storage)} if chosen else {"library"}
     common = set.intersection(*world.everyone.all_gather_object(here))
-    kernels = groups.kernels
-    if wish != "auto":
-        if wish not in common:
-            have = ", ".join(f'"{name}"' for name in KERNELS if name in common)
-            sentence = f"is not what all ranks can multiply {deck.precision.words} with ({have} would do)"
-            raise HpctrainError(deck.problem("machine.products", sentence))
-        return
-    wanted = (
-        {} if len(common) == 1 else {_name(each, deck): each for each in products_of(deck, shape, groups)}
-    )
+    if wish != "auto" and wish not in common:
+        have = ", ".join(f'"{name}"' for name in KERNELS if name in common)
+        sentence = f"is not what all ranks can multiply {deck.precision.words} with ({have} would do)"
+        raise HpctrainError(deck.problem("machine.products", sentence))
+    asked = len(common) > 1 and are_measured(deck, world.device)
+    wanted = {name_of(each, deck): each for each in products_of(deck, mesh, world.device)} if asked else {}
     if not wanted:
-        return
+        return deck.with_found(replace(deck.found, products={}))
     identity = "; ".join(sorted(set(world.everyone.all_gather_object(processor_identity()))))
-    sources = {"taken over": _kept(before)}
+    sources = {"taken over": known_kernels(deck.found.products)}
     if world.rank == 0:
         sources[f"as kept in {cache_file()}"] = read_cache().get(identity, {})
     sources = world.everyone.broadcast_object(sources)
@@ -98,17 +93,37 @@ def choose_kernels(
         why.append(f"measured in {perf_counter() - began:.1f} s")
         if world.rank == 0:
             write_cache(identity, {name: found[name] for name in missing})
-    kernels.why = " and ".join(why)
-    kernels.record = {name: found[name] for name in wanted}
-    kernels.chosen = {(m.kind, m.outputs, m.inputs): KERNELS[found[name]] for name, m in wanted.items()}
+    products = {name: found[name] for name in wanted}
+    return deck.with_found(replace(deck.found, products=products, why=" and ".join(why)))
 
 
-def products_of(deck: Deck, shape: ModelShape, groups: LayerGroups) -> list[Measured]:
+def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
+    """A deck whose vocabulary is settled with what such processors as this one were found to compute its
+    products best by, for a plan: where nothing is kept of them, the library stands in for what is measured.
+    """
+    device = device_named(deck.run.device)
+    if not are_measured(deck, device):
+        return deck
+    mesh = PlannedMesh(axis_sizes(deck, ranks), 0, ranks, device=device)
+    wanted = {each.matrix for each in products_of(deck, mesh, device)}
+    kept = {
+        name: kernel
+        for name, kernel in read_cache().get(processor_identity(deck.run.threads), {}).items()
+        if matrix_of(name, deck) in wanted
+    }
+    missing = wanted - {matrix_of(name, deck) for name in kept}
+    why = [f"as kept in {cache_file()}"] if kept else []
+    why += ["planned as the library's until a run has measured them"] if missing else []
+    return deck.with_found(replace(deck.found, products=kept, why="; others ".join(why)))
+
+
+def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[Measured]:
     """The different products of a micro-batch in the whole model, as a rank computes them, but small ones."""
+    assert deck.model.vocabulary is not None
+    groups, shape = make_groups(deck, mesh, SavedPolicy(), device), ModelShape.of(deck, deck.model.vocabulary)
     spans = alone(bare_model(shape).layers).values()
     layers = (layer for span in spans for part in build_parts(shape, groups, [span]) for layer in part.layers)
-    tokens = deck.batch.micro_size * shape.sequence // groups.context.size
-    found = dict.fromkeys(each for layer in layers for each in _products(layer, tokens))
+    found = dict.fromkeys(each for layer in layers for each in _products(layer, tokens_of(deck)))
     return [each for each in found if each.flops >= LEAST_FLOPS]
 
 
@@ -123,12 +138,6 @@ def _products(layer: torch.nn.Module, tokens: int) -> Iterator[Measured]:
             for kind in PASSES:
                 if kind != other:
                     yield Measured(kind, rows, outputs, inputs)
-
-
-def _name(each: Measured, deck: Deck) -> str:
-    sums = " in 16 bits" if deck.precision.gradients == "compute" and deck.precision.compute != "fp32" else ""
-    size = f"{each.rows} x {each.outputs} x {each.inputs}"
-    return f"{_WORDS[each.kind]}{sums}, {deck.precision.compute}, {size}"
 
 
 def _measured(deck: Deck, world: World, missing: Mapping[str, Measured], common: set[str]) -> dict[str, str]:
@@ -166,7 +175,7 @@ def read_cache() -> dict[str, dict[str, str]]:
         rows = parse_json(read_text(cache_file(), _FILE_BYTES))
         if isinstance(rows, dict):
             newest = list(rows.items())[-_MOST_PROCESSORS:]
-            return {name: _kept(kept) for name, kept in newest if len(name) <= _LONGEST}
+            return {name: known_kernels(kept) for name, kept in newest if len(name) <= LONGEST_NAME}
     return {}
 
 
@@ -177,7 +186,7 @@ def write_cache(identity: str, found: Mapping[str, str]) -> None:
     for name, choice in found.items():
         of_this.pop(name, None)
         of_this[name] = choice
-    kept[identity] = dict(list(of_this.items())[-_MOST_SHAPES:])
+    kept[identity] = dict(list(of_this.items())[-MOST_KNOWN:])
     text = json.dumps(dict(list(kept.items())[-_MOST_PROCESSORS:]), indent=1)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):
@@ -189,44 +198,3 @@ def write_cache(identity: str, found: Mapping[str, str]) -> None:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-
-
-def _kept(found: object) -> dict[str, str]:
-    """What of it may be choices by name."""
-    rows = list(found.items())[-_MOST_SHAPES:] if isinstance(found, Mapping) else []
-    return {
-        name: how for name, how in rows if isinstance(how, str) and how in KERNELS and len(name) <= _LONGEST
-    }
-
-
-def introduce_kernels(deck: Deck, groups: LayerGroups) -> list[str]:
-    """What a run says of them at its start, where there is anything to say."""
-    kernels = groups.kernels
-    if deck.machine.products != "auto":
-        return [f'products are computed by "{deck.machine.products}" (machine.products)']
-    if not kernels.chosen:
-        return []
-    passes = []
-    for kind, words in _WORDS.items():
-        counts = Counter(kernel.name for (each, *_), kernel in kernels.chosen.items() if each == kind)
-        if counts:
-            by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())
-            passes.append(f"{words} {', '.join(by)}")
-    return [f"products are computed by: {'; '.join(passes)} ({kernels.why})"]
-
-
-def as_before(deck: Deck, state: Mapping[str, Any]) -> Deck:
-    """The deck of a run that goes on: by the library, unless the deck says otherwise, where it was begun when
-    there was nothing to choose.
-    """
-    if "products" in state or "machine.products" in deck.sources.places:
-        return deck
-    return deck.with_keys(machine={"products": "library"})
-
-
-def found_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run by the deck `before` had measured, of its `state`: its pipeline's split, where
-    the layout is the same, and what computes products.
-    """
-    split = state.get("split") if deck.layout == before.layout else None
-    return {"split": split, "products": state.get("products")}

@@ -18,10 +18,10 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.deck_kernels import kernels_of
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
-from hpctrain.engine.sizes import micro_batches
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.model.build import build_parts
@@ -33,7 +33,6 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.parallel.kernels import LIBRARY, Kernels, kernel_named
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import TABLE_ROWS
@@ -159,10 +158,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         saved_policy=saved_policy,
         product_format=formats.product,
         eight_bits=formats.eight_bits,
-        kernels=Kernels(
-            kernel_named(deck.machine.products, formats.product) if on_host(device) else LIBRARY,
-            keeps=deck.layout.zero < 3 and micro_batches(deck, mesh.group("data").size) > 1,
-        ),
+        kernels=kernels_of(deck, device, mesh.group("data").size),
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),
@@ -278,16 +274,13 @@ def plan_stage(
     number: int,
     device: torch.device,
     build: Callable[..., TrainedStage] = build_trained_stage,
-    kernels: Kernels | None = None,
 ) -> TrainedStage:
     """A stage of the pipeline as its first rank along the other axes builds it, without its memory.
 
     The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
-    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these;
-    `kernels` are those that a run has chosen.
+    on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these.
     """
     groups = make_groups(deck, mesh, Recompute(deck.memory.recompute), device)
-    groups = groups if kernels is None else replace(groups, kernels=kernels)
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, Kernel, Pass
+from hpctrain.parallel.kernels import BLOCK_ROWS, KERNELS, LIBRARY, Kernel, Matrix, Pass
 
 FLOPS = 1 << 29
 """Of a product that is measured, for each thread at most: some milliseconds. Of a larger one a piece is
@@ -44,6 +44,11 @@ class Measured(NamedTuple):
     def flops(self) -> float:
         """Of one product."""
         return 2.0 * self.rows * self.outputs * self.inputs
+
+    @property
+    def matrix(self) -> Matrix:
+        """The same for any number of rows."""
+        return self.kind, self.outputs, self.inputs
 
     def cut(self, most: float) -> Measured:
         """What is measured for it: of at most so many FLOPs, or of sides that are short."""

@@ -31,6 +31,9 @@ BLOCK_ROWS = 2048
 
 Pass = Literal["forward", "logits", "input_gradient", "weight_gradient"]
 
+Matrix = tuple[Pass, int, int]
+"""A pass of a matrix [outputs, inputs]: the pass, outputs, inputs."""
+
 PASSES: tuple[Pass, ...] = ("forward", "logits", "input_gradient", "weight_gradient")
 
 
@@ -194,14 +197,20 @@ class Kernels:
     `keeps`, where matrices are whole all the time, one that is converted is so once for as long as it stays.
     """
 
-    def __init__(self, other: Kernel = LIBRARY, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        other: Kernel = LIBRARY,
+        keeps: bool = False,
+        chosen: Mapping[Matrix, Kernel] | None = None,
+        record: Mapping[str, str] | None = None,
+        why: str = "",
+    ) -> None:
         self.other, self.keeps = other, keeps
+        self.chosen = {} if chosen is None else dict(chosen)
+        self.record, self.why = {} if record is None else dict(record), why
         self.stays: int | None = None
         """A number for each time for which matrices stay what they are; None where they may change."""
         self._times = 0
-        self.chosen: dict[tuple[Pass, int, int], Kernel] = {}
-        self.record: dict[str, str] = {}
-        self.why = ""
 
     def of(self, kind: Pass, outputs: int, inputs: int) -> Kernel:
         """What computes this pass of a matrix [outputs, inputs]."""

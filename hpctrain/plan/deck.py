@@ -13,6 +13,7 @@ from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
@@ -78,9 +79,12 @@ def plan_deck(
     libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
     shared = shared_bytes()
 
+    def with_products(deck: Deck) -> Deck:
+        return with_kept_kernels(deck.with_keys(model={"vocabulary": vocabulary}), ranks)
+
     def planned(deck: Deck) -> MemoryPlan:
         plan = plan_memory if deck.communication.server == "none" else plan_served
-        return plan(deck, ranks, vocabulary, libraries, ranks_per_node)
+        return plan(with_products(deck), ranks, vocabulary, libraries, ranks_per_node)
 
     memory = planned(deck)
     savings: list[MemorySaving] = []
@@ -106,7 +110,7 @@ def plan_deck(
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
     room = _room(deck, memory, together, shared)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    return DeckPlan(deck, ranks, memory, room, tuple(savings), moved, tuple(others), pipeline)
+    return DeckPlan(with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others), pipeline)
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

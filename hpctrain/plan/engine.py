@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.mesh import Mesh
@@ -11,6 +10,8 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.place import with_split
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.room import Room, demand_room
@@ -27,20 +28,19 @@ def build_within_memory(
     world: World,
     mesh: Mesh,
     ready: Callable[[], None] = lambda: None,
-    products: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, MemoryPlan]:
     """The engine of a deck, and the plan of its memory, which comes first. Collective.
 
     HpctrainError on all ranks, before anything large is allocated, where the plan needs more than a node
     has, or than the deck's [machine] says. `ready` is called when that is settled, before the engine makes
-    any file; `products` is as in `arrange`.
+    any file; what was found for the deck stands in for what would be measured.
     """
     libraries = library_bytes() if on_host(world.device) else 0
-    arrangement = arrange(deck, world, mesh, products)
+    deck = choose_kernels(with_split(deck, deck.found.split), world, mesh)
+    arrangement = arrange(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
     numbers = world.size, arrangement.shape.vocabulary, libraries, max(1, world.size // world.nodes)
-    kernels = arrangement.groups.kernels
-    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule, kernels=kernels)
+    plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 
     def advice(room: Room) -> str:
@@ -48,7 +48,7 @@ def build_within_memory(
             deck,
             plan,
             lambda change: parse_deck(deck_text(planned), [change], ranks=world.size),
-            lambda changed: plan_memory(changed, *numbers, kernels=kernels),
+            lambda changed: plan_memory(changed.with_found(deck.found), *numbers),
             ADVICE_SECONDS,
         )
         ways = [f"--set {each.change} ({format_bytes(each.total)} a rank)" for each in savings[:ADVISED]]

@@ -24,7 +24,6 @@ from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.copies import planned_copies
-from hpctrain.parallel.kernels import Kernels
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.pipeline.split import spans_of
@@ -119,12 +118,11 @@ def plan_memory(
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
     build: Callable[..., TrainedStage] = build_trained_stage,
-    kernels: Kernels | None = None,
 ) -> MemoryPlan:
     """What `ranks` ranks of a deck will hold. Allocates nothing of the model.
 
     `libraries` are the bytes that a process holds without a model; `split` the blocks of every part and
-    `schedule` that of a whole step, where a run has measured first; `build` and `kernels` as in `plan_stage`.
+    `schedule` that of a whole step, where a run has measured first; `build` as in `plan_stage`.
     Raises HpctrainError as a run would, and where the deck asks for nodes without `ranks_per_node`.
     """
     sizes = axis_sizes(deck, ranks)
@@ -157,11 +155,11 @@ def plan_memory(
             kind = number
         if kind not in planned:
             mesh = planned_mesh(number)
-            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build, kernels)
+            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
             place = fullest_place(deck, stage, sizes, number)
             if place:
                 mesh = planned_mesh(number, place)
-                stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build, kernels)
+                stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule

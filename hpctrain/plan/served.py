@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import PlannedMesh
@@ -20,7 +19,6 @@ from hpctrain.memory.accounts import Account
 from hpctrain.model.count import count
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernels import Kernels
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, StageMemory, plan_memory
@@ -88,12 +86,11 @@ def plan_served(
     ranks_per_node: int | None = None,
     split: Sequence[int] | None = None,
     schedule: Schedule | None = None,
-    kernels: Kernels | None = None,
 ) -> MemoryPlan:
     """As `plan_memory`, of a deck with servers: its stages are these and the workers."""
     roles = Roles.of(deck, ranks)
     plan = plan_memory(
-        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage, kernels
+        deck, ranks, vocabulary, libraries, ranks_per_node, split, schedule, build_worker_stage
     )
     (worker,) = plan.stages
     device, shape = device_named(deck.run.device), ModelShape.of(deck, vocabulary)
@@ -126,24 +123,24 @@ def plan_served(
 
 
 def build_role_within_memory(
-    deck: Deck, world: World, ready: Callable[[], None], products: Mapping[str, Any] | None = None
+    deck: Deck, world: World, ready: Callable[[], None]
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
     roles = Roles.of(deck, world.size)
     own, part, mesh = roles.place(deck, world)
-    arrangement = arrange(own, part, mesh, products)
-    groups = arrangement.groups
-    products = world.everyone.broadcast_object(groups.kernels.record, roles.servers)
-    if roles.serves(world.rank):
+    serves = roles.serves(world.rank)
+    if not serves:
+        own = choose_kernels(own, part, mesh)
+    found = world.everyone.broadcast_object(own.found, roles.servers)
+    if serves:
         # What they store and say is what workers compute with.
-        choose_kernels(own, part, groups, arrangement.shape, products)
-    planned = deck.with_keys(run={"device": world.device.type})
+        own = choose_kernels(own.with_found(found), part, mesh)
+    arrangement = arrange(own, part, mesh)
+    planned = deck.with_keys(run={"device": world.device.type}).with_found(own.found)
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = max(1, world.size // world.nodes)
-    plan = plan_served(
-        planned, world.size, arrangement.shape.vocabulary, libraries, per_node, kernels=groups.kernels
-    )
-    here = plan.stages[0 if roles.serves(world.rank) else 1].memory.total
+    plan = plan_served(planned, world.size, arrangement.shape.vocabulary, libraries, per_node)
+    here = plan.stages[0 if serves else 1].memory.total
     more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)
     world.planned_bytes = here

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from hpctrain.comm.device import device_named
 from hpctrain.comm.mesh import sizes_text
+from hpctrain.engine.deck_kernels import introduce_kernels, kernels_of
 from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
@@ -50,6 +52,10 @@ def plan_text(plan: DeckPlan) -> str:
         lines += ["What would save most, each by itself:", *table(rows)]
     lines += [*form_lines(plan.moved), *other_lines(plan.others)]
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
+    if deck.found.why:
+        kernels = kernels_of(deck, device_named(deck.run.device), memory.sizes["data"])
+        told = introduce_kernels(deck, kernels) or [f"products are {deck.found.why}"]
+        lines += [f"{line[0].upper()}{line[1:]}." for line in told]
     if deck.layout.split == "balanced":
         lines += ['layout.split = "balanced" is measured when the run starts; here layers go by FLOPs.']
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernels import as_before, found_before
+from hpctrain.engine.deck_kernels import as_before
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
@@ -62,8 +62,8 @@ def replay(
         _refuse_other_samples(original, deck)
         _refuse_other_order(deck)
     count = _steps(path, recorded, steps)
-    deck, found = as_before(deck, state), found_before(deck, original, state)
-    with _engine_of(world, deck, path, found) as run:
+    deck = as_before(deck, original, state)
+    with _engine_of(world, deck, path) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus.file):
                 other = f"is not the token file that {path} was trained on, so that no recorded loss can come"
@@ -171,7 +171,7 @@ def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
 
 
 @contextmanager
-def _engine_of(world: World, deck: Deck, path: Path, found: Mapping[str, Any]) -> Iterator[Run]:
+def _engine_of(world: World, deck: Deck, path: Path) -> Iterator[Run]:
     """The run as it goes on from the checkpoint, but out of its own folder."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     elsewhere = str(Path(tempfile.gettempdir()) / name)
@@ -180,7 +180,7 @@ def _engine_of(world: World, deck: Deck, path: Path, found: Mapping[str, Any]) -
         memory={"offload_dir": deck.memory.offload_dir or elsewhere},
         stability={"verify_layout": False},
     )
-    run = open_run(world, changed, path, found)
+    run = open_run(world, changed, path)
     try:
         yield run
     finally:

@@ -23,8 +23,7 @@ from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
-from hpctrain.engine.kernels import as_before, found_before
-from hpctrain.engine.place import with_split
+from hpctrain.engine.deck_kernels import as_before
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.engine import build_within_memory
@@ -209,16 +208,14 @@ def open_run(
     world: World,
     deck: Deck,
     checkpoint: Path | None = None,
-    found: Mapping[str, Any] | None = None,
     clear: Callable[[], str] = str,
     replayed: Path | None = None,
 ) -> Run:
     """The run of a deck from its beginning, or from a checkpoint on. Collective.
 
-    `found`, of a run that goes on, stands in for what would be measured: see `found_before`. `clear` makes
-    the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is said at the
-    start. Tokens of the samples of the file `replayed` go to the experts that it names. HpctrainError on all
-    ranks where the deck cannot be run here, or that file does not fit.
+    `clear` makes the run's folder ready, on rank 0, once nothing can be refused any more; what it returns is
+    said at the start. Tokens of the samples of the file `replayed` go to the experts that it names.
+    HpctrainError on all ranks where the deck cannot be run here, or that file does not fit.
     """
     limit = TimeLimit.find(deck, os.environ, time.monotonic())
     torch.set_num_threads(deck.run.threads)
@@ -228,8 +225,8 @@ def open_run(
     deck = settle_vocabulary(deck, corpus.file)
     compared = compare_tokens(world, deck, corpus.file, checkpoint)
     if deck.communication.server != "none":
-        return _open_served(world, deck, corpus, checkpoint, clear, limit, compared, found)
-    mesh, found = make_mesh(deck, world), found or {}
+        return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
+    mesh = make_mesh(deck, world)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     given = None if replayed is None else read_given(world, replayed, shape)
@@ -241,8 +238,7 @@ def open_run(
         with world.agreement():
             stays = clear() if world.rank == 0 else ""
 
-    split, products = found.get("split"), found.get("products")
-    engine, predicted = build_within_memory(with_split(deck, split), world, mesh, ready, products)
+    engine, predicted = build_within_memory(deck, world, mesh, ready)
     checkpoints = Checkpoints(deck, engine, known_tokens(world, corpus.file))
     state = None if checkpoint is None else checkpoints.restore(checkpoint)
     source = deck.model.source if checkpoint is None else None
@@ -265,7 +261,6 @@ def _open_served(
     clear: Callable[[], str],
     limit: TimeLimit | None,
     compared: Sequence[str],
-    found: Mapping[str, Any] | None,
 ) -> Run:
     """As `open_run`, of a deck with servers, whose corpus is open."""
     stays = ""
@@ -275,7 +270,7 @@ def _open_served(
         with world.agreement():
             stays = clear() if world.rank == 0 else ""
 
-    engine, predicted = build_role_within_memory(deck, world, ready, (found or {}).get("products"))
+    engine, predicted = build_role_within_memory(deck, world, ready)
     known = known_tokens(world, corpus.file)
     trainer = ServedTrainer(deck, world, engine, corpus.train)
     checkpoints = ServedCheckpoints(deck, engine, known, world, trainer.roles)
@@ -380,9 +375,9 @@ def _go_on(
         if follows:
             deck, makes = with_ranks(deck, before, ranks, world.size)
         require_no_second_warm_up(deck, before, int(state.get("updates", step)))
-        deck, found = as_before(deck, state), found_before(deck, before, state)
+        deck = as_before(deck, before, state)
         if world.rank == 0:
             refuse_other_folder(deck, path)
     rates = warms_again(deck, before, step), rate_jumps(deck, before, step)
     opening = prepare_ranks(world, deck), *rates, makes
-    return open_run(world, deck, path, found, replayed=replayed).train(signals, opening)
+    return open_run(world, deck, path, replayed=replayed).train(signals, opening)

@@ -9,7 +9,7 @@ from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Corpus, Engine
-from hpctrain.engine.kernels import introduce_kernels
+from hpctrain.engine.deck_kernels import introduce_kernels
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
 from hpctrain.optim.schedule import LearningRate
@@ -59,7 +59,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
             "more text or fewer steps would do"
         )
-    lines += introduce_kernels(deck, engine.groups)
+    lines += introduce_kernels(deck, engine.groups.kernels)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine)

@@ -1,11 +1,12 @@
 """The choice of kernels: the same on all ranks, kept, stored, taken over; what it computes. Also of
-`comm/processor.py`.
+`engine/deck_kernels.py` and `comm/processor.py`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,26 @@ from torch.nn import functional
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.processor import processor_identity, processor_name
 from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches
 from hpctrain.data.prepare import prepare
+from hpctrain.data.synthetic import SyntheticSource
+from hpctrain.deck.found import Found
+from hpctrain.deck.read import deck_text
 from hpctrain.engine import kernels as module
 from hpctrain.engine.build import arrange, make_mesh
-from hpctrain.engine.kernels import cache_file, read_cache, write_cache
+from hpctrain.engine.deck_kernels import as_before
+from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
 from hpctrain.errors import HpctrainError
+from hpctrain.parallel.copies import copied_bytes
 from hpctrain.parallel.kernel_times import Measured
 from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn
+from hpctrain.plan.engine import build_within_memory
+from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
+from hpctrain.sharding.bucket import value_bytes
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.verify import miniature
-from tests.engines import LLAMA, small_deck, trainer
+from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.train.test_run import DECK
 
 QUICK_FORWARD = {"forward": {"library": 1.0, "onednn": 0.5}}
@@ -58,7 +68,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch, mpi_tmp_path: Path) -> Measuring:
 
 def chosen(world: World, *overrides: str, before: object = None) -> Kernels:
     deck = small_deck(*overrides)
-    return arrange(deck, world, make_mesh(deck, world), before).groups.kernels
+    deck, mesh = as_before(deck, deck, {"products": before}), make_mesh(deck, world)
+    return arrange(choose_kernels(deck, world, mesh), world, mesh).groups.kernels
 
 
 @pytest.mark.mpi(max_size=1)
@@ -147,6 +158,50 @@ def test_what_was_measured_is_kept_for_such_processors(
     assert len(read_cache()) == 2
 
 
+@pytest.mark.mpi(max_size=1)
+def test_plans_count_what_such_processors_multiply_by(
+    world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring.seconds = {"forward": {"fp32": 0.1}, "weight_gradient": {"fp32-onednn": 0.1}}
+    bf16 = "precision.compute=bf16"
+    deck, one = small_deck(bf16), world.alone()
+    unknown = with_kept_kernels(deck, 1)
+    assert (unknown.found.products, unknown.found.why.split(" until")[0]) == ({}, "planned as the library's")
+    engine, plan = build_within_memory(deck, one, make_mesh(deck, one))
+    kept = with_kept_kernels(deck, 1)
+    assert kept.found.products == engine.groups.kernels.record
+    assert kept.found.why == f"as kept in {cache_file()}"
+    planned, held = plan_memory(kept, 1, 61).largest.memory, plan.largest.memory
+    by_library = plan_memory(deck, 1, 61).largest.memory
+    assert replace(planned, other=held.other) == held
+    assert planned.other > by_library.other
+    training = Trainer(deck, engine, Batches(SyntheticSource(32, 61), 1))
+    training.train_step()
+    copies = copied_bytes(engine.model.layers)
+    assert copies > 0
+    assert planned.parameter == value_bytes(engine.buckets) + copies
+    # Those of another number of rows stand in, others of other formats or matrices do not.
+    fewer = with_kept_kernels(small_deck(bf16, "batch.micro_size=1"), 1)
+    assert plan_memory(fewer, 1, 61).largest.memory.parameter == planned.parameter
+    wider = with_kept_kernels(small_deck(bf16, "model.mlp=80"), 1)
+    assert wider.found.why == f"as kept in {cache_file()}; others {unknown.found.why}"
+    assert set(wider.found.products) < set(kept.found.products)
+    for other in ("precision.gradients=compute", "precision.compute=fp32", "machine.products=library"):
+        assert not with_kept_kernels(small_deck(bf16, other), 1).found.products
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert not with_kept_kernels(deck, 1).found.products
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_was_found_goes_with_a_deck() -> None:
+    found = Found((1, 1), {"name": "fp32"}, "why")
+    deck = small_deck().with_found(found)
+    changed = deck.with_keys(run={"steps": 3})
+    assert changed.found is found
+    assert deck == small_deck()
+    assert deck_text(deck) == deck_text(small_deck())
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[1]", '{"x": 3}', "{" * 100_000, " " * (2 << 20), "null", '{"HERE": {"NAME": "magic"}}', "\0\xff"],
@@ -201,7 +256,7 @@ def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(KERNELS["onednn"]), "multiplies", lambda *_: False)
     sentence = 'machine.products=onednn: is not what all ranks can multiply fp32 with ("library" would do)'
     with pytest.raises(HpctrainError) as found:
-        arrange(deck, world, make_mesh(deck, world))
+        choose_kernels(deck, world, make_mesh(deck, world))
     assert sentence in str(found.value)
 
 
@@ -274,9 +329,9 @@ def test_a_run_goes_on_with_its_products_bit_for_bit(
 @pytest.mark.mpi(max_size=1)
 def test_runs_from_before_there_was_a_choice_go_on_by_the_library() -> None:
     old, given = small_deck(), small_deck("machine.products=auto")
-    assert module.as_before(old, {"step": 1}).machine.products == "library"
-    assert module.as_before(old, {"products": {}}).machine.products == "auto"
-    assert module.as_before(given, {"step": 1}).machine.products == "auto"
+    assert as_before(old, old, {"step": 1}).machine.products == "library"
+    assert as_before(old, old, {"products": {}}).machine.products == "auto"
+    assert as_before(given, old, {"step": 1}).machine.products == "auto"
 
 
 @pytest.mark.mpi(max_size=1)
