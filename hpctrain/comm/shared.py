@@ -100,7 +100,7 @@ class SharedTransport(Transport):
         else:
             assert call.output is not None
             spans, output = spans_of(call.counts, whole, self.size), flat(call.output)
-        laid = self._lay(whole, spans)
+        laid = self._lay(whole, spans, in_rounds=True)
         slot, (begin, count) = laid.slot, spans[self.rank]
         for turn in range(laid.rounds):
             yield slot.given(self._others, turn + 1)
@@ -142,7 +142,7 @@ class SharedTransport(Transport):
         (begin, count), (position, _) = sends[self.rank], receives[self.rank]
         if count and source.data_ptr() + begin != target.data_ptr() + position:
             target[position : position + count].copy_(source[begin : begin + count])
-        laid = self._lay(source, sends)
+        laid = self._lay(source, sends, in_rounds=False)
         slot = laid.slot
         left = {peer: receives[peer] for peer in self._others if receives[peer][1]}
         turn = 0
@@ -166,14 +166,15 @@ class SharedTransport(Transport):
         yield slot.finished(self._others)
         laid.close()
 
-    def _lay(self, tensor: Tensor, spans: Sequence[Span]) -> _Laid:
-        return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes)
+    def _lay(self, tensor: Tensor, spans: Sequence[Span], in_rounds: bool) -> _Laid:
+        return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes, in_rounds)
 
 
 class _Laid:
     """A rank's spans of a tensor for all, laid open round by round in a slot; the first rounds at once.
 
-    `copies` says whether the others see copies of them; what one rank has for itself is not among these.
+    `copies` says whether the others see copies of them; what one rank has for itself is not among these. Where
+    they see the tensor itself, it is one round, if not to be in the same rounds on all ranks (`in_rounds`).
     """
 
     def __init__(
@@ -184,15 +185,18 @@ class _Laid:
         tensor: Tensor,
         spans: Sequence[Span],
         round_bytes: int,
+        in_rounds: bool,
     ) -> None:
         self.slot, self._memory = slot, memory
         self._tensor, itemsize, size = tensor, tensor.itemsize, len(spans)
-        alike = len(set(spans)) == 1
-        self.elements = max(1, round_bytes // itemsize // (1 if alike else size))
-        self.rounds = -(-max(count for _, count in spans) // self.elements)
-        assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
-        place = memory.find(tensor) if self.rounds else Place(memory.rank, 0)
+        alike, longest = len(set(spans)) == 1, max(count for _, count in spans)
+        place = memory.find(tensor) if longest else Place(memory.rank, 0)
         self.copies = place is None
+        self.elements = max(1, round_bytes // itemsize // (1 if alike else size))
+        if not (self.copies or in_rounds):
+            self.elements = max(1, longest)
+        self.rounds = -(-longest // self.elements)
+        assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
         self._staging: Tensor | None = None
         if place is None:
             self._staging = memory.staging.pop() if memory.staging else _staging(memory)
