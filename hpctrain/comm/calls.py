@@ -61,12 +61,14 @@ class Call:
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
-        memory = self.memory
-        self.dtype = None if memory is None else memory.dtype
+        memory = self.output if self.tensor is None else self.tensor
+        if memory is None:
+            self.dtype, self.on_host, size = None, True, 0
+        else:
+            self.dtype, self.on_host, size = memory.dtype, memory.is_cpu, memory.nbytes
         if self.bytes < 0:
-            self.bytes = 0 if memory is None else memory.nbytes
+            self.bytes = size
         self.payload = PAYLOAD.get(self.operation, 1) * self.bytes
-        self.on_host = memory is None or memory.is_cpu
 
     @property
     def memory(self) -> Tensor | None:

@@ -156,6 +156,9 @@ class MpiTransport(Transport):
         plain = self._plain(tensor, operation, BLOCKING_SUM_BYTES if blocking else STARTED_SUM_BYTES)
         if plain is None:
             return drive(reduction.all_reduce(self, flat(tensor), operation, blocking), blocking)
+        if blocking and tensor.numel() <= self.limit:  # the shortest way, for small ones
+            self.communicator.Allreduce(MPI.IN_PLACE, whole(tensor), plain)
+            return None
         return self._issue(call, "Allreduce", *((MPI.IN_PLACE, part, plain) for part in self._all(tensor)))
 
     def _reduce(self, call: Call) -> Pending | None:

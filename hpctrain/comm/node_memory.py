@@ -66,6 +66,8 @@ class NodeMemory:
         self._released: deque[tuple[int, int]] = deque()
         self.boards: dict[int, list[tuple[int, int]]] = {}
         """Boards that groups have left behind, by their length: see `Boards`."""
+        self.inline: dict[tuple[int, ...], list[int]] = {}
+        """The same by the ranks of such groups: see `open_inline`."""
         self.staging: list[Tensor] = []
         """Memory that operations copy through, and none uses now."""
 

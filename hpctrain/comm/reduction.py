@@ -31,6 +31,8 @@ FUNCTIONS: Mapping[Operation, Callable[..., Tensor]] = {
     "min": torch.minimum,
 }
 
+HALVES = frozenset({torch.float16, torch.bfloat16})
+
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -113,7 +115,10 @@ def fold_block(
     parts: Sequence[Tensor], output: Tensor, operation: Operation, own: int, spare: Tensor | None = None
 ) -> None:
     """As `fold`, at once; where there is `spare` memory for it, no part but the own one is overwritten."""
-    if operation == "sum" and output.dtype in {torch.float16, torch.bfloat16} and len(parts) > 2:
+    if len(parts) == 2 and output.dtype not in SIGNED:
+        FUNCTIONS[operation](*parts, out=output)
+        return
+    if operation == "sum" and output.dtype in HALVES and len(parts) > 2:
         # Two halves need no fp32 memory: torch adds them in fp32 and rounds once.
         total = parts[0].float()
         for part in parts[1:]:

@@ -2,7 +2,8 @@
 
 In memory from `empty` a tensor is read by the others as it is. Another one is copied, round by round, through
 memory that they see. Sums are added in rank order by the owner of each piece, as in `reduction`, so that
-both transports give the same bits. What is small, and messages between two ranks, are left to MPI.
+both transports give the same bits. What is smaller and blocks is `inline`; the rest of what is small, and
+messages between two ranks, are left to MPI.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from hpctrain.comm.boards import ROUNDS, SLOTS, Boards, Pieces, Slot
 from hpctrain.comm.calls import Call, Operation
+from hpctrain.comm.inline import Inline, inline_bytes, open_inline
 from hpctrain.comm.mpi import MpiTransport, flat
 from hpctrain.comm.node_memory import NodeMemory, Place
 from hpctrain.comm.reduction import BLOCK, fold_block, split
 from hpctrain.comm.transport import Chain, Pending, Span, Steps, Transport, drive, spans_of, swapped
 
 SHARED_BYTES = 256 * 1024
-"""Smaller sums are MPI's: its own small messages take less time than ours."""
+"""Smaller sums are MPI's, where they are not inline: its own small messages take less time than ours."""
 
 MOVED_BYTES = 4 << 20
 """The same of what moves without being added, where MPI copies as we do."""
+
+PAIR_BYTES = 8 * 1024
+"""Smaller sums of two ranks are MPI's own, where all others of its are of several steps."""
 
 SEEN_BYTES = 64 * 1024
 """Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
@@ -32,6 +37,7 @@ ROUND_BYTES = 4 << 20  # of a tensor, in one round
 TURNS = 2  # rounds that a rank's memory for copies has room for
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
+INLINE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
 class SharedTransport(Transport):
@@ -39,7 +45,8 @@ class SharedTransport(Transport):
 
     `least` are the bytes from which on a sum is, `least_moved` those of other operations, `seen` those from
     which on `empty` gives memory that others see; `round_bytes` of a tensor are copied, or added, before
-    others learn of it.
+    others learn of it. From `least_inline` up to `inline_bytes` what
+    blocks is inline, if it is a sum; of other operations less, too.
     """
 
     least, least_moved, seen, round_bytes = SHARED_BYTES, MOVED_BYTES, SEEN_BYTES, ROUND_BYTES
@@ -50,10 +57,15 @@ class SharedTransport(Transport):
         self.rank, self.size = mpi.rank, mpi.size
         self.boards = Boards(mpi.communicator, memory)
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.least_inline = PAIR_BYTES if self.size == 2 else 0
+        self.inline_bytes = inline_bytes(self.size)
+        self._inline: Inline | None = None
         self._under_way: list[Chain | None] = [None] * SLOTS
 
     def run(self, call: Call) -> Pending | None:
         """See Transport."""
+        if call.blocking and call.bytes <= self.inline_bytes and self._run_inline(call):
+            return None
         if not self._is_ours(call):
             return self.mpi.run(call)
         # An operation has a slot, and who comes round to one waits for what was there.
@@ -79,6 +91,21 @@ class SharedTransport(Transport):
         if elements * itemsize >= self.least:
             return 0
         return self.mpi.scratch_bytes(elements, itemsize, scattered)
+
+    def _run_inline(self, call: Call) -> bool:
+        """Do what a small call describes, if it is one for that, and there is memory for it."""
+        operation, dtype = call.operation, call.dtype
+        if operation not in INLINE or dtype is None:
+            return False
+        if operation in REDUCTIONS and not (dtype.is_floating_point and call.bytes >= self.least_inline):
+            return False
+        if self._inline is None:
+            self._inline = open_inline(self.mpi.communicator, self.memory)
+            if self._inline is None:
+                self.inline_bytes = -1
+                return False
+        self._inline.run(call)
+        return True
 
     def _is_ours(self, call: Call) -> bool:
         """Whether a call goes through memory: the same on all ranks."""
@@ -173,8 +200,8 @@ class SharedTransport(Transport):
 class _Laid:
     """A rank's spans of a tensor for all, laid open round by round in a slot; the first rounds at once.
 
-    `copies` says whether the others see copies of them; what one rank has for itself is not among these. Where
-    they see the tensor itself, it is one round, if not to be in the same rounds on all ranks (`in_rounds`).
+    `copies` says whether the others see copies of them; what one rank has for itself is not among these.
+    Where they see the tensor itself, it is one round, if not to be `in_rounds` that all ranks have alike.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def shared(world: World) -> Transport:
     if world.size == 1:
         return host
     made = SharedTransport(host, world._memory)
-    made.least, made.least_moved, made.round_bytes = 1, 1, 4096
+    made.least, made.least_moved, made.round_bytes, made.inline_bytes = 1, 1, 4096, -1
     return made
 
 

@@ -1,7 +1,7 @@
 """What goes through the memory of a node is, to the bit, what messages bring.
 
-Tests of comm/shared.py, comm/boards.py and comm/node_memory.py; tests/comm/test_group.py has every primitive,
-type and form.
+Tests of comm/shared.py, comm/boards.py, comm/inline.py and comm/node_memory.py; tests/comm/test_group.py has
+every primitive, type and form.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hpctrain.comm.boards import SLOTS
 from hpctrain.comm.group import Group
+from hpctrain.comm.inline import inline_bytes
 from hpctrain.comm.mesh import Mesh, choose_transport
 from hpctrain.comm.node_memory import NodeMemory, Place
 from hpctrain.comm.shared import SharedTransport
@@ -41,6 +42,7 @@ def groups(world: World) -> tuple[Group, Group]:
     shared = own.host
     assert isinstance(shared, SharedTransport)
     shared.least = shared.least_moved = shared.seen = 1
+    shared.least_inline = 0
     return own, Mesh(world, {"data": world.size}, "mpi").group("data")
 
 
@@ -146,7 +148,9 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
     shared = groups[0].host
     assert isinstance(shared, SharedTransport)
     for seed in range(SEQUENCES.get(groups[0].size, 30)):
-        shared.round_bytes = random.Random(seed).choice((1000, 30000, 1 << 22))
+        draw = random.Random(seed)
+        shared.round_bytes = draw.choice((1000, 30000, 1 << 22))
+        shared.inline_bytes = draw.choice((0, inline_bytes(shared.size)))
         Random(seed, groups).run()
 
 
@@ -168,9 +172,10 @@ def test_what_is_one_memory_is_not_moved(
     """Each rank's rows of the first one's memory are gathered: there is nothing to copy."""
     group = groups[0]
     memory = memory_of(group)
-    made = memory.empty((group.size, 1000), torch.float32) if group.rank == 0 else None
+    rows = 1 << 20  # not inline
+    made = memory.empty((group.size, rows), torch.float32) if group.rank == 0 else None
     place = group.broadcast_object(None if made is None else memory.find(made))
-    common = memory.at(Place(*place), 1000 * group.size, torch.float32).view(group.size, 1000)
+    common = memory.at(Place(*place), rows * group.size, torch.float32).view(group.size, rows)
     common[group.rank] = float(group.rank + 1)
     copied: list[Tensor] = []
     monkeypatch.setattr(Tensor, "copy_", lambda self, other: copied.append(other))
@@ -180,18 +185,23 @@ def test_what_is_one_memory_is_not_moved(
     group.barrier()
 
 
-def test_boards_serve_one_group_after_the_other(world: World) -> None:
+@pytest.mark.parametrize("inline", [False, True])
+def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> None:
     """Numbers of operations go on, so that nobody takes those of an earlier group for its own."""
     for number in range(5):
         group = Mesh(world, {"data": world.size}, "shared").group("data")
         assert isinstance(group.host, SharedTransport)
-        group.host.least = 1
+        group.host.least, group.host.least_inline = 1, 0
+        if not inline:
+            group.host.inline_bytes = -1
         for again in range(number + 1):
             tensor = torch.full((10,), float(group.rank * number + again))
             group.all_reduce(tensor)
             assert float(tensor[3]) == number * sum(range(group.size)) + group.size * again
+        ranks, kept = tuple(range(world.size)), memory_of(group).inline
         del group
         gc.collect()
+        assert not inline or len(kept[ranks]) in {1, 2}  # another test's may be there
 
 
 def test_memory_is_given_back_and_used_again(world: World) -> None:
@@ -269,6 +279,39 @@ def test_memory_of_another_process_is_not_taken_for_a_rank_s(
     monkeypatch.setattr(NodeMemory, "told", lambda memory: (memory.rank, os.getpid(), told(memory)[2]))
     monkeypatch.setattr(NodeMemory, "open", lambda memory, rank, _, __: memory._map(rank, memory._file))
     assert "does not see the memory of rank" in fresh.share_memory()
+
+
+def test_where_one_rank_has_no_room_for_what_is_small_messages_are_sent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Mesh(world, {"data": world.size}, "shared").group("data")
+    assert isinstance(group.host, SharedTransport)
+    group.host.least_inline = 0
+    memory = memory_of(group)
+    kept = memory.inline.pop(tuple(range(world.size)), [])
+    if group.rank == 1:
+        monkeypatch.setattr(memory, "take", lambda _: None)
+    for _ in range(2):
+        tensor = torch.full((100,), float(group.rank))
+        group.all_reduce(tensor)
+        assert float(tensor[-1]) == sum(range(group.size))
+    assert group.host.inline_bytes < 0
+    memory.inline[tuple(range(world.size))] += kept
+
+
+def test_small_operations_wait_for_late_ranks(groups: tuple[Group, Group]) -> None:
+    """A rank comes late to one, and early to the next ones: it finds each one's own numbers."""
+    group = groups[0]
+    assert isinstance(group.host, SharedTransport)
+    group.host.inline_bytes = inline_bytes(group.size)
+    for number in range(3 * group.size):
+        if number % group.size == group.rank:
+            time.sleep(0.02)
+        tensor = torch.full((500,), float(group.rank + number))
+        group.all_reduce(tensor)
+        assert float(tensor[-1]) == sum(range(group.size)) + number * group.size
+        parts = group.all_gather(torch.full((1 + number,), group.rank + number))
+        assert parts.view(group.size, -1)[:, -1].tolist() == [number + rank for rank in range(group.size)]
 
 
 def test_without_room_tensors_are_the_process_s_own(
