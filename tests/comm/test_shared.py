@@ -204,7 +204,7 @@ def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> N
         del group
         gc.collect()
         kept.add(len(memory.inline.get(tuple(range(world.size)), ())))
-    assert len(kept) == 1
+    assert len(kept) == 1 and (kept != {0} or not inline)
 
 
 def test_memory_is_given_back_and_used_again(world: World) -> None:
