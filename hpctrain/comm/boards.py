@@ -8,8 +8,6 @@ board may serve another group once its own is gone.
 
 from __future__ import annotations
 
-import os
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +15,7 @@ from typing import NamedTuple
 
 from hpctrain.comm.library import MPI
 from hpctrain.comm.node_memory import NodeMemory, Place
+from hpctrain.comm.transport import poll
 
 SLOTS = 32
 """Operations of a group that may be under way at once."""
@@ -25,8 +24,6 @@ _BITS = 20  # of a count are the rounds of an operation, those above the operati
 ROUNDS = (1 << _BITS) - 1  # more than an operation has
 _LINE = 8  # words that processors hand each other together
 _GIVEN, _DONE, _PLACE, _STARTS = 0, _LINE, 2 * _LINE, 3 * _LINE
-_SPINS, _YIELDS = 100, 10_000  # looks after which one that waits lets others have the core, or sleeps
-_SLEEP = 50e-6
 
 
 class Pieces(NamedTuple):
@@ -69,13 +66,7 @@ class Reached:
 
     def wait(self) -> None:
         """See Pending."""
-        looks = 0
-        while not self.test():
-            looks += 1
-            if looks > _YIELDS:
-                time.sleep(_SLEEP)
-            elif looks > _SPINS:
-                os.sched_yield()
+        poll(self.test)
 
 
 class Boards:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.launcher import contradictions, launcher_name, started_rank, started_size
 from hpctrain.comm.srun import loaded_mpis, lost_under_srun
+from hpctrain.words import ranges
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,10 +47,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where one rank is: its node, its number on that node, the cores it may use, the GPUs it sees."""
+    """Where one rank is: its node, by name and by the lowest rank of those that share memory there, as MPI
+    tells (Split_type), its number on that node, the cores it may use, the GPUs it sees.
+    """
 
     rank: int
     hostname: str
+    node: int
     local_rank: int
     cores: tuple[int, ...]
     gpus: int
@@ -88,16 +92,18 @@ def examination() -> Iterator[Report]:
     findings.append(finding)
     if mpi is None:
         findings += [_launcher(None), _hdf5_package()[1], _slurm()]
-        yield Report(started_rank(os.environ), findings, [_rank_report(0, 0, torch)])
+        yield Report(started_rank(os.environ), findings, [_rank_report(0, 0, 0, torch)])
         return
     faulthandler.dump_traceback_later(SECONDS_UNTIL_HANG, exit=True)
     world = mpi.COMM_WORLD
     node = world.Split_type(mpi.COMM_TYPE_SHARED, world.rank)
-    ranks = world.allgather(_rank_report(world.rank, node.rank, torch))
+    ranks = world.allgather(_rank_report(world.rank, node.bcast(world.rank), node.rank, torch))
     findings += _node_memory(node, world, torch)
     node.Free()
-    nodes = len({each.hostname for each in ranks})
+    of_nodes = Counter(each.node for each in ranks).values()
+    nodes, each = len(of_nodes), ranges(set(of_nodes), ", ")
     layout = f"{world.size} rank{'s' * (world.size != 1)} on {nodes} node{'s' * (nodes != 1)}"
+    layout += f", {each} on each" if nodes > 1 else ""
     findings += [_thread_level(mpi), _lost_ranks(), _launcher(world.size)]
     findings.append(Finding("ranks and nodes", layout))
     findings += _binding(ranks)
@@ -245,9 +251,9 @@ def _contradictions(here: RankReport, nodes: int) -> list[Finding]:
     return [Finding("launcher", sentences[0], remedy, fatal=True)] if sentences else []
 
 
-def _rank_report(rank: int, local_rank: int, torch: ModuleType | None) -> RankReport:
+def _rank_report(rank: int, node: int, local_rank: int, torch: ModuleType | None) -> RankReport:
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return RankReport(rank, socket.gethostname(), local_rank, cores, _gpu_count(torch))
+    return RankReport(rank, socket.gethostname(), node, local_rank, cores, _gpu_count(torch))
 
 
 def _binding(ranks: list[RankReport]) -> list[Finding]:

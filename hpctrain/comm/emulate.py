@@ -5,12 +5,13 @@ It is a delay in software. Results, calls and their order are those of the ranks
 seconds, and what is made of them, are those of a link that is not there, and are marked so wherever a run
 writes them.
 
-Each rank has one link, which carries bytes out and in at the same time, at its speed each way. A call begins
-to move once all ranks that take part have come to it (a message: once it is sent), takes its turn behind what
-this rank moves already, and is complete no sooner than its `Traffic` has passed and each of its rounds has
-taken the latency. What is started moves on while the rank computes. Tensors travel so, those of the group of
-all ranks too; small Python values, by which ranks agree, do not, nor does what h5py or a check of calls
-sends.
+Each rank has one link, which carries bytes out and in at the same time, at its speed each way. Of emulated
+nodes (`communication.ranks_per_node`) each has one, of which every rank has an even share, and what stays
+inside a node passes none. A call begins to move once all ranks that take part have come to it (a message:
+once it is sent), takes its turn behind what this rank moves already, and is complete no sooner than its
+`Traffic` has passed and each of its rounds has taken the latency. What is started moves on while the rank
+computes. Tensors travel so, those of the group of all ranks too; small Python values, by which ranks agree,
+do not, nor does what h5py or a check of calls sends.
 
 The ranks tell each other when they came, by clocks that have to be one and the same: those of one machine.
 """
@@ -75,8 +76,15 @@ class Due:
 class SlowTransport(Transport):
     """Another transport's calls, over a link; the ranks' times travel over a `communicator` of their own."""
 
-    def __init__(self, inner: Transport, communicator: MPI.Intracomm, link: EmulatedLink) -> None:
-        self.inner, self.communicator, self.link = inner, communicator, link
+    def __init__(
+        self,
+        inner: Transport,
+        communicator: MPI.Intracomm,
+        link: EmulatedLink,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        """`nodes` are those of the ranks, None where each is one by itself."""
+        self.inner, self.communicator, self.link, self.nodes = inner, communicator, link, nodes
         self.rank, self.size = inner.rank, inner.size
         self._told: list[tuple[MPI.Request, array[float]]] = []
 
@@ -93,7 +101,9 @@ class SlowTransport(Transport):
         return self.inner.scratch_bytes(elements, itemsize, scattered)
 
     def _steps(self, call: Call) -> Steps:
-        traffic, came = traffic_of(call, self.rank, self.size), array("d", [self.link.clock()])
+        once = self.inner.crosses_once(call)
+        traffic = traffic_of(call, self.rank, self.size, self.nodes, once)
+        came = array("d", [self.link.clock()])
         times, telling = self._tell(call, came)
         yield self.inner.run(call)
         yield telling

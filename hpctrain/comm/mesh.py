@@ -90,8 +90,8 @@ class Mesh:
         return part, self.world.split((across,), peers, self.transport, group)
 
     def nodes(self, group: Group) -> list[int]:
-        """The node of every rank of a group. Collective."""
-        return group.all_gather_object(self.world.node)
+        """The node of every rank of a group."""
+        return self.world.nodes_of(group.ranks)
 
     def _group(self, axes: tuple[str, ...], folding: tuple[str, ...]) -> Group:
         sizes = self.sizes if folding is AXES else expert_sizes(self.sizes)

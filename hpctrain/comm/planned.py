@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from hpctrain.comm import hierarchical
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
+from hpctrain.comm.hierarchical import is_hierarchical
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.comm.mpi import scratch_bytes
 from hpctrain.comm.shared import SHARED_BYTES
+from hpctrain.comm.topology import neighbours
 from hpctrain.comm.traffic import Traffic, traffic_of
 from hpctrain.comm.transport import Transport
 
@@ -28,21 +31,37 @@ Heard = Callable[[Call, Traffic], None]
 
 class PlannedTransport(Transport):
     """Completes every call at once; small values are the same on all ranks. Its memory is that of MPI, or, if
-    `shared`, of ranks that see each other's.
+    `shared`, of ranks on `nodes`, None where each has its own, which see each other's there.
     """
 
-    def __init__(self, rank: int, size: int, heard: Heard | None = None, shared: bool = False) -> None:
-        self.rank, self.size, self.heard, self.shared = rank, size, heard, shared
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        heard: Heard | None = None,
+        shared: bool = False,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
+        self.local = neighbours(nodes) if shared and nodes is not None else 0
 
     def run(self, call: Call) -> None:
         """See Transport."""
         if self.heard is not None:
-            self.heard(call, traffic_of(call, self.rank, self.size))
+            self.heard(call, traffic_of(call, self.rank, self.size, self.nodes, self.crosses_once(call)))
+
+    def crosses_once(self, call: Call) -> bool:
+        """See Transport."""
+        return 1 < self.local < self.size and is_hierarchical(call, self.size // self.local, self.local)
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
-        if self.shared and elements * itemsize >= SHARED_BYTES:
-            return 0
+        if self.local > 1 and elements * itemsize >= SHARED_BYTES:
+            if self.local == self.size:
+                return 0
+            return hierarchical.scratch_bytes(
+                elements, itemsize, self.size // self.local, self.local, scattered
+            )
         return scratch_bytes(elements, itemsize, self.size, scattered)
 
     def allgather(self, value: Any, /) -> list[Any]:
@@ -139,8 +158,8 @@ class PlannedMesh:
         size = len(ranks)
         if self._echo:
             return planned_group(axes, rank, size, self.ledger, ranks, EchoTransport(rank, size), HOST)
-        shared = self._shared and ranks[0] // self._per_node == ranks[-1] // self._per_node
-        transport = PlannedTransport(rank, size, self._heard, shared)
+        nodes = [each // self._per_node for each in ranks]
+        transport = PlannedTransport(rank, size, self._heard, self._shared, nodes)
         return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -68,14 +68,18 @@ class SharedTransport(Transport):
             return None
         if not self._is_ours(call):
             return self.mpi.run(call)
+        steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
+        return self.start(steps, call.blocking)
+
+    def start(self, steps: Steps, blocking: bool) -> Pending | None:
+        """Run the steps of an operation that has a slot, or start them."""
         # An operation has a slot, and who comes round to one waits for what was there.
         place = self.boards.next
         before = self._under_way[place]
         if before is not None:
             before.wait()
             self._under_way[place] = None
-        steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
-        pending = drive(steps, call.blocking)
+        pending = drive(steps, blocking)
         if isinstance(pending, Chain):
             self._under_way[place] = pending
         return pending
@@ -226,7 +230,7 @@ class _Laid:
         assert self.rounds < ROUNDS, (tensor.shape, self.rounds)
         self._staging: Tensor | None = None
         if place is None:
-            self._staging = memory.staging.pop() if memory.staging else _staging(memory)
+            self._staging = take_staging(memory)
             place = memory.find(self._staging)
             assert place is not None
             begins = [0 if alike else peer * self.elements for peer in range(size)]
@@ -269,7 +273,10 @@ class _Laid:
                 yield part, self._room[turn % TURNS][start : start + length]
 
 
-def _staging(memory: NodeMemory) -> Tensor:
+def take_staging(memory: NodeMemory) -> Tensor:
+    """Memory to copy through, to be given back to those that the node's memory keeps."""
+    if memory.staging:
+        return memory.staging.pop()
     made = memory.empty((TURNS * ROUND_BYTES,), torch.uint8)
     if made is None:
         raise MemoryError("the node has no memory left to copy through")

@@ -7,8 +7,10 @@ of the current stream); another one is started and returns a Pending, which keep
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -62,6 +64,46 @@ class Chain:
         while self._current is not None and self._current.test():
             self._advance()
         return self._complete
+
+
+class Until:
+    """A Pending that is complete when a condition holds, which other operations bring about."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self.test = condition
+
+    def wait(self) -> None:
+        """See Pending."""
+        poll(self.test)
+
+
+class Several:
+    """Operations that go on at once: the steps of one may wait for those of another."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def test(self) -> bool:
+        """Let each go on; whether all are complete."""
+        complete = [part.test() for part in self._parts]
+        return all(complete)
+
+    def wait(self) -> None:
+        """See Pending. What goes on over links for long leaves the cores to ranks that add."""
+        poll(self.test, 0, 10, 200e-6)
+
+
+def poll(test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause: float = 50e-6) -> None:
+    """Return when something is complete: looked at all the time, after so many looks in between others that
+    want the core, after so many more now and then, with so many seconds in between.
+    """
+    looks = 0
+    while not test():
+        looks += 1
+        if looks > yields:
+            time.sleep(pause)
+        elif looks > spins:
+            os.sched_yield()
 
 
 def drive(steps: Steps, blocking: bool) -> Pending | None:
@@ -123,6 +165,10 @@ class Transport(ABC):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialized memory that this transport likes best."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def crosses_once(self, call: Call) -> bool:  # noqa: ARG002
+        """Whether of what a call moves the ranks of a node bring each byte but once to another node."""
+        return False
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002
         """Host memory of its own that a started sum of so many elements takes, and keeps; `scattered` where

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.node_memory import NodeMemory
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.staged import StagedTransport
+from hpctrain.comm.topology import neighbours
 from hpctrain.comm.transport import Transport
 
 Gpus = Sequence[str | None]
@@ -22,12 +24,12 @@ Pair = tuple[Transport, Transport]
 
 
 class Ends(NamedTuple):
-    """What a transport runs between: a communicator, its `ranks` of the world, memory to receive into, and
+    """What a transport runs between: a communicator, the `nodes` of its ranks, memory to receive into, and
     what this rank sees of its node's, if anything.
     """
 
     communicator: MPI.Intracomm
-    ranks: Sequence[int]
+    nodes: Sequence[int]
     scratch: ReductionScratch
     memory: NodeMemory | None
 
@@ -51,11 +53,13 @@ def _mpi(ends: Ends) -> Pair:
 
 
 def _shared(ends: Ends) -> Pair:
-    """Through memory, where these ranks are several of one node."""
+    """Through memory, where these ranks are several of a node, or as many of each of several nodes."""
     mpi = MpiTransport(ends.communicator, ends.scratch)
-    if ends.memory is None or mpi.size == 1 or not ends.memory.peers.issuperset(ends.ranks):
-        return mpi, StagedTransport(mpi)
-    host = SharedTransport(mpi, ends.memory)
+    host: Transport = mpi
+    together = neighbours(ends.nodes)
+    if ends.memory is not None and together > 1:
+        one = together == mpi.size
+        host = SharedTransport(mpi, ends.memory) if one else HierarchicalTransport(mpi, ends.memory, together)
     return host, StagedTransport(host)
 
 

@@ -30,10 +30,13 @@ from hpctrain.comm.outcome import as_error, combine, flush_output, print_error, 
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.segments import Marker, mark, sweep
 from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contradictions
+from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports import TRANSPORTS, Ends, Pair
 from hpctrain.comm.work import StartedWork
 from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
 from hpctrain.units import Link, format_bytes
+
+Nodes = tuple[int, ...]
 
 GRACE_SECONDS = 5.0  # how long a rank with an error of its own waits for the others to end too
 SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written before these are ended
@@ -42,7 +45,8 @@ SECONDS_FOR_OUTPUT = 0.2  # in which launchers fetch what ranks have written bef
 class World:
     """This process's place: rank, size, node, local rank, device; and the group of all ranks.
 
-    `node` numbers the nodes by their lowest rank, `local_rank` the ranks of one node. `planned_bytes` is what
+    `node` numbers the machine's nodes by their lowest rank, `local_rank` the ranks of one node; groups go by
+    the nodes of the `topology`. `planned_bytes` is what
     this rank is to hold by its plan, 0 before there is one.
     """
 
@@ -63,10 +67,13 @@ class World:
         lowest = sorted(set(leaders))
         self.nodes = len(lowest)
         self.node = lowest.index(leaders[self.rank])
+        machine = [lowest.index(leader) for leader in leaders]
+        self.topology: Topology = Topology(machine) if whole is None else whole.topology
         self.ledger: Ledger = Ledger() if whole is None else whole.ledger
         self.device: torch.device = torch.device("cpu") if whole is None else whole.device
         self._scratch: ReductionScratch = ReductionScratch() if whole is None else whole._scratch
-        self._memory: NodeMemory | str | None = None if whole is None else whole._memory
+        # By the nodes of all ranks, of which some may be emulated.
+        self._seen: dict[Nodes, NodeMemory | str] = {} if whole is None else dict(whole._seen)
         self._memories: list[NodeMemory] = [] if whole is None else whole._memories
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: Checks | None = None
@@ -133,6 +140,10 @@ class World:
             self._checks = Checks()
             self._checks.check_group(self.everyone)
 
+    def emulate_nodes(self, ranks: int | None) -> None:
+        """Whether groups made from here on, and their memory, are to go by nodes of so many ranks."""
+        self.topology.emulate(ranks)
+
     def emulate(self, link: Link | None) -> None:
         """Whether what `everyone`, and groups made from here on, move is to take as long as over such a link.
 
@@ -166,14 +177,24 @@ class World:
         """Have the ranks of each node see memory of each other, for groups made from now on; why they cannot,
         where they cannot: the same on all ranks. Collective.
         """
-        if self._memory is None:
-            node = self.communicator.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        nodes = self.topology.nodes
+        if nodes not in self._seen:
+            node = self.communicator.Split(nodes[self._ranks[self.rank]], self.rank)
             assert isinstance(node, MPI.Intracomm)
-            self._memory = open_node_memory(node, self._ranks[self.rank])
-            if isinstance(self._memory, NodeMemory):
-                self._memories.append(self._memory)
+            opened = self._seen[nodes] = open_node_memory(node, self._ranks[self.rank])
+            if isinstance(opened, NodeMemory):
+                self._memories.append(opened)
         mine = self._memory if isinstance(self._memory, str) else ""
         return next((each for each in self._control.allgather(mine) if each), "")
+
+    @property
+    def _memory(self) -> NodeMemory | str | None:
+        """What this rank sees of its node's, or why nothing; None before `share_memory`."""
+        return self._seen.get(self.topology.nodes)
+
+    def nodes_of(self, ranks: Sequence[int]) -> list[int]:
+        """The nodes of these ranks of this world, as groups go by them."""
+        return [self.topology.nodes[self._ranks[rank]] for rank in ranks]
 
     @property
     def buffer_bytes(self) -> int:
@@ -209,12 +230,14 @@ class World:
 
     def _pair(self, communicator: MPI.Intracomm, ranks: tuple[int, ...], transport: str) -> Pair:
         """What carries tensors of host and accelerator. Collective over the communicator."""
+        nodes = [self.topology.nodes[rank] for rank in ranks]
         memory = self._memory if isinstance(self._memory, NodeMemory) else None
-        host, accelerator = TRANSPORTS[transport].pair(Ends(communicator, ranks, self._scratch, memory))
+        host, accelerator = TRANSPORTS[transport].pair(Ends(communicator, nodes, self._scratch, memory))
         if self._link is None:
             return host, accelerator
-        times = communicator.Dup()
-        return SlowTransport(host, times, self._link), SlowTransport(accelerator, times, self._link)
+        times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
+        slow = (SlowTransport(each, times, self._link, apart) for each in (host, accelerator))
+        return next(slow), next(slow)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

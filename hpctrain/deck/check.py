@@ -197,9 +197,14 @@ def _run(deck: Deck) -> Iterator[Problem]:
         sentence = 'works between GPUs only, but run.device = "cpu" ("auto" or "mpi" would do)'
         yield Problem("communication.transport", sentence, ("run.device",))
     transport = deck.communication.transport
-    if deck.communication.emulate is not None and transport in {"nccl", "shared"}:
+    nodes = deck.communication.ranks_per_node
+    delayed = {"auto", "mpi", "shared"} if nodes else {"auto", "mpi"}
+    if deck.communication.emulate is not None and transport not in delayed:
         sentence = f'delays what the host sends, but communication.transport = "{transport}" ("mpi" would do)'
         yield Problem("communication.emulate", sentence, ("communication.transport",))
+    if nodes and transport == "nccl":
+        sentence = 'is for what hosts send, but communication.transport = "nccl" (leave it out)'
+        yield Problem("communication.ranks_per_node", sentence, ("communication.transport",))
 
 
 def _learning_rate(deck: Deck) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hpctrain.deck.key import Bytes, LinkText, Section, key
+from hpctrain.units import Link, parse_link
 
 
 class Communication(Section):
@@ -25,6 +26,13 @@ class Communication(Section):
         None,
         unit="bit/s",
         derived="none",
+    )
+    ranks_per_node: int | None = key(
+        "Ranks of the nodes that a machine is cut into, to try out what several nodes do.",
+        None,
+        unit="ranks",
+        derived="as the machine is",
+        ge=1,
     )
     compress: Literal["none", "bf16", "int8", "sign", "onebit", "topk", "powersgd"] = key(
         "How data and context ranks sum gradients with layout.zero 0 or 1: exactly, or in fewer bits.",
@@ -92,5 +100,13 @@ class Communication(Section):
 
     @property
     def wished_transport(self) -> str:
-        """What tensors are to travel over: a link that is emulated delays messages."""
-        return self.transport if self.emulate is None else "mpi"
+        """What tensors are to travel over: a link that is emulated between ranks delays messages."""
+        return self.transport if self.emulate is None or self.ranks_per_node else "mpi"
+
+    @property
+    def link(self) -> Link | None:
+        """That of each rank that is emulated: of an emulated node's an even share."""
+        if self.emulate is None:
+            return None
+        link = parse_link(self.emulate)
+        return link._replace(bytes_per_second=link.bytes_per_second / (self.ranks_per_node or 1))

@@ -49,7 +49,6 @@ from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.sharding.synchronize import check_replicas
-from hpctrain.units import parse_link
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,17 @@ def make_mesh(deck: Deck, world: World) -> Mesh:
 
 
 def choose_link(deck: Deck, world: World) -> str:
-    """The deck's transport, of a world that from now on emulates the deck's link, if any. Collective."""
+    """The deck's transport, of a world that from now on emulates the deck's nodes and link, if any.
+    Collective.
+    """
     keys = deck.communication
     if keys.emulate is not None and world.nodes > 1:
         sentence = (
             f"needs the clock of one machine, but these ranks are on {world.nodes} nodes (leave it out)"
         )
         raise HpctrainError(deck.problem("communication.emulate", sentence))
-    world.emulate(None if keys.emulate is None else parse_link(keys.emulate))
+    world.emulate_nodes(keys.ranks_per_node)
+    world.emulate(keys.link)
     return keys.wished_transport
 
 
@@ -186,7 +188,7 @@ def assemble(
     replications = make_replications(deck, mesh)
     offload = Offload()
     if deck.memory.optimizer != "device":
-        planned = PlannedMesh(mesh.sizes, number, max(1, world.size // world.nodes))
+        planned = PlannedMesh(mesh.sizes, number, world.topology.ranks_per_node)
         stage = plan_stage(deck, shape, planned, schedule, arrangement.placement.split, number, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():

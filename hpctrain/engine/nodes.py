@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.topology import neighbours
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.sharding.replication import OTHER_TOKENS, Axes, Nodes
@@ -25,10 +26,7 @@ class NodeMesh(Axes, Protocol):
 
 def ranks_of_node(mesh: NodeMesh, group: Group) -> int:
     """How many neighbours of a group share a node; 0 where these are not as many on each. Collective."""
-    nodes = mesh.nodes(group)
-    size = nodes.count(nodes[0])
-    even = len(nodes) % size == 0 and nodes == [nodes[rank // size * size] for rank in range(len(nodes))]
-    return size if even else 0
+    return neighbours(mesh.nodes(group))
 
 
 def cut_by_node(deck: Deck, mesh: NodeMesh) -> Callable[[Group], Nodes | None]:

@@ -13,7 +13,7 @@ from hpctrain.deck.sources import toml_value
 LOCAL_STEPS = 20
 """Steps of a replica between two meetings, where a deck does not say."""
 
-_KEPT = frozenset({"transport", "bucket_bytes", "check", "emulate"})
+_KEPT = frozenset({"transport", "bucket_bytes", "check", "emulate", "ranks_per_node"})
 """Keys of [communication] that say how calls are made, not what is sent."""
 
 PLAIN = {name: field.default for name, field in Communication.model_fields.items() if name not in _KEPT}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.doctor import Finding, Report
-from hpctrain.comm.mesh import coordinates, sizes_text
+from hpctrain.comm.mesh import AXES, coordinates, sizes_text
+from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
 from hpctrain.engine.sizes import axis_sizes, crosses
 from hpctrain.errors import HpctrainError
@@ -16,7 +17,8 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     """Add to a report the ranks' coordinates on the deck's mesh, or what of it does not fit. Collective."""
     ranks = len(report.ranks)
     try:
-        sizes = axis_sizes(read_deck(path, overrides, ranks), ranks)
+        deck = read_deck(path, overrides, ranks)
+        sizes = axis_sizes(deck, ranks)
     except HpctrainError as error:
         remedy = "mend the deck, or start another number of ranks"
         report.add([Finding("deck", problem, remedy, fatal=True) for problem in error.problems])
@@ -27,5 +29,30 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
         "tensor ranks of one group sit on several nodes and talk over the network in every layer: let "
         "layout.tensor divide the ranks of a node"
     )
-    crossing = crosses([rank.hostname for rank in report.ranks], sizes["tensor"])
+    topology = Topology([rank.node for rank in report.ranks])
+    topology.emulate(deck.communication.ranks_per_node)
+    crossing = crosses(topology.nodes, sizes["tensor"])
     report.add([Finding("deck", f"{path}: {axes}", remedy if crossing else "")])
+    if len(set(topology.nodes)) > 1:
+        report.add([Finding("topology", ways(topology, report.coordinates))])
+
+
+def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:
+    """How the ranks along each axis of a mesh reach each other, in words: `places` are their coordinates."""
+    texts = [f"{len(set(topology.nodes))} nodes{', emulated' * (topology.per_node is not None)}"]
+    for axis in places[0]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for node, place in zip(topology.nodes, places, strict=True):
+            others = tuple(number for name, number in place.items() if name != axis and name in AXES)
+            groups.setdefault(others, []).append(node)
+        sizes = {(len(set(nodes)), neighbours(nodes)) for nodes in groups.values()}
+        (count, together), *more = sorted(sizes, reverse=True)
+        if axis not in AXES or all(len(nodes) == 1 for nodes in groups.values()):
+            continue
+        if count == 1:
+            texts.append(f"{axis} inside a node")
+        elif together > 1 and not more:
+            texts.append(f"{axis} over {count} nodes, with {together} neighbours on each")
+        else:
+            texts.append(f"{axis} over {count} nodes by messages")
+    return "; ".join(texts)

@@ -25,7 +25,6 @@ from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.served import plan_served
-from hpctrain.units import parse_link
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,13 @@ def plan_deck(
 
     With `forms` every other form of communication is planned too. What is sent is planned over the link of
     the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
-    its vocabulary to it. A node has `ranks_per_node` ranks, else those of the deck's [machine], else all.
+    its vocabulary to it. A node has `ranks_per_node` ranks, else those that the deck emulates, else those of
+    its [machine], else all.
 
     Raises HpctrainError as a run on so many ranks would.
     """
     deck = read_deck(path, overrides, ranks, settled_keys, named_problems)
+    ranks_per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
     shared = shared_bytes()
@@ -95,8 +96,8 @@ def plan_deck(
     machine = deck.machine
     together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
     apart = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
-    if wish is None and deck.communication.emulate is not None:
-        wish = LinkWish(parse_link(deck.communication.emulate))
+    if wish is None and deck.communication.link is not None:
+        wish = LinkWish(deck.communication.link)
 
     def cost(form: Deck) -> float | None:
         return form_seconds(form, exact_form(form), ranks, vocabulary, apart)

@@ -138,7 +138,7 @@ def build_role_within_memory(
     arrangement = arrange(own, part, mesh)
     planned = deck.with_keys(run={"device": world.device.type}).with_found(own.found)
     libraries = library_bytes() if on_host(world.device) else 0
-    per_node = max(1, world.size // world.nodes)
+    per_node = world.topology.ranks_per_node
     plan = plan_served(planned, world.size, arrangement.shape.vocabulary, libraries, per_node)
     here = plan.stages[0 if serves else 1].memory.total
     more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.device import device_named
+from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.group import Group
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.comm.traffic import Traffic, traffic_of
@@ -95,19 +95,15 @@ class TrafficPlan:
 
 
 class _Listener:
-    """Notes every call of a planned mesh; inside a node nothing passes a link."""
+    """Notes every call of a planned mesh."""
 
-    def __init__(self, ranks_per_node: int) -> None:
+    def __init__(self) -> None:
         self.moved: list[Moved] = []
-        self.per_node = ranks_per_node
         self.begun: Callable[[], float] = lambda: 0.0
 
     def __call__(self, call: Call, traffic: Traffic) -> None:
-        group = call.group
-        if len({rank // self.per_node for rank in group.ranks}) == 1:
-            traffic = Traffic()
         begun = None if call.blocking else self.begun()
-        self.moved.append(Moved(group.name, call.payload, traffic, begun))
+        self.moved.append(Moved(call.group.name, call.payload, traffic, begun))
 
     def take(self) -> list[Moved]:
         """What was noted since the last time."""
@@ -138,6 +134,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     placement = placed_by_flops(deck, shape, sizes["data"])
     schedule, counts = placement.schedule_of(passes), placement.split
     device = device_named(deck.run.device)
+    transport = deck.communication.wished_transport if on_host(device) else "nccl"
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
     noted: dict[object, int] = {}
@@ -152,8 +149,8 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         if deck.model.frozen:
             kind = number
         if kind not in planned:
-            listener = _Listener(ranks_per_node)
-            mesh = PlannedMesh(sizes, number, ranks_per_node, listener)
+            listener = _Listener()
+            mesh = PlannedMesh(sizes, number, ranks_per_node, listener, transport=transport)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
             layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
             steps, of_update = _steps(deck, stage, schedule, number, listener)

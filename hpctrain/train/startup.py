@@ -80,14 +80,13 @@ def check_run_folder(world: World, folder: Path) -> None:
 
 def crossing(world: World, deck: Deck) -> str:
     """A warning where tensor ranks of one group sit on several nodes; "" where none do. Collective."""
-    nodes = world.everyone.all_gather_object(world.node)
-    tensor = deck.layout.tensor
+    nodes = world.nodes_of(range(world.size))
+    tensor, together = deck.layout.tensor, world.topology.ranks_per_node
     if not crosses(nodes, tensor):
         return ""
     return (
         f"layout.tensor = {tensor}: tensor ranks sit on several nodes and talk over the network in every "
-        f"layer; with {world.local_size} ranks on a node, a size that divides {world.local_size} keeps them "
-        "together"
+        f"layer; with {together} ranks on a node, a size that divides {together} keeps them together"
     )
 
 

@@ -43,9 +43,16 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
         f"{peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
     ]
-    if deck.communication.emulate is not None:
+    nodes = deck.communication.ranks_per_node
+    if nodes is not None:
         lines.append(
-            f"communication.emulate: delays in software make every rank's link one of "
+            f"communication.ranks_per_node: ranks go by {counted(len(set(world.topology.nodes)), 'node')} of "
+            f"{nodes}, which are emulated"
+        )
+    if deck.communication.emulate is not None:
+        whose = "rank's" if nodes is None else "node's"
+        lines.append(
+            f"communication.emulate: delays in software make every {whose} link one of "
             f"{deck.communication.emulate}; seconds and tokens/s are those of that link, not of this machine"
         )
     if deck.precision.compute == "fp8" and native(RECIPES[deck.precision.fp8], world.device) == "none":

@@ -7,7 +7,9 @@ import torch
 
 from hpctrain.comm.emulate import EmulatedLink, SlowTransport
 from hpctrain.comm.group import Group
+from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.mpi import MpiTransport
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.traffic import Traffic
@@ -117,6 +119,42 @@ def test_no_bit_of_a_run_changes(world: World, layout: str) -> None:
     assert isinstance(own.everyone.host, MpiTransport)
 
 
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_of_emulated_nodes_each_has_a_link(world: World) -> None:
+    """Its ranks have an even share each; what stays inside takes no time, what crosses once its own."""
+    clock = Clock()
+    own = World(world.communicator.Dup())
+    own.emulate_nodes(2)
+    link = small_deck("communication.emulate=16 kbit/s, 500 ms", "communication.ranks_per_node=2")
+    assert link.communication.link == LINK
+    own.emulate(link.communication.link)
+    made = Mesh(own, {"data": 2, "tensor": 2}, link.communication.wished_transport)
+    everyone = Mesh(own, {"data": 4}, "shared").group("data")
+    groups = {"inside": made.group("tensor"), "across": made.group("data"), "all": everyone}
+    took = {}
+    for name, group in groups.items():
+        assert isinstance(group.host, SlowTransport)
+        group.host.link = EmulatedLink(LINK, clock, clock.sleep)
+        if isinstance(group.host.inner, HierarchicalTransport):
+            group.host.inner.least = 1
+        began = clock.now
+        group.all_reduce(torch.ones(1000))
+        took[name] = clock.now - began
+    # Of 4000 bytes two halves each way; a half there and one back, in one hop each for the first node.
+    assert took == {"inside": 0.0, "across": 4.0 + 2 * 0.5, "all": 2.0 + (1 + (world.rank < 2)) * 0.5}
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_no_bit_changes_on_emulated_nodes(world: World) -> None:
+    deck = small_deck("layout.zero=1")
+    plain = trainer(world, deck)
+    own = World(world.communicator.Dup())
+    keys = {"emulate": "1 Gbit/s, 10 us", "ranks_per_node": 2}
+    slow = trainer(own, deck.with_keys(communication=keys))
+    assert [step.figures for step in slow.train(2)] == [step.figures for step in plain.train(2)]
+
+
 def test_a_link_is_for_one_machine(world: World) -> None:
     own = world.alone()
     own.nodes = 2
@@ -132,5 +170,9 @@ def test_what_is_no_link_is_told(text: str) -> None:
 
 
 def test_nccl_is_not_delayed() -> None:
+    with pytest.raises(HpctrainError, match=r"communication.emulate.*delays what the host sends"):
+        small_deck("communication.emulate=1 Gbit/s", "communication.transport=shared")
+    with pytest.raises(HpctrainError, match=r"communication.ranks_per_node.*is for what hosts send"):
+        small_deck("communication.ranks_per_node=2", "communication.transport=nccl")
     with pytest.raises(HpctrainError, match=r"communication.emulate.*delays what the host sends"):
         small_deck("communication.emulate=1 Gbit/s", "communication.transport=nccl")

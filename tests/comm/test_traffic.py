@@ -35,18 +35,54 @@ def pieces(operation: str, rank: int, counts: list[int] | None) -> Call:
     return Call("all_to_all", every, output, counts=counts, received=received)
 
 
+@pytest.mark.parametrize("nodes", [[0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 1, 0]])
 @pytest.mark.parametrize("counts", [None, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("operation", ["all_gather", "gather", "scatter", "all_to_all"])
-def test_pieces_pass_as_messages_of_each_pair_of_ranks(operation: str, counts: list[int] | None) -> None:
-    traffic = {rank: traffic_of(pieces(operation, rank, counts), rank, SIZE) for rank in range(SIZE)}
+def test_pieces_pass_as_messages_of_each_pair_of_ranks(
+    operation: str, counts: list[int] | None, nodes: list[int]
+) -> None:
+    traffic = {rank: traffic_of(pieces(operation, rank, counts), rank, SIZE, nodes) for rank in range(SIZE)}
     for rank, found in traffic.items():
         _, sends, _, receives = swapped(pieces(operation, rank, counts), SIZE)
         out, into = (
-            4 * sum(count for peer, (_, count) in enumerate(spans) if peer != rank)
+            4 * sum(count for peer, (_, count) in enumerate(spans) if nodes[peer] != nodes[rank])
             for spans in (sends, receives)
         )
         assert found == Traffic(out, into, 1)
     assert sum(each.sent for each in traffic.values()) == sum(each.received for each in traffic.values()) > 0
+
+
+def test_ranks_of_a_node_pass_no_link_to_each_other() -> None:
+    tensor, nodes = torch.zeros(8), [0, 0, 1, 1]
+    assert traffic_of(Call("all_reduce", tensor, tensor), 2, SIZE, nodes) == Traffic(32, 32, 2)
+    assert traffic_of(Call("reduce_scatter", tensor, torch.zeros(2)), 2, SIZE, nodes) == Traffic(16, 16, 1)
+    assert traffic_of(Call("all_reduce", tensor, tensor), 2, SIZE, [0, 0, 0, 0]) == Traffic()
+    reduced = [traffic_of(Call("reduce", tensor, root=1), rank, SIZE, nodes) for rank in range(SIZE)]
+    assert reduced == [Traffic(16, 16, 2), Traffic(16, 32, 2), Traffic(24, 16, 2), Traffic(24, 16, 2)]
+    send, receive = Call("send", tensor, peer=1), Call("recv", None, tensor, peer=2)
+    assert traffic_of(send, 0, SIZE, nodes) == traffic_of(receive, 3, SIZE, nodes) == Traffic()
+    assert traffic_of(send, 2, SIZE, nodes) == Traffic(32, 0, 0)
+    assert traffic_of(receive, 0, SIZE, nodes) == Traffic(0, 32, 1)
+
+
+def test_what_crosses_once_goes_from_node_to_node_and_back() -> None:
+    """Of three nodes of two ranks each carries half; halves as fp32 on their way to the sum."""
+    nodes = [0, 0, 1, 1, 2, 2]
+
+    def of_nodes(call: Call) -> list[Traffic]:
+        return [traffic_of(call, rank, 6, nodes, once=True) for rank in (0, 2, 4)]
+
+    whole, halves = torch.zeros(12), torch.zeros(12, dtype=torch.bfloat16)
+    reduced = of_nodes(Call("all_reduce", whole, whole, reduced="sum"))
+    assert reduced == [Traffic(24, 24, 4), Traffic(48, 48, 3), Traffic(24, 24, 2)]
+    reduced = of_nodes(Call("all_reduce", halves, halves, reduced="sum"))
+    assert reduced == [Traffic(24, 12, 4), Traffic(36, 36, 3), Traffic(12, 24, 2)]
+    reduced = of_nodes(Call("all_reduce", halves, halves, reduced="max"))
+    assert reduced == [Traffic(12, 12, 4), Traffic(24, 24, 3), Traffic(12, 12, 2)]
+    scattered = of_nodes(Call("reduce_scatter", whole, whole[:2], reduced="sum"))
+    assert scattered == [Traffic(24, 8, 3), Traffic(24, 32, 3), Traffic(16, 24, 2)]
+    gathered = of_nodes(Call("all_gather", whole[:2], whole, bytes=48))
+    assert gathered == [Traffic(16, 16, 1)] * 3
 
 
 def test_reductions_go_to_the_owners_of_pieces_and_back() -> None:

@@ -123,6 +123,7 @@ VALUES: dict[str, list[str]] = {
     "communication.transport": ['"mpi"', '"shared"', '"nccl"'],
     "communication.bucket_bytes": ["1", "100", "9223372036854775807"],
     "communication.check": ["true"],
+    "communication.ranks_per_node": ["1", "2"],
     "communication.local_steps": ["2", "1000"],
     "communication.outer": ['"diloco"'],
     "communication.outer_learning_rate": ["1e-300", "1"],

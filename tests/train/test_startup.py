@@ -132,16 +132,48 @@ def test_ranks_that_are_not_bound_take_cores_of_their_own(world: World) -> None:
         everyone.barrier()
 
 
+ALL_WAYS = "4 nodes, emulated; pipeline over 2 nodes by messages; data over 2 nodes by messages; "
+ALL_WAYS += "tensor inside a node"
+
+
 def test_the_doctor_tells_of_a_tensor_axis_across_nodes(tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(DECK)
-    report = Report(ranks=[RankReport(rank, f"n{rank // 3}", rank % 3, (), 0) for rank in range(6)])
+    report = Report(
+        ranks=[RankReport(rank, f"n{rank // 3}", rank // 3, rank % 3, (), 0) for rank in range(6)]
+    )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert report.coordinates[3] == {"pipeline": 0, "data": 1, "context": 0, "tensor": 1}
     assert report.fit
     assert "over the network in every layer" in report.findings[0].remedy
-    report = Report(ranks=[RankReport(rank, f"n{rank // 2}", rank % 2, (), 0) for rank in range(6)])
+    report = Report(
+        ranks=[RankReport(rank, f"n{rank // 2}", rank // 2, rank % 2, (), 0) for rank in range(6)]
+    )
     map_deck(report, tmp_path / "deck.toml", ["layout.tensor=2", "batch.global_size=12"])
     assert not report.findings[0].remedy
+    ways = "3 nodes; data over 3 nodes by messages; tensor inside a node"
+    assert [finding.statement for finding in report.findings if finding.topic == "topology"] == [ways]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "keys", "expected"),
+    [
+        (4, (), "2 nodes, emulated; data over 2 nodes, with 4 neighbours on each"),
+        (2, ("layout.tensor=2", "layout.pipeline=2"), ALL_WAYS),
+        (8, (), None),
+    ],
+)
+def test_the_doctor_tells_how_ranks_reach_each_other(
+    tmp_path: Path, per_node: int, keys: tuple[str, ...], expected: str | None
+) -> None:
+    (tmp_path / "deck.toml").write_text(DECK)
+    report = Report(ranks=[RankReport(rank, "here", 0, rank, (), 0) for rank in range(8)])
+    map_deck(
+        report,
+        tmp_path / "deck.toml",
+        [*keys, f"communication.ranks_per_node={per_node}", "batch.global_size=16"],
+    )
+    told = [finding.statement for finding in report.findings if finding.topic == "topology"]
+    assert told == ([] if expected is None else [expected])
 
 
 @pytest.fixture

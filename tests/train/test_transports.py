@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.world import World
 from tests.engines import LLAMA, small_deck, trainer
 
 pytestmark = pytest.mark.mpi(min_size=2)
+
+Trained = tuple[list[tuple[float, float]], list[Tensor]]
 
 SIZES = ("model.layers=4", "batch.global_size=8", "batch.micro_size=1", "batch.sequence=16", "run.steps=3")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -26,8 +29,20 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "both": (4, ("layout.tensor=2", "layout.zero=1")),
 }
 
+OF_NODES: dict[str, tuple[str, ...]] = {
+    "data": (),
+    "zero-1": ("layout.zero=1", "precision.compute=bf16"),
+    "zero-2": ("layout.zero=2", *LLAMA),
+    "zero-3": ("layout.zero=3", "precision.compute=bf16", *LLAMA),
+    "tensor": ("layout.tensor=2", "layout.zero=1"),
+    "tensor over nodes": ("layout.tensor=4", "model.heads=4", "layout.sequence_parallel=true"),
+    "context": ("layout.context=2", "layout.zero=3"),
+    "muon": ("layout.zero=1", "optimizer.name=muon"),
+}
+"""On four ranks, two on each node."""
 
-def trained(world: World, keys: tuple[str, ...]) -> tuple[list[tuple[float, float]], list[Tensor]]:
+
+def trained(world: World, keys: tuple[str, ...]) -> Trained:
     """What some steps tell, and leave behind on this rank."""
     training = trainer(world, small_deck(*SIZES, *keys))
     told = [(result.loss, result.grad_norm) for result in training.train(3)]
@@ -45,13 +60,31 @@ def test_memory_and_messages_train_alike(world: World, name: str, monkeypatch: p
     ranks, keys = LAYOUTS[name]
     if ranks != world.size:
         pytest.skip(f"for {ranks} ranks")
-    # Of this small model, too, all goes through memory, in rounds of a few rows.
+    all_through_memory(monkeypatch)
+    shared = trained(world, (*keys, "communication.transport=shared"))
+    assert_same(shared, trained(world, (*keys, "communication.transport=mpi")))
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("name", OF_NODES)
+def test_nodes_and_messages_train_alike(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_through_memory(monkeypatch)
+    own, keys = World(world.communicator.Dup()), OF_NODES[name]
+    of_nodes = trained(own, (*keys, "communication.transport=shared", "communication.ranks_per_node=2"))
+    assert_same(of_nodes, trained(world, (*keys, "communication.transport=mpi")))
+
+
+def all_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this small model, too, in rounds of a few rows."""
     monkeypatch.setattr(SharedTransport, "least", 1)
     monkeypatch.setattr(SharedTransport, "least_moved", 1)
     monkeypatch.setattr(SharedTransport, "seen", 1)
     monkeypatch.setattr(SharedTransport, "round_bytes", 2000)
-    shared = trained(world, (*keys, "communication.transport=shared"))
-    mpi = trained(world, (*keys, "communication.transport=mpi"))
-    assert shared[0] == mpi[0]
-    for one, other in zip(shared[1], mpi[1], strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    monkeypatch.setattr(HierarchicalTransport, "least", 1)
+    monkeypatch.setattr(HierarchicalTransport, "piece_bytes", 2000)
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    assert one[0] == other[0]
+    for ours, theirs in zip(one[1], other[1], strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -1,0 +1,122 @@
+"""The transport between ranks of several nodes, each with as many of them, in the order of the nodes.
+
+Of every sum each rank of a node carries a slice: it adds what the ranks of its node have of that, where it
+lies in their memory, to what came from the node before, and sends it on to the next one's rank of the same
+place. So sums are added in rank order, as in `reduction`, and have the same bits; of half types what travels
+is their sum in fp32. The last node has the sums, and sends them back: to each node before it, where all want
+all of them, else to their owner. All this goes piece by piece, so that nodes add, and links carry, at once:
+whatever the ranks of a node have together passes its link once each way. What is gathered comes from the rank
+of the same place on every other node, and from there through the memory of the node.
+
+What is small, sums of which nodes would send more than by messages, other operations, and messages between
+two ranks are left to MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.crossing import Ways, piece_elements
+from hpctrain.comm.gather_across import GatherAcross
+from hpctrain.comm.library import MPI
+from hpctrain.comm.mpi import MpiTransport, flat
+from hpctrain.comm.mpi import scratch_bytes as mpi_scratch_bytes
+from hpctrain.comm.node_memory import NodeMemory
+from hpctrain.comm.shared import REDUCTIONS, SHARED_BYTES, SharedTransport
+from hpctrain.comm.sum_across import FLIGHT, HALVES, SumAcross
+from hpctrain.comm.transport import Pending, Steps, Transport, spans_of
+
+MESSAGE_BYTES = 60 * 1024  # what Open MPI sends over TCP at once; longer ones halve a link used both ways
+PIECE_BYTES = 8 * MESSAGE_BYTES  # of a rank's slice, added at a time
+
+
+class HierarchicalTransport(Transport):
+    """The primitives among ranks of which `local` neighbours each see each other's `memory`.
+
+    What is not for it is done by `mpi`, over all of them. `least` are the bytes from which on a call is,
+    `piece_bytes` those that are sent at a time.
+    """
+
+    least, piece_bytes = SHARED_BYTES, PIECE_BYTES
+
+    def __init__(self, mpi: MpiTransport, memory: NodeMemory, local: int) -> None:
+        """Collective over the ranks of `mpi`."""
+        assert mpi.size % local == 0 and mpi.size > local > 1, (mpi.size, local)
+        self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
+        node, place = divmod(mpi.rank, local)
+        near, far = mpi.communicator.Split(node), mpi.communicator.Split(place)
+        assert isinstance(near, MPI.Intracomm) and isinstance(far, MPI.Intracomm)
+        inside = SharedTransport(MpiTransport(near, mpi.scratch), memory)
+        self.ways = Ways(inside, MpiTransport(far, mpi.scratch, MESSAGE_BYTES))
+
+    def run(self, call: Call) -> Pending | None:
+        """See Transport."""
+        if not self.crosses_once(call):
+            return self.mpi.run(call)
+        steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
+        return self.ways.inside.start(steps, call.blocking)
+
+    def crosses_once(self, call: Call) -> bool:
+        """See Transport."""
+        return is_hierarchical(call, self.ways.nodes, self.ways.local, self.least)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See Transport. Memory that the ranks of the node see, where there is any."""
+        return self.ways.inside.empty(shape, dtype, device)
+
+    def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
+        """See Transport."""
+        if elements * itemsize < self.least:
+            return self.mpi.scratch_bytes(elements, itemsize, scattered)
+        return scratch_bytes(elements, itemsize, self.ways.nodes, self.ways.local, scattered)
+
+    def _reduce(self, call: Call) -> Steps:
+        tensor, output, operation = call.tensor, call.output, call.reduced
+        assert tensor is not None and output is not None and operation is not None
+        parts = None if call.operation == "all_reduce" else flat(output)
+        across = SumAcross(self.ways, self.piece_bytes, flat(tensor), parts, call.counts, operation)
+        yield from across.steps()
+
+    def _gather(self, call: Call) -> Steps:
+        assert call.tensor is not None and call.output is not None
+        source, target = flat(call.tensor).view(torch.uint8), flat(call.output).view(torch.uint8)
+        size = call.output.itemsize
+        spans = [
+            (begin * size, count * size) for begin, count in spans_of(call.counts, call.output, self.size)
+        ]
+        yield from GatherAcross(self.ways, self.piece_bytes, source, target, spans).steps()
+
+
+def is_hierarchical(call: Call, nodes: int, local: int, least: int = SHARED_BYTES) -> bool:
+    """Whether a call, of so many bytes or more, is for links to be crossed once: the same on all ranks."""
+    if call.bytes < least or call.dtype is None:
+        return False
+    if call.operation not in REDUCTIONS:
+        return call.operation == "all_gather"
+    wide = call.dtype in HALVES and call.reduced == "sum"
+    return call.dtype.is_floating_point and _is_less(call.operation == "reduce_scatter", wide, nodes, local)
+
+
+def _is_less(scattered: bool, wide: bool, nodes: int, local: int) -> bool:
+    """Whether a node sends no more of a sum so than by messages from each rank to each: what is `wide` takes
+    twice the bytes until it is summed up.
+    """
+    onward = 2 if wide else 1
+    back = 1 if nodes > 2 and not scattered else 0  # of two nodes each sends one way
+    return (onward + back) * nodes <= local * (nodes - 1) * (1 if scattered else 2)
+
+
+def scratch_bytes(elements: int, itemsize: int, nodes: int, local: int, scattered: bool = False) -> int:
+    """Host memory kept for what comes of a sum of so many elements at a time: pieces that are under way, in
+    fp32 where elements are halves.
+    """
+    if not _is_less(scattered, itemsize == 2, nodes, local):
+        return mpi_scratch_bytes(elements, itemsize, nodes * local, scattered)
+    share = -(-elements // (nodes * local if scattered else local))
+    size = min(share, piece_elements(PIECE_BYTES, itemsize, local))
+    pieces = min(FLIGHT, -(-share // size) * (nodes if scattered else 1))
+    return 1 << (pieces * size * max(itemsize, 4) - 1).bit_length()

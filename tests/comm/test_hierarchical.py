@@ -1,0 +1,188 @@
+"""Groups of several nodes, whose ranks share memory inside these, bring to the bit what messages bring.
+
+Tests of comm/hierarchical.py, comm/crossing.py, comm/sum_across.py, comm/gather_across.py and
+comm/topology.py, on nodes that are emulated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.comm.calls import Call
+from hpctrain.comm.group import Group
+from hpctrain.comm.hierarchical import PIECE_BYTES, HierarchicalTransport
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.reduction import ReductionScratch
+from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.topology import Topology, neighbours
+from hpctrain.comm.traffic import traffic_of
+from hpctrain.comm.world import World
+from tests.comm.test_shared import Random, rough
+
+SEQUENCES = {4: 300}
+"""By ranks; of others fewer."""
+
+
+def on_nodes(world: World, per_node: int, transport: str = "shared") -> Group:
+    """All ranks, on nodes of so many, over a transport."""
+    own = World(world.communicator.Dup())
+    own.emulate_nodes(per_node)
+    return Mesh(own, {"data": own.size}, transport).group("data")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def groups(world: World, request: pytest.FixtureRequest) -> tuple[Group, Group]:
+    """All ranks, by nodes and by messages; whatever is not empty crosses links once."""
+    if world.size <= request.param:
+        pytest.skip("one node")
+    nodes = on_nodes(world, request.param)
+    assert isinstance(nodes.host, HierarchicalTransport)
+    nodes.host.least = nodes.host.ways.inside.seen = 1
+    return nodes, on_nodes(world, request.param, "mpi")
+
+
+@pytest.fixture(autouse=True)
+def together(world: World) -> Iterator[None]:
+    """No rank goes on to another test while others still look at its memory."""
+    yield
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> None:
+    transport = groups[0].host
+    assert isinstance(transport, HierarchicalTransport)
+    for seed in range(SEQUENCES.get(groups[0].size, 40)):
+        transport.piece_bytes = random.Random(seed).choice((1000, 3000, 1 << 20))
+        Random(seed, groups).run()
+
+
+def call_of(operation: str, group: Group, dtype: torch.dtype, elements: int) -> Call:
+    """A call of this rank on rough numbers, uneven where pieces may be."""
+    sizes = [elements + 7 * rank for rank in range(group.size)]
+    own, whole = sizes[group.rank], sum(sizes)
+    if operation == "all_reduce":
+        tensor = rough(group.rank, (whole,), dtype, 3)
+        return Call(operation, tensor, tensor, reduced="sum")
+    if operation == "reduce_scatter":
+        tensor, output = rough(group.rank, (whole,), dtype, 3), torch.empty(own, dtype=dtype)
+        return Call(operation, tensor, output, reduced="sum", counts=sizes)
+    output = torch.empty(whole, dtype=dtype)
+    return Call(operation, rough(group.rank, (own,), dtype, 3), output, bytes=output.nbytes, counts=sizes)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_links_carry_what_is_planned(
+    groups: tuple[Group, Group], operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of what a node's ranks have together once each way, halves that are added as fp32."""
+    group = groups[0]
+    transport = group.host
+    assert isinstance(transport, HierarchicalTransport)
+    monkeypatch.setattr(transport, "piece_bytes", 4000)
+    ways, moved = transport.ways, [0, 0]
+    exchange = MpiTransport.exchange
+
+    def counted(across: MpiTransport, *arguments: Any) -> Any:
+        if across is ways.across and arguments[0].numel() > 1:
+            for index, spans in enumerate((arguments[1], arguments[3])):
+                moved[index] += sum(count for _, count in spans) * arguments[0].itemsize
+        return exchange(across, *arguments)
+
+    monkeypatch.setattr(MpiTransport, "exchange", counted)
+    call = call_of(operation, group, dtype, 5000)
+    nodes = [rank // ways.local for rank in range(group.size)]
+    if not transport.crosses_once(call):
+        assert (operation, dtype, ways.local) == ("reduce_scatter", torch.bfloat16, 2)
+        return
+    planned = traffic_of(call, group.rank, group.size, nodes, once=True)
+    transport.run(call)
+    # What a rank carries of an all-reduce is its slice, which may have an element more than another one.
+    assert moved == pytest.approx(planned[:2], rel=1e-3)
+    group.barrier()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("elements", [4_000, 200_000, 4_000_000])
+def test_memory_for_pieces_is_what_is_planned(
+    groups: tuple[Group, Group], scattered: bool, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = groups[0].host
+    assert isinstance(transport, HierarchicalTransport)
+    monkeypatch.setattr(transport, "piece_bytes", PIECE_BYTES)
+    taken: list[int] = []
+    take = ReductionScratch.take
+
+    def noted(scratch: ReductionScratch, count: int, like: torch.Tensor) -> torch.Tensor:
+        taken.append(1 << (count * like.itemsize - 1).bit_length())
+        return take(scratch, count, like)
+
+    monkeypatch.setattr(ReductionScratch, "take", noted)
+    tensor = torch.ones(elements, dtype=torch.float32 if scattered else torch.bfloat16)
+    if scattered:
+        groups[0].reduce_scatter(tensor)
+    else:
+        groups[0].all_reduce(tensor)
+    assert taken == [transport.scratch_bytes(elements, tensor.itemsize, scattered)]
+    groups[0].barrier()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_memory_is_that_of_the_node(groups: tuple[Group, Group]) -> None:
+    transport = groups[0].host
+    assert isinstance(transport, HierarchicalTransport)
+    local, rank = transport.ways.local, groups[0].rank
+    assert transport.ways.memory.peers == set(range(rank // local * local, (rank // local + 1) * local))
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_groups_go_by_nodes(world: World) -> None:
+    """Inside a node through memory, of one rank a node by messages, of several of each by both."""
+    own = World(world.communicator.Dup())
+    own.emulate_nodes(2)
+    mesh = Mesh(own, {"data": 2, "tensor": 2}, "shared")
+    everyone = Mesh(own, {"data": 4}, "shared").group("data")
+    assert isinstance(mesh.group("tensor").host, SharedTransport)
+    assert isinstance(mesh.group("data").host, MpiTransport)
+    assert isinstance(everyone.host, HierarchicalTransport)
+    assert mesh.nodes(everyone) == [0, 0, 1, 1]
+    own.emulate_nodes(3)
+    uneven = Mesh(own, {"data": 4}, "shared").group("data")
+    assert isinstance(uneven.host, MpiTransport)
+    own.emulate_nodes(None)
+    assert isinstance(Mesh(own, {"data": 4}, "shared").group("data").host, SharedTransport)
+
+
+def test_nodes_are_cut_into_blocks() -> None:
+    topology = Topology([0, 1, 0, 1, 0, 1])
+    assert topology.ranks_per_node == 3
+    topology.emulate(2)
+    assert topology.nodes == (0, 1, 0, 1, 2, 3)
+    assert topology.ranks_per_node == 2
+    topology.emulate(None)
+    assert topology.nodes == (0, 1, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([0, 0, 1, 1], 2),
+        ([0, 0, 0, 0], 4),
+        ([0, 1, 2], 1),
+        ([0, 1, 0, 1], 0),
+        ([0, 0, 1, 1, 0, 0], 0),
+        ([0, 0, 1, 1, 1, 2], 0),
+        ([0, 0, 0, 1], 0),
+    ],
+)
+def test_neighbours_lie_side_by_side(nodes: list[int], expected: int) -> None:
+    assert neighbours(nodes) == expected
