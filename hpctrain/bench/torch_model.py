@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.model.attention import Rotary, turned
+from hpctrain.model.attention import Rotary
 from hpctrain.model.part import Span
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.functions import turned
 
 
 class _Attention(nn.Module):

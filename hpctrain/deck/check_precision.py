@@ -32,6 +32,7 @@ def precision_problems(deck: Deck) -> Iterator[Problem]:
     keys = deck.precision
     said = f'precision.compute = "{keys.compute}"'
     yield from _products(deck, said)
+    yield from _compile(deck, said)
     if keys.compute != "fp16":
         yield from _in_vain(keys, _OF_FP16, said, _COMPUTE)
     if keys.compute != "fp8":
@@ -75,6 +76,21 @@ def _products(deck: Deck, said: str) -> Iterator[Problem]:
         formats = either([f'"{name}"' for name in KERNEL_FORMATS[products]])
         sentence = f"multiplies matrices of precision.compute = {formats}, not those of {said} ({own} would)"
         yield Problem("machine.products", sentence, _COMPUTE)
+
+
+def _compile(deck: Deck, said: str) -> Iterator[Problem]:
+    """Where the functions that are compiled are not those that the deck computes."""
+    if not deck.machine.compile:
+        return
+    if deck.precision.compute == "fp16":
+        sentence = f"does not go with {said}: its functions are of fp32 and bf16 (leave it out)"
+        yield Problem("machine.compile", sentence, _COMPUTE)
+    if deck.run.threads > 1:
+        sentence = f"does not go with run.threads = {deck.run.threads}: its functions have one thread a rank"
+        yield Problem("machine.compile", f"{sentence} (more ranks would do)", ("run.threads",))
+    if deck.run.device.startswith("cuda"):
+        sentence = f'has no effect with run.device = "{deck.run.device}" (leave it out)'
+        yield Problem("machine.compile", sentence, ("run.device",), idle=True)
 
 
 def _in_vain(

@@ -405,6 +405,10 @@ class Machine(Section):
         "by way of fp32.",
         "auto",
     )
+    compile: bool = key(
+        "Whether a CPU computes attention, activations and RMSNorm by functions compiled at the start.",
+        False,
+    )
     ranks_per_node: int | None = key(
         "Ranks that `hpctrain job` starts on a node.", None, unit="ranks", derived="gpus_per_node", ge=1
     )

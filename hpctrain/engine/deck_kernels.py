@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm.device import on_host
+from hpctrain.deck.found import Found
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.precision import Precision
@@ -109,14 +110,16 @@ def introduce_kernels(deck: Deck, kernels: Kernels) -> list[str]:
 
 def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:
     """The deck of a run that goes on, with what the run by the deck `before` had measured, of its `state`:
-    its pipeline's split, where the layout is the same, and what computes products.
+    its pipeline's split, where the layout is the same, what computes products, and whether functions are
+    compiled.
 
     By the library, unless the deck says otherwise, where it was begun when there was nothing to choose.
     """
     split, products = state.get("split") if deck.layout == before.layout else None, state.get("products")
-    deck = deck.with_found(
-        replace(deck.found, split=None if split is None else tuple(split), products=known_kernels(products))
-    )
+    found = Found(None if split is None else tuple(split), known_kernels(products))
+    if before.machine.compile:
+        found = replace(found, compiled=bool(state.get("compiled")))
+    deck = deck.with_found(found)
     if "products" in state or "machine.products" in deck.sources.places:
         return deck
     return deck.with_keys(machine={"products": "library"})

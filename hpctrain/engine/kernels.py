@@ -32,6 +32,7 @@ from hpctrain.engine.deck_kernels import (
     name_of,
     tokens_of,
 )
+from hpctrain.engine.functions import with_functions
 from hpctrain.engine.layer_times import alone
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
@@ -56,11 +57,12 @@ _FILE_BYTES, _MOST_PROCESSORS = 1 << 20, 20
 
 
 def choose_kernels(deck: Deck, world: World, mesh: Mesh) -> Deck:
-    """The deck with the choice of what computes its products on that mesh. Collective.
+    """The deck with the choice of what computes its products on that mesh, and its functions. Collective.
 
     What was found for it before, as of a run that is gone on with, stands. HpctrainError on all ranks where
     the deck names a kernel that some do not have.
     """
+    deck = with_functions(deck, world)
     storage, wish = Precision.of(deck).product, deck.machine.products
     chosen = on_host(world.device) and deck.precision.compute != "fp8"
     here = {kernel.name for kernel in candidates(storage)} if chosen else {"library"}

@@ -19,6 +19,7 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import kernels_of
+from hpctrain.engine.functions import functions_of
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
@@ -159,6 +160,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         product_format=formats.product,
         eight_bits=formats.eight_bits,
         kernels=kernels_of(deck, device, mesh.group("data").size),
+        functions=functions_of(deck, device),
         table_rows=1 if on_host(device) else TABLE_ROWS,
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),

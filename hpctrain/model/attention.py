@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
+from hpctrain.parallel.functions import turned, workspace_floats
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
 from hpctrain.parallel.ring_attention import ring_attention
@@ -29,28 +29,6 @@ class Rotary:
         angles = torch.outer(positions.double(), base ** (-exponents / head_size))
         angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
         self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [s, b, heads, head size] rotated, with the tables of a Rotary."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-right, left), dim=-1) * sine
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads.
-
-    Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
-    """
-    output = functional.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        key.permute(1, 2, 0, 3),
-        value.permute(1, 2, 0, 3),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return output.permute(2, 0, 1, 3)
 
 
 class Attention(nn.Module):
@@ -84,6 +62,27 @@ class Attention(nn.Module):
         self.output = RowLinear(f"{name}.output", *sizes, shape.biases, groups, shared)
 
     @property
+    def _compiled(self) -> bool:
+        """Whether rotation and core are one function that is compiled."""
+        return self.groups.functions.compiled and self.groups.context.size == 1
+
+    @property
+    def _turns_apart(self) -> bool:
+        """Whether the core keeps other queries and keys than those that were projected."""
+        return self.rotated and (self.norm is not None or not self._compiled)
+
+    def workspace(self, at: Saving) -> int:
+        """Bytes that its backward pass needs in passing where its core is compiled: gradients of the output
+        and of what was projected, and what it computes in.
+        """
+        if not self._compiled:
+            return 0
+        queries, keys, _ = self.inner.split_sizes
+        return at.features(2 * queries + 2 * keys).bytes + 4 * workspace_floats(
+            at.tokens // at.micro_size, self.head_size
+        )
+
+    @property
     def exchanges(self) -> bool:
         """Whether the core's output comes back from other ranks, and is another tensor there."""
         return self.groups.context.size > 1 and self.groups.context_form == "all_to_all"
@@ -103,14 +102,14 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> Tensor:
         """The core: rotation, where there are tables for it, and softmax attention."""
+        context, attend = self.groups.context, self.groups.functions.attend
+        if context.size == 1:
+            return attend(query, key, value, tables, self.scale)
         if tables:
             query, key = turned(query, *tables), turned(key, *tables)
-        context = self.groups.context
-        if context.size == 1:
-            return causal_attention(query, key, value, self.scale)
         if self.groups.context_form == "ring":
             return ring_attention(query, key, value, context, self.scale)
-        whole = partial(causal_attention, scale=self.scale)
+        whole = partial(attend, tables=(), scale=self.scale)
         return all_to_all_attention(query, key, value, context, whole)
 
     def saved(self, at: Saving) -> list[Storage]:
@@ -135,14 +134,14 @@ class Attention(nn.Module):
             exchanged = at.features(max(keys, self.groups.context.size * self.head_size))
             normed = [] if self.norm is None else [projected, *statistics]
             return [*normed, output, exchanged, exchanged, output, log_sum]
-        return [projected, *statistics, *([output, shared] if self.rotated else []), output, log_sum]
+        return [projected, *statistics, *([output, shared] if self._turns_apart else []), output, log_sum]
 
     def made_again(self, at: Saving) -> int:
         """Bytes that the core, where it is computed again, saves beside its inputs and output."""
         queries, keys, _ = self.inner.split_sizes
         known = total(self._core(replace(at, selective=True)))
         known += 0 if self.exchanges else at.features(queries).bytes
-        if self.norm is not None:
+        if self.norm is not None and not self._compiled:
             # It is normalized queries and keys then, but rotated ones otherwise.
             known -= at.features(queries + keys).bytes
         return total(self._core(replace(at, selective=False))) - known

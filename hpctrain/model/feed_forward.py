@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Saving, Storage, total
 
 
 class FeedForward(nn.Module):
@@ -27,7 +26,7 @@ class FeedForward(nn.Module):
         super().__init__()
         inner = shape.mlp if inner is None else inner
         rows = Rows.split(inner, groups.tensor)
-        self.gated = shape.family == "llama"
+        self.gated, self.functions = shape.family == "llama", groups.functions
         outputs = [(f"{name}.gate", rows)] if self.gated else []
         self.up = ColumnLinear(
             shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups, shared_input
@@ -43,18 +42,22 @@ class FeedForward(nn.Module):
         """Expand, activate, contract."""
         inner = self.up(x)
         if self.gated:
-            gate, up = inner.split(self.up.split_sizes, dim=-1)
-            inner = functional.silu(gate) * up
+            inner = self.functions.gated(inner, self.up.split_sizes)
         else:
-            inner = functional.gelu(inner, approximate="tanh")
+            inner = self.functions.gelu(inner)
         output: Tensor = self.down(inner)
         return output
 
     def saved(self, at: Saving) -> list[Storage]:
-        """GELU's input and output; or gate and up, which are one, their product's other factor, and it."""
-        inner = at.features(self.up.split_sizes[-1])
+        """GELU's input and output; or gate and up, which are one, their product's other factor where torch
+        computes it, and it.
+        """
         widest = [at.features(self.widest)] if self.gated else []
-        return [*widest, inner, *self.down.kept(at)]
+        return [*widest, *self._factor(at), *self.down.kept(at)]
+
+    def _factor(self, at: Saving) -> list[Storage]:
+        one = self.gated and self.functions.compiled
+        return [] if one else [at.features(self.up.split_sizes[-1])]
 
     def workspace(self, at: Saving) -> int:
         """Bytes that its backward pass needs in passing: gradients of the hidden states, before and after,
@@ -69,4 +72,4 @@ class FeedForward(nn.Module):
         at the most while its own backward pass goes, and when it is over, one factor of a gate being gone.
         """
         hidden = at.features(self.down.weights[0].shard.shape[0]).bytes
-        return hidden, hidden - (at.features(self.up.split_sizes[0]).bytes if self.gated else 0)
+        return hidden, hidden - (total(self._factor(at)) if self.gated else 0)

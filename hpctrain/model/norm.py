@@ -19,7 +19,7 @@ class Norm(nn.Module):
     def __init__(self, name: str, shape: ModelShape, groups: LayerGroups) -> None:
         super().__init__()
         self.epsilon, self.size = shape.norm_epsilon, (shape.hidden,)
-        partial = groups.sequence_partial
+        self.functions, partial = groups.functions, groups.sequence_partial
         self.weight = Parameter(Shard.whole(f"{name}.weight", self.size, partial), False, "ones")
         self.bias = (
             Parameter(Shard.whole(f"{name}.bias", self.size, partial), False, "zeros")
@@ -30,14 +30,14 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dim."""
         if self.bias is None:
-            return functional.rms_norm(x, self.size, self.weight, self.epsilon)
+            return self.functions.rms_norm(x, self.weight, self.epsilon)
         return functional.layer_norm(x, self.size, self.weight, self.bias, self.epsilon)
 
     def saved(self, at: Saving) -> list[Storage]:
-        """Input and statistics; RMSNorm on the CPU keeps input and normalized input in fp32."""
+        """Input and statistics; torch's RMSNorm on the CPU keeps input and normalized input in fp32."""
         (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:
             statistic = 4 if gpu else at.itemsize
             return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]
-        inputs = [at.itemsize] if gpu else [4, 4]
+        inputs = [at.itemsize] if gpu or self.functions.compiled else [4, 4]
         return [*(at.row_features(hidden, each) for each in inputs), Storage(4 * at.rows, 4, features=False)]

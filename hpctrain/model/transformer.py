@@ -184,7 +184,7 @@ class Block(TransformerLayer):
 
     def workspace(self, at: Saving) -> int:
         """See Layer."""
-        return self.feed_forward.workspace(at)
+        return max(self.feed_forward.workspace(at), self.attention.workspace(at))
 
     @property
     def matrix_elements(self) -> int:

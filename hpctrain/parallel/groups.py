@@ -13,6 +13,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
 from hpctrain.parallel.eight_bits import EightBits
+from hpctrain.parallel.functions import TORCH, Functions
 from hpctrain.parallel.kernels import Kernels
 from hpctrain.parallel.noted import Noted
 from hpctrain.parallel.saved_policy import SavedPolicy
@@ -34,10 +35,10 @@ class LayerGroups:
     tensor axis; `context_form` says how attention crosses the context axis; `saved_policy` decides what
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
     chooses the layers' Products, and `eight_bits` says how some are multiplied in 8 bits, if any; `kernels`
-    say what computes the products of the others; `noted` takes what layers and Products note of a step; of a
-    table split over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over
-    `expert` and each of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the
-    same micro-batches.
+    say what computes the products of the others, and `functions` compute what is no product with a matrix;
+    `noted` takes what layers and Products note of a step; of a table split over the vocabulary every rank has
+    a multiple of `table_rows`. Experts are spread over `expert` and each of them split over `expert_tensor`;
+    the ranks of `micro_batch` train on tokens of the same micro-batches.
     """
 
     tensor: Group
@@ -49,6 +50,7 @@ class LayerGroups:
     product_format: torch.dtype = torch.float32
     eight_bits: EightBits | None = None
     kernels: Kernels = field(default_factory=Kernels)
+    functions: Functions = TORCH
     noted: Noted = field(default_factory=Noted)
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)

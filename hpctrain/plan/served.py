@@ -11,6 +11,7 @@ from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
+from hpctrain.engine.functions import with_functions
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.roles import Roles, build_worker_stage, serving
 from hpctrain.engine.sizes import micro_batches
@@ -127,14 +128,14 @@ def build_role_within_memory(
 ) -> tuple[Engine, MemoryPlan]:
     """As `build_within_memory`, of this rank's role in a run with servers. Collective."""
     roles = Roles.of(deck, world.size)
-    own, part, mesh = roles.place(deck, world)
+    own, part, mesh = roles.place(with_functions(deck, world), world)
     serves = roles.serves(world.rank)
     if not serves:
         own = choose_kernels(own, part, mesh)
-    found = world.everyone.broadcast_object(own.found, roles.servers)
+    products = world.everyone.broadcast_object(own.found.products, roles.servers)
     if serves:
         # What they store and say is what workers compute with.
-        own = choose_kernels(own.with_found(found), part, mesh)
+        own = choose_kernels(own.with_found(replace(own.found, products=products)), part, mesh)
     arrangement = arrange(own, part, mesh)
     planned = deck.with_keys(run={"device": world.device.type}).with_found(own.found)
     libraries = library_bytes() if on_host(world.device) else 0

@@ -204,6 +204,8 @@ def _reasons(
         reasons.append("another number of ranks")
     if run.trainer.engine.groups.kernels.record != (state.get("products") or {}):
         reasons.append("products that something else computes")
+    if run.trainer.engine.groups.functions.compiled != bool(state.get("compiled")):
+        reasons.append("functions that something else computes")
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):

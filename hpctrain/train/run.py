@@ -24,6 +24,7 @@ from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
+from hpctrain.engine.functions import with_functions
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.engine import build_within_memory
@@ -226,7 +227,7 @@ def open_run(
     compared = compare_tokens(world, deck, corpus.file, checkpoint)
     if deck.communication.server != "none":
         return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
-    mesh = make_mesh(deck, world)
+    deck, mesh = with_functions(deck, world), make_mesh(deck, world)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
     given = None if replayed is None else read_given(world, replayed, shape)

@@ -10,6 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Corpus, Engine
 from hpctrain.engine.deck_kernels import introduce_kernels
+from hpctrain.engine.functions import introduce_functions
 from hpctrain.engine.recompute import introduce_recompute
 from hpctrain.model.count import count
 from hpctrain.optim.schedule import LearningRate
@@ -67,6 +68,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             "more text or fewer steps would do"
         )
     lines += introduce_kernels(deck, engine.groups.kernels)
+    lines += introduce_functions(deck, engine.groups.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine)

@@ -150,6 +150,7 @@ VALUES: dict[str, list[str]] = {
     "stability.verify_layout": ["true"],
     "machine.bind": ["true"],
     "machine.ranks_per_node": ["1"],
+    "machine.compile": ["false", "true"],
     "machine.products": ['"library"', '"onednn"', '"fp32"', '"fp32-onednn"'],
 }
 

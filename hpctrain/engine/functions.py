@@ -1,0 +1,76 @@
+"""Whether the functions of a run's blocks are compiled: the same on all its ranks, and after a restart."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from importlib.resources import as_file, files
+from time import perf_counter
+
+import torch
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.compiler import CompilerError, compile_library
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees, open_library
+
+
+def compiled_functions() -> bytes:
+    """The library of `parallel/functions.c` for this processor. CompilerError where nothing makes it."""
+    with as_file(files("hpctrain.parallel") / "functions.c") as source:
+        return compile_library(source)
+
+
+def with_functions(deck: Deck, world: World) -> Deck:
+    """The deck with what computes its blocks' functions, compiled once a node where it wishes so. Collective.
+
+    Torch does on all ranks where one of them cannot have others, or where it did in a run that is gone on
+    with. HpctrainError on all ranks where they compute on GPUs.
+    """
+    if not deck.machine.compile or deck.found.functions is not None:
+        return deck
+    everyone = world.everyone
+    if not all(everyone.all_gather_object(on_host(world.device))):
+        raise HpctrainError(deck.problem("machine.compile", "is for runs on CPUs (leave it out on GPUs)"))
+    if deck.found.compiled is False:
+        before = Functions("the run that this goes on with had none compiled")
+        return deck.with_found(replace(deck.found, functions=before))
+    began, content, why = perf_counter(), None, ""
+    if world.local_rank == 0:
+        try:
+            content = compiled_functions()
+        except CompilerError as error:
+            why = str(error)
+    of_nodes = dict(each for each in everyone.all_gather_object((world.node, content)) if each[1] is not None)
+    functions: Functions = TORCH
+    if (library := of_nodes.get(world.node)) is not None:
+        why = "what was compiled cannot be loaded"
+        with suppress(OSError, AttributeError):
+            functions = CompiledFunctions(
+                open_library(library), f"compiled in {perf_counter() - began:.1f} s"
+            )
+            why = "" if agrees(functions) else "what was compiled computes something else"
+    whys = [each for each in everyone.all_gather_object(why) if each]
+    if whys or not functions.compiled:
+        functions = Functions(whys[0] if whys else "no library was made")
+    return deck.with_found(replace(deck.found, functions=functions))
+
+
+def functions_of(deck: Deck, device: torch.device) -> Functions:
+    """Those of a deck's blocks; of a plan, for which nothing is compiled, as if that were done."""
+    if not deck.machine.compile or not on_host(device):
+        return TORCH
+    if isinstance(deck.found.functions, Functions):
+        return deck.found.functions
+    return TORCH if deck.found.compiled is False else CompiledFunctions()
+
+
+def introduce_functions(deck: Deck, functions: Functions) -> list[str]:
+    """What a run says of them at its start, where there is anything to say."""
+    if not deck.machine.compile:
+        return []
+    if functions.compiled:
+        return [f"functions of blocks are compiled for this processor ({functions.why})"]
+    return [f"machine.compile = true, but functions of blocks are torch's: {functions.why}"]

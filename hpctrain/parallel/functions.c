@@ -1,0 +1,448 @@
+/* Functions of a step that are no products of matrices: each reads and writes what it is given once.
+ *
+ * Compiled at a run's start for the processor that it runs on. Every sum is of sixteen lanes, whatever the width of
+ * the processor's registers, and of fused multiply-adds in one order, so that all that have these agree. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <math.h>
+
+enum { LANES = 16, ROWS = 64, PANEL = 32 };
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Floats all(float x) { return x - (Floats){0}; }
+
+INLINE Floats chosen(Ints mask, Floats yes, Floats no) {
+    return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
+}
+
+/* Elements of a format: 4 bytes are fp32, 2 bf16. */
+INLINE Floats load(const char *at, int size) {
+    if (size == 4) return *(const Floats *)at;
+    return (Floats)(__builtin_convertvector(*(const Halves *)at, Words) << 16);
+}
+
+INLINE Halves rounded(Floats x) {
+    Words bits = (Words)x, even = bits + 0x7fff + ((bits >> 16) & 1);
+    Ints nan = x != x;
+    return __builtin_convertvector((((Words)nan & (bits | 0x400000)) | (~(Words)nan & even)) >> 16, Halves);
+}
+
+INLINE void store(char *at, int size, Floats x) {
+    if (size == 4) *(Floats *)at = x;
+    else *(Halves *)at = rounded(x);
+}
+
+INLINE Floats load_some(const char *at, int size, int count) {
+    char some[4 * LANES] = {0};
+    memcpy(some, at, (size_t)count * size);
+    return load(some, size);
+}
+
+INLINE void store_some(char *at, int size, int count, Floats x) {
+    char some[4 * LANES];
+    store(some, size, x);
+    memcpy(at, some, (size_t)count * size);
+}
+
+INLINE float total(Floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += x[lane];
+    return sum;
+}
+
+/* 2^x to 2e-7, of what is above -126 and below 127, else of these. */
+INLINE Floats power_of_2(Floats x) {
+    x = chosen(x > -126.0f, x, all(-126.0f) + (x - x));
+    x = chosen(x < 127.0f, x, all(127.0f) + (x - x));
+    Floats whole = (x + 12582912.0f) - 12582912.0f, f = x - whole;
+    Floats p = all(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    Ints shifted = __builtin_convertvector(whole, Ints) << 23;
+    return (Floats)((Ints)p + shifted);
+}
+
+INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + power_of_2(x * -1.4426950408889634f)); }
+
+/* GELU by tanh: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). */
+INLINE Floats gelu_gate(Floats x) {
+    return sigmoid(x * (1.5957691216057308f + 0.07135481627159519f * x * x));
+}
+
+#define ELEMENTS(size, count, body, tail)                                                        \
+    for (size_t i = 0; i < (count); i += LANES) {                                                \
+        const int some = (count) - i < LANES ? (int)((count) - i) : LANES;                       \
+        if (some == LANES) { body } else { tail }                                                \
+    }
+
+INLINE void gelu_of(const char *x, char *y, size_t count, int size) {
+    ELEMENTS(size, count,
+        { Floats a = load(x + i * size, size); store(y + i * size, size, a * gelu_gate(a)); },
+        { Floats a = load_some(x + i * size, size, some); store_some(y + i * size, size, some, a * gelu_gate(a)); })
+}
+
+INLINE Floats gelu_slope(Floats a) {
+    Floats s = gelu_gate(a);
+    return s + a * s * (1.0f - s) * (1.5957691216057308f + 0.21406444881478557f * a * a);
+}
+
+INLINE void gelu_gradient_of(const char *dy, const char *x, char *dx, size_t count, int size) {
+    ELEMENTS(size, count,
+        { store(dx + i * size, size, load(dy + i * size, size) * gelu_slope(load(x + i * size, size))); },
+        { store_some(dx + i * size, size, some,
+                     load_some(dy + i * size, size, some) * gelu_slope(load_some(x + i * size, size, some))); })
+}
+
+/* Rows [rows, width] over the root of their mean square, times a weight (RMSNorm); `inverse` [rows] of that root. */
+INLINE void rms_of(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width,
+                   float epsilon, int size) {
+    for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
+        Floats sum = all(0);
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const Floats a = some == LANES ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            sum += a * a;
+        }
+        const float root = inverse[row] = 1 / sqrtf(total(sum) / width + epsilon);
+        ELEMENTS(size, width,
+            { store(y + i * size, size, load(x + i * size, size) * root * load(weight + i * size, size)); },
+            { store_some(y + i * size, size, some,
+                         load_some(x + i * size, size, some) * root * load_some(weight + i * size, size, some)); })
+    }
+}
+
+/* Its gradients: of x, and added to `of_weight` [width], in fp32. */
+INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
+                            float *of_weight, size_t rows, size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
+        const float root = inverse[row];
+        Floats sum = all(0);
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
+            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+            sum += a * d * w;
+            const Floats add = a * root * d;
+            if (whole) *(Floats *)(of_weight + i) += add;
+            else store_some((char *)(of_weight + i), 4, some, load_some((char *)(of_weight + i), 4, some) + add);
+        }
+        const float mean = total(sum) * root * root / width;
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
+            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+            const Floats result = root * (d * w - a * mean);
+            if (whole) store(dx + i * size, size, result);
+            else store_some(dx + i * size, size, some, result);
+        }
+    }
+}
+
+/* Rows of gate and up beside each other [rows, 2 width]: silu(gate) up. */
+INLINE void gated_of(const char *x, char *y, size_t rows, size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, x += 2 * width * size, y += width * size) {
+        const char *up = x + width * size;
+        ELEMENTS(size, width,
+            { Floats g = load(x + i * size, size);
+              store(y + i * size, size, g * sigmoid(g) * load(up + i * size, size)); },
+            { Floats g = load_some(x + i * size, size, some);
+              store_some(y + i * size, size, some, g * sigmoid(g) * load_some(up + i * size, size, some)); })
+    }
+}
+
+INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t rows, size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, x += 2 * width * size, dx += 2 * width * size, dy += width * size) {
+        const char *up = x + width * size;
+        char *dup = dx + width * size;
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            Floats g = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            Floats u = whole ? load(up + i * size, size) : load_some(up + i * size, size, some);
+            Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
+            Floats s = sigmoid(g), dg = d * u * s * (1.0f + g * (1.0f - s)), du = d * g * s;
+            if (whole) { store(dx + i * size, size, dg); store(dup + i * size, size, du); }
+            else { store_some(dx + i * size, size, some, dg); store_some(dup + i * size, size, some, du); }
+        }
+    }
+}
+
+#define BY_SIZE(size, call_4, call_2) if ((size) == 4) { call_4; } else { call_2; }
+
+void gelu(const char *x, char *y, size_t count, int size) {
+    BY_SIZE(size, gelu_of(x, y, count, 4), gelu_of(x, y, count, 2))
+}
+
+void gelu_gradient(const char *dy, const char *x, char *dx, size_t count, int size) {
+    BY_SIZE(size, gelu_gradient_of(dy, x, dx, count, 4), gelu_gradient_of(dy, x, dx, count, 2))
+}
+
+void gated(const char *x, char *y, size_t rows, size_t width, int size) {
+    BY_SIZE(size, gated_of(x, y, rows, width, 4), gated_of(x, y, rows, width, 2))
+}
+
+void gated_gradient(const char *dy, const char *x, char *dx, size_t rows, size_t width, int size) {
+    BY_SIZE(size, gated_gradient_of(dy, x, dx, rows, width, 4), gated_gradient_of(dy, x, dx, rows, width, 2))
+}
+
+void rms_norm(const char *x, const char *weight, char *y, float *inverse, size_t rows, size_t width, float epsilon,
+              int size) {
+    BY_SIZE(size, rms_of(x, weight, y, inverse, rows, width, epsilon, 4),
+            rms_of(x, weight, y, inverse, rows, width, epsilon, 2))
+}
+
+void rms_norm_gradient(const char *dy, const char *x, const char *weight, const float *inverse, char *dx,
+                       float *of_weight, size_t rows, size_t width, int size) {
+    BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 4),
+            rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 2))
+}
+
+/* C [m, n] (+)= A B, of A's elements at row * ra + column * ca, B [k, n] with rows ldb apart; m of eights, n of
+ * sixteens. Every element of C is one chain of multiply-adds in the order of k. */
+#ifdef __AVX512F__
+enum { HIGH = 8, WIDE = 2 };
+#else
+enum { HIGH = 4, WIDE = 1 };
+#endif
+
+INLINE void tile(int wide, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc, int add) {
+    Floats sum[HIGH][2];
+    for (int i = 0; i < HIGH; ++i)
+        for (int j = 0; j < wide; ++j) sum[i][j] = add ? *(const Floats *)(C + i * ldc + j * LANES) : all(0);
+    for (int l = 0; l < k; ++l) {
+        Floats b[2];
+        for (int j = 0; j < wide; ++j) b[j] = *(const Floats *)(B + (size_t)l * ldb + j * LANES);
+        for (int i = 0; i < HIGH; ++i) {
+            const Floats a = all(A[i * ra + (size_t)l * ca]);
+            for (int j = 0; j < wide; ++j) sum[i][j] += a * b[j];
+        }
+    }
+    for (int i = 0; i < HIGH; ++i)
+        for (int j = 0; j < wide; ++j) *(Floats *)(C + i * ldc + j * LANES) = sum[i][j];
+}
+
+static void product(int m, int n, int k, const float *A, int ra, int ca, const float *B, int ldb, float *C, int ldc,
+                    int add) {
+    int column = 0;
+    for (; WIDE == 2 && column + 2 * LANES <= n; column += 2 * LANES)
+        for (int row = 0; row < m; row += HIGH)
+            tile(2, k, A + (size_t)row * ra, ra, ca, B + column, ldb, C + (size_t)row * ldc + column, ldc, add);
+    for (; column < n; column += LANES)
+        for (int row = 0; row < m; row += HIGH)
+            tile(1, k, A + (size_t)row * ra, ra, ca, B + column, ldb, C + (size_t)row * ldc + column, ldc, add);
+}
+
+/* Heads [s, b, heads, size] by the distance of neighbours along s, b and heads, in elements. */
+typedef struct { char *at; int64_t row, batch, head; } Heads;
+
+/* Of causal attention of `heads` queries on `groups` keys and values, after a rotary embedding of halves by tables
+ * [rows, head], if there are any. Below, a `width` is that of a head filled up to sixteens with zeros, and `keys` are
+ * the rows filled up to panels. */
+typedef struct {
+    int64_t rows, batch, heads, groups, head;
+    int element;
+    float scale;
+    const char *cosine, *sine;
+} Attention;
+
+INLINE int up_to(int64_t x, int of) { return (int)((x + of - 1) / of * of); }
+
+/* One row of a head in fp32 into `row` [width], turned if there are tables, times `factor`. */
+INLINE void read_row(const Attention *a, const char *from, int64_t position, float *row, int turn, float factor) {
+    const int head = (int)a->head, half = head / 2, size = a->element, width = up_to(head, LANES);
+    for (int i = 0; i < width; i += LANES) {
+        const int some = head - i < LANES ? head - i : LANES;
+        *(Floats *)(row + i) = some == LANES ? load(from + i * size, size) : load_some(from + i * size, size, some);
+    }
+    if (turn && a->cosine) {
+        const char *cosine = a->cosine + position * head * size, *sine = a->sine + position * head * size;
+        for (int i = 0; i < half; i += LANES) {
+            const int some = half - i < LANES ? half - i : LANES;
+            const Floats c = load_some(cosine + i * size, size, some), s = load_some(sine + i * size, size, some);
+            const Floats x = load_some((char *)(row + i), 4, some), y = load_some((char *)(row + half + i), 4, some);
+            store_some((char *)(row + i), 4, some, x * c - y * s);
+            store_some((char *)(row + half + i), 4, some, y * c + x * s);
+        }
+    }
+    if (factor != 1)
+        for (int i = 0; i < width; i += LANES) *(Floats *)(row + i) *= factor;
+}
+
+/* The reverse: a row of a gradient, turned back, times `factor`; `row` is lost. */
+INLINE void write_row(const Attention *a, char *to, int64_t position, float *row, int turn, float factor) {
+    const int head = (int)a->head, half = head / 2, size = a->element;
+    if (turn && a->cosine) {
+        const char *cosine = a->cosine + position * head * size, *sine = a->sine + position * head * size;
+        for (int i = 0; i < half; i += LANES) {
+            const int some = half - i < LANES ? half - i : LANES;
+            const Floats c = load_some(cosine + i * size, size, some), s = load_some(sine + i * size, size, some);
+            const Floats x = load_some((char *)(row + i), 4, some), y = load_some((char *)(row + half + i), 4, some);
+            store_some((char *)(row + i), 4, some, x * c + y * s);
+            store_some((char *)(row + half + i), 4, some, y * c - x * s);
+        }
+    }
+    for (int i = 0; i < head; i += LANES) {
+        const int some = head - i < LANES ? head - i : LANES;
+        const Floats x = *(Floats *)(row + i) * factor;
+        if (some == LANES) store(to + i * size, size, x);
+        else store_some(to + i * size, size, some, x);
+    }
+}
+
+/* Rows [keys, width] as panels of PANEL rows, each [width, PANEL]. */
+static void panels(const float *rows, int keys, int width, float *into) {
+    for (int first = 0; first < keys; first += PANEL, into += (size_t)width * PANEL)
+        for (int row = 0; row < PANEL; ++row)
+            for (int i = 0; i < width; ++i) into[(size_t)i * PANEL + row] = rows[(size_t)(first + row) * width + i];
+}
+
+static const float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+/* Floats of `memory` that attention takes; `workspace_floats` of functions.py says the same. */
+size_t attention_floats(int64_t rows, int64_t head) {
+    const size_t keys = up_to(rows, PANEL), width = up_to(head, LANES);
+    return 6 * keys * width + ROWS * (2 * keys + 3 * width);
+}
+
+/* Scores of a block of queries from `first` on, in units of ln 2, with all keys up to its end: [ROWS, keys]. */
+static void scores(const float *query, const float *key_panels, int width, int ends, float *into, int keys) {
+    for (int first = 0; first < ends; first += PANEL)
+        product(ROWS, PANEL, width, query, width, 1, key_panels + (size_t)first * width, PANEL, into + first, keys, 0);
+}
+
+INLINE Ints beyond(int column, int64_t row) {
+    Ints lanes;
+    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = column + lane;
+    return lanes > (int)row;
+}
+
+void attend(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o, float *log_sums,
+            float *memory, int64_t from, int64_t to) {
+    const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
+    const int shared = (int)(a->heads / a->groups);
+    float *values = memory, *key_panels = values + (size_t)keys * width, *query = key_panels + (size_t)keys * width;
+    float *output = query + ROWS * width, *chance = output + ROWS * width, *plain = chance + (size_t)ROWS * keys;
+    for (int64_t pair = from; pair < to; ++pair) {
+        const int64_t batch = pair / a->groups, group = pair % a->groups;
+        memset(values, 0, sizeof(float) * keys * width);
+        memset(plain, 0, sizeof(float) * keys * width);
+        for (int row = 0; row < rows; ++row) {
+            read_row(a, v->at + (row * v->row + batch * v->batch + group * v->head) * size, row, values + (size_t)row * width, 0, 1);
+            read_row(a, k->at + (row * k->row + batch * k->batch + group * k->head) * size, row, plain + (size_t)row * width, 1, 1);
+        }
+        panels(plain, keys, width, key_panels);
+        for (int64_t head = group * shared; head < (group + 1) * shared; ++head)
+            for (int first = 0; first < rows; first += ROWS) {
+                const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
+                memset(query, 0, sizeof(float) * ROWS * width);
+                for (int i = 0; i < count; ++i)
+                    read_row(a, q->at + ((first + i) * q->row + batch * q->batch + head * q->head) * size, first + i,
+                             query + i * width, 1, a->scale * LOG2_E);
+                scores(query, key_panels, width, ends, chance, keys);
+                float inverse[ROWS];
+                for (int i = 0; i < ROWS; ++i) {
+                    float *row = chance + (size_t)i * keys;
+                    Floats most = all(-INFINITY), sum = all(0);
+                    for (int j = 0; j < ends; j += LANES) {
+                        Floats x = *(Floats *)(row + j);
+                        if (j + LANES > first) *(Floats *)(row + j) = x = chosen(beyond(j, first + i), all(-INFINITY), x);
+                        most = chosen(x > most, x, most);
+                    }
+                    float largest = most[0];
+                    for (int lane = 1; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+                    for (int j = 0; j < ends; j += LANES) {
+                        Floats x = *(Floats *)(row + j), p = power_of_2(x - largest);
+                        if (j + LANES > first) p = chosen(beyond(j, first + i), all(0), p);
+                        *(Floats *)(row + j) = p;
+                        sum += p;
+                    }
+                    const float whole = total(sum);
+                    inverse[i] = 1 / whole;
+                    if (i < count) log_sums[((batch * a->heads + head) * rows) + first + i] = largest + log2f(whole);
+                }
+                product(ROWS, width, ends, chance, keys, 1, values, width, output, width, 0);
+                for (int i = 0; i < count; ++i)
+                    write_row(a, o->at + ((first + i) * o->row + batch * o->batch + head * o->head) * size, first + i,
+                              output + i * width, 0, inverse[i]);
+            }
+    }
+}
+
+void attend_gradient(const Attention *a, const Heads *q, const Heads *k, const Heads *v, const Heads *o,
+                     const Heads *d, const Heads *dq, const Heads *dk, const Heads *dv, const float *log_sums,
+                     float *memory, int64_t from, int64_t to) {
+    const int rows = (int)a->rows, keys = up_to(rows, PANEL), width = up_to(a->head, LANES), size = a->element;
+    const int shared = (int)(a->heads / a->groups);
+    const size_t whole = (size_t)keys * width;
+    float *plain = memory, *key_panels = plain + whole, *value_panels = key_panels + whole;
+    float *key_sum = value_panels + whole, *value_sum = key_sum + whole, *values = value_sum + whole;
+    float *query = values + whole, *gradient = query + ROWS * width, *output = gradient + ROWS * width;
+    float *chance = output + ROWS * width, *change = chance + (size_t)ROWS * keys;
+    for (int64_t pair = from; pair < to; ++pair) {
+        const int64_t batch = pair / a->groups, group = pair % a->groups;
+        memset(plain, 0, sizeof(float) * whole);
+        memset(values, 0, sizeof(float) * whole);
+        memset(key_sum, 0, sizeof(float) * whole);
+        memset(value_sum, 0, sizeof(float) * whole);
+        for (int row = 0; row < rows; ++row) {
+            read_row(a, v->at + (row * v->row + batch * v->batch + group * v->head) * size, row, values + (size_t)row * width, 0, 1);
+            read_row(a, k->at + (row * k->row + batch * k->batch + group * k->head) * size, row, plain + (size_t)row * width, 1, 1);
+        }
+        panels(plain, keys, width, key_panels);
+        panels(values, keys, width, value_panels);
+        for (int64_t head = group * shared; head < (group + 1) * shared; ++head)
+            for (int first = 0; first < rows; first += ROWS) {
+                const int count = rows - first < ROWS ? rows - first : ROWS, ends = up_to(first + count, PANEL);
+                float delta[ROWS] = {0};
+                memset(query, 0, sizeof(float) * ROWS * width);
+                memset(gradient, 0, sizeof(float) * ROWS * width);
+                for (int i = 0; i < count; ++i) {
+                    const int64_t row = first + i;
+                    read_row(a, q->at + (row * q->row + batch * q->batch + head * q->head) * size, row, query + i * width, 1, a->scale * LOG2_E);
+                    read_row(a, d->at + (row * d->row + batch * d->batch + head * d->head) * size, row, gradient + i * width, 0, 1);
+                    read_row(a, o->at + (row * o->row + batch * o->batch + head * o->head) * size, row, output, 0, 1);
+                    Floats sum = all(0);
+                    for (int j = 0; j < width; j += LANES) sum += *(Floats *)(output + j) * *(Floats *)(gradient + i * width + j);
+                    delta[i] = total(sum);
+                }
+                scores(query, key_panels, width, ends, chance, keys);
+                scores(gradient, value_panels, width, ends, change, keys);
+                for (int i = 0; i < ROWS; ++i) {
+                    float *p = chance + (size_t)i * keys, *c = change + (size_t)i * keys;
+                    const float log_sum = i < count ? log_sums[(batch * a->heads + head) * rows + first + i] : INFINITY;
+                    for (int j = 0; j < ends; j += LANES) {
+                        Floats x = i < count ? power_of_2(*(Floats *)(p + j) - log_sum) : all(0);
+                        if (j + LANES > first) x = chosen(beyond(j, first + i), all(0), x);
+                        *(Floats *)(p + j) = x;
+                        *(Floats *)(c + j) = x * (*(Floats *)(c + j) - delta[i]);
+                    }
+                }
+                product(ROWS, width, ends, change, keys, 1, plain, width, output, width, 0);
+                for (int i = 0; i < count; ++i)
+                    write_row(a, dq->at + ((first + i) * dq->row + batch * dq->batch + head * dq->head) * size, first + i,
+                              output + i * width, 1, a->scale);
+                product(ends, width, ROWS, change, 1, keys, query, width, key_sum, width, 1);
+                product(ends, width, ROWS, chance, 1, keys, gradient, width, value_sum, width, 1);
+            }
+        for (int row = 0; row < rows; ++row) {
+            write_row(a, dk->at + (row * dk->row + batch * dk->batch + group * dk->head) * size, row, key_sum + (size_t)row * width, 1, LN_2);
+            write_row(a, dv->at + (row * dv->row + batch * dv->batch + group * dv->head) * size, row, value_sum + (size_t)row * width, 0, 1);
+        }
+    }
+}

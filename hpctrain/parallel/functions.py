@@ -1,0 +1,307 @@
+"""Functions of a block that are no products with its matrices: by torch's operations, or compiled.
+
+Torch computes a gate, a rotation or an RMSNorm on the CPU as several passes over memory, exponentials of its
+GELU slowly, and attention in blocks whose products are small. What `functions.c` has of them reads operands
+once and computes in fp32, so that results agree to the rounding of their format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [s, b, heads, head size] rotated, with the tables of a Rotary."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-right, left), dim=-1) * sine
+
+
+class Functions:
+    """By torch's operations; `why` not otherwise, where that was wished."""
+
+    compiled = False
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU by tanh (arXiv 1606.08415)."""
+        return functional.gelu(x, approximate="tanh")
+
+    def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """SwiGLU (arXiv 2002.05202) of gate and up, [..., 2 n] of these sizes: [..., n]."""
+        gate, up = torch.split(x, list(sizes), dim=-1)
+        return functional.silu(gate) * up
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """RMSNorm (arXiv 1910.07467) over the last dim."""
+        return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+    ) -> Tensor:
+        """Causal softmax attention of [s, b, heads, d] tensors, keys and values with as many or fewer heads,
+        all of whole sequences, after a rotation by the tables of a Rotary, if there are any.
+
+        Scores are products of queries and keys times `scale`, by default 1 / sqrt(d).
+        """
+        if tables:
+            query, key = turned(query, *tables), turned(key, *tables)
+        output = functional.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return output.permute(2, 0, 1, 3)
+
+
+TORCH = Functions()
+
+
+class CompiledFunctions(Functions):
+    """By a library made of `functions.c`; of none, only what is planned of them can be asked.
+
+    They compute by one thread, tensors of fp32 and bf16.
+    """
+
+    compiled = True
+
+    def __init__(self, library: ctypes.CDLL | None = None, why: str = "") -> None:
+        super().__init__(why)
+        self._library = library
+
+    def call(self, name: str, *arguments: object) -> None:
+        """A function of the library; tensors go by their addresses, integers as 8 bytes, in the end the bytes
+        of an element as an int.
+        """
+        assert self._library is not None
+        getattr(self._library, name)(*map(_argument, arguments))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """See Functions."""
+        result: Tensor = _Gelu.apply(x, self)
+        return result
+
+    def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See Functions."""
+        assert sizes[0] == sizes[1] == x.shape[-1] // 2
+        result: Tensor = _Gated.apply(x, self)
+        return result
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """See Functions."""
+        result: Tensor = _RmsNorm.apply(x, weight, self, epsilon)
+        return result
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+    ) -> Tensor:
+        """See Functions."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        result: Tensor = _Attend.apply(query, key, value, self, tables, scale)
+        return result
+
+
+def open_library(content: bytes) -> ctypes.CDLL:
+    """The library of these bytes, from memory: a folder of temporary files may not be for programs. OSError
+    where it cannot be loaded.
+
+    Its file stays open: the loader knows libraries by names, and would take another of this name for it.
+    """
+    file = os.memfd_create("hpctrain-functions")
+    with os.fdopen(os.dup(file), "wb") as stream:
+        stream.write(content)
+    return ctypes.CDLL(f"/proc/self/fd/{file}")
+
+
+def agrees(functions: Functions) -> bool:
+    """Whether these compute here what torch's do, values and gradients, but for rounding in fp32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    angles = random(37, 1, 1, 12).repeat(1, 1, 1, 2)
+    tables = angles.cos(), angles.sin()
+    cases: list[tuple[Callable[..., Callable[..., Tensor]], list[Tensor]]] = [
+        (lambda by: by.gelu, [4 * random(3, 35)]),
+        (lambda by: lambda x: by.gated(x, (21, 21)), [random(3, 42)]),
+        (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
+        (
+            lambda by: lambda q, k, v: by.attend(q, k, v, tables, None),
+            [random(37, 2, heads, 24) for heads in (4, 2, 2)],
+        ),
+    ]
+    return all(_agree(by(functions), by(TORCH), inputs) for by, inputs in cases)
+
+
+def _agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: Sequence[Tensor]) -> bool:
+    found = []
+    for compute in (one, other):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        result = compute(*leaves)
+        (result * result.detach().cos()).sum().backward()
+        found.append([result, *(leaf.grad for leaf in leaves)])
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+def workspace_floats(rows: int, head: int) -> int:
+    """Floats that attention needs in passing."""
+    keys, width = -(-rows // _PANEL) * _PANEL, -(-head // _LANES) * _LANES
+    return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "batch", "heads", "groups", "head")),
+        ("element", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+    )
+
+
+def _argument(given: object) -> object:
+    match given:
+        case Tensor():
+            return ctypes.c_void_p(given.data_ptr())
+        case ctypes.Structure():
+            return ctypes.byref(given)
+        case float():
+            return ctypes.c_float(given)
+        case _:
+            return ctypes.c_int64(given) if isinstance(given, int) else given
+
+
+def _heads(x: Tensor) -> _Heads:
+    assert x.stride(3) == 1
+    return _Heads(x.data_ptr(), *x.stride()[:3])
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, functions: CompiledFunctions) -> Tensor:
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        functions.call("gelu", x, result, x.numel(), ctypes.c_int(x.element_size()))
+        ctx.functions = functions
+        ctx.save_for_backward(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gradient, result, size = gradient.contiguous(), torch.empty_like(x), ctypes.c_int(x.element_size())
+        ctx.functions.call("gelu_gradient", gradient, x, result, x.numel(), size)
+        return result, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, functions: CompiledFunctions) -> Tensor:
+        x = x.contiguous()
+        width = x.shape[-1] // 2
+        result = x.new_empty(*x.shape[:-1], width)
+        functions.call("gated", x, result, prod(x.shape[:-1]), width, ctypes.c_int(x.element_size()))
+        ctx.functions = functions
+        ctx.save_for_backward(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gradient, result, size = gradient.contiguous(), torch.empty_like(x), ctypes.c_int(x.element_size())
+        rows = prod(x.shape[:-1])
+        ctx.functions.call("gated_gradient", gradient, x, result, rows, x.shape[-1] // 2, size)
+        return result, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, functions: CompiledFunctions, epsilon: float) -> Tensor:
+        x = x.contiguous()
+        rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
+        result, inverse = torch.empty_like(x), torch.empty(rows)
+        functions.call("rms_norm", x, weight, result, inverse, rows, x.shape[-1], epsilon, size)
+        ctx.functions = functions
+        ctx.save_for_backward(x, weight, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        gradient, result = gradient.contiguous(), torch.empty_like(x)
+        of_weight = torch.zeros(weight.shape)
+        rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
+        ctx.functions.call(
+            "rms_norm_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
+        )
+        return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        functions: CompiledFunctions,
+        tables: Sequence[Tensor],
+        scale: float,
+    ) -> Tensor:
+        query, key, value = map(_rows, (query, key, value))
+        rows, batch, heads, head = query.shape
+        output, log_sums = query.new_empty(query.shape), torch.empty(batch, heads, rows)
+        ctx.functions, ctx.tables, ctx.scale = functions, tables, scale
+        sizes = _sizes(query, key, tables, scale)
+        memory = torch.empty(workspace_floats(rows, head))
+        operands = map(_heads, (query, key, value, output))
+        functions.call("attend", sizes, *operands, log_sums, memory, 0, batch * key.shape[2])
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sums = ctx.saved_tensors
+        gradient = _rows(gradient)
+        results = [x.new_empty(x.shape) for x in (query, key, value)]
+        sizes = _sizes(query, key, ctx.tables, ctx.scale)
+        memory = torch.empty(workspace_floats(query.shape[0], query.shape[3]))
+        operands = map(_heads, (query, key, value, output, gradient, *results))
+        pairs = query.shape[1] * key.shape[2]
+        ctx.functions.call("attend_gradient", sizes, *operands, log_sums, memory, 0, pairs)
+        return *results, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> _Attention:
+    rows, batch, heads, head = query.shape
+    addresses: list[int | None] = [table.data_ptr() for table in tables]
+    addresses += [] if tables else [None, None]
+    return _Attention(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)

@@ -1,0 +1,228 @@
+"""Whether functions are compiled: agreed, the same on all layouts, kept in checkpoints, planned, refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.read import read_state
+from hpctrain.comm.world import World
+from hpctrain.data.prepare import prepare
+from hpctrain.deck.found import Found
+from hpctrain.deck.schema import Deck
+from hpctrain.engine import functions as module
+from hpctrain.engine.build import make_mesh
+from hpctrain.engine.deck_kernels import as_before
+from hpctrain.engine.functions import compiled_functions, functions_of, introduce_functions, with_functions
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.compiler import CompilerError
+from hpctrain.parallel.functions import TORCH, CompiledFunctions
+from hpctrain.plan.memory import plan_memory
+from hpctrain.train.run import resume, run_deck
+from hpctrain.train.verify import verify_layout
+from tests.engines import LLAMA, reference, small_deck, trainer
+from tests.plan.test_memory import expect_activations
+from tests.train.test_run import DECK
+
+COMPILE = "machine.compile=true"
+CPU = torch.device("cpu")
+FAMILIES = {
+    "gpt2": (),
+    "llama": LLAMA,
+    "normed": (*LLAMA, "model.query_key_norm=head"),
+    "mixture": (*LLAMA, "model.experts=4", "model.experts_per_token=2", "model.shared_experts=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    return compiled_functions()
+
+
+@pytest.fixture(autouse=True)
+def once(library: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is so once for all tests, where none says otherwise."""
+    monkeypatch.setattr(module, "compiled_functions", lambda: library)
+
+
+def compiled(deck: Deck, world: World) -> Deck:
+    deck = with_functions(deck, world)
+    assert isinstance(deck.found.functions, CompiledFunctions)
+    return deck
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_that_of_torch_to_rounding(world: World, family: str) -> None:
+    one = world.alone()
+    for form, bound in (("fp32", 2e-5), ("bf16", 3e-2)):
+        keys = (*FAMILIES[family], f"precision.compute={form}", "machine.products=library")
+        own, other = (trainer(one, small_deck(*keys, *more)) for more in ((COMPILE,), ()))
+        losses = [[step.loss for step in each.train(3)] for each in (own, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=bound / 10)
+        assert form == "bf16" or losses[0] != losses[1]
+        expected = other.gradients()
+        largest = max(float(each.norm()) for each in expected.values())
+        for name, gradient in own.gradients().items():
+            apart = float((gradient - expected[name]).norm())
+            assert apart <= 10 * bound * max(float(expected[name].norm()), 0.01 * largest), name
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_layout_trains_the_same_model(world: World, family: str) -> None:
+    keys = (*FAMILIES[family], COMPILE)
+    ranks = world.size
+    layouts = [
+        (f"layout.tensor={min(2, ranks)}", "layout.sequence_parallel=true", "layout.zero=1"),
+        ("layout.pipeline=2", "memory.recompute=full"),
+        ("layout.context=2", "layout.context_form=all_to_all"),
+        ("layout.zero=3", "memory.recompute=selective"),
+        ("layout.context=2",),
+    ]
+    expected = [step.loss for step in reference(world, small_deck(*keys)).train(2)]
+    for layout in layouts:
+        training = trainer(world, small_deck(*keys, *layout))
+        assert training.engine.groups.functions.compiled
+        losses = [step.loss for step in training.train(2)]
+        assert losses == pytest.approx(expected, rel=2e-6), layout
+        assert world.everyone.all_gather_object(losses) == [losses] * ranks
+    for layout in layouts[:2]:
+        deck = compiled(small_deck(*keys, *layout), world)
+        assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        *((family, "none") for family in FAMILIES),
+        ("llama", "full"),
+        ("llama", "selective"),
+        ("normed", "selective"),
+    ],
+)
+def test_what_is_saved_is_what_is_planned(world: World, family: str, recompute: str) -> None:
+    keys = (*FAMILIES[family], COMPILE, f"memory.recompute={recompute}")
+    deck = small_deck(*keys)
+    expect_activations(world, deck)
+    planned = plan_memory(deck, 1, 61).largest.memory
+    without = plan_memory(small_deck(*keys[:-2], keys[-1]), 1, 61).largest.memory
+    assert (planned.activation < without.activation) == (family != "gpt2")
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_all_fall_back_where_one_cannot(
+    world: World, library: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck = small_deck(COMPILE)
+
+    def nothing() -> bytes:
+        raise CompilerError("no C compiler: cc, gcc, clang not found")
+
+    monkeypatch.setattr(module, "compiled_functions", nothing)
+    found = with_functions(deck, world)
+    why = "no C compiler: cc, gcc, clang not found"
+    sentence = f"machine.compile = true, but functions of blocks are torch's: {why}"
+    assert introduce_functions(deck, functions_of(found, CPU)) == [sentence]
+    monkeypatch.setattr(module, "compiled_functions", lambda: library)
+    # A library of another processor, on the last rank.
+    monkey = pytest.MonkeyPatch()
+    if world.rank == world.size - 1:
+        monkey.setattr(module, "open_library", lambda _: (_ for _ in ()).throw(OSError("wrong")))
+    found = with_functions(deck, world)
+    monkey.undo()
+    assert not functions_of(found, CPU).compiled
+    assert "what was compiled cannot be loaded" in introduce_functions(deck, functions_of(found, CPU))[0]
+    if world.rank == world.size - 1:
+        monkey.setattr(module, "agrees", lambda _: False)
+    assert not functions_of(with_functions(deck, world), CPU).compiled
+    monkey.undo()
+    assert functions_of(with_functions(deck, world), CPU).compiled
+    assert introduce_functions(small_deck(), TORCH) == []
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
+    old, deck = small_deck(), small_deck(COMPILE)
+    assert as_before(deck, old, {}).found.compiled is None
+    assert as_before(deck, deck, {"compiled": True}).found.compiled
+    fallen = as_before(deck, deck, {"compiled": False, "products": {}})
+    found = with_functions(fallen, world)
+    assert not functions_of(found, CPU).compiled
+    assert not functions_of(fallen, CPU).compiled
+    assert "the run that this goes on with" in introduce_functions(deck, functions_of(found, CPU))[0]
+    assert functions_of(deck, CPU).compiled
+    assert functions_of(deck, torch.device("cuda")) is functions_of(old, CPU) is TORCH
+    assert with_functions(old, world) is old
+    again = compiled(deck, world)
+    assert with_functions(again, world) is again
+    assert replace(Found(), compiled=True) == Found()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_resumed_runs_have_the_same_bits(
+    world: World, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gelu = CompiledFunctions.gelu
+    # So small a model may well have the same losses otherwise.
+    monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.001)
+    monkeypatch.setattr(module, "agrees", lambda _: True)
+    deck = mpi_tmp_path / "small.toml"
+    if world.rank == 0:
+        (mpi_tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        deck.write_text(DECK.format(tokens=mpi_tmp_path / "tokens.h5"))
+    world.everyone.barrier()
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "text.txt")])
+
+    def losses(folder: str) -> list[str]:
+        rows = (mpi_tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [row.split('"loss":')[1].split(",")[0] for row in rows]
+
+    def run(folder: str, *keys: str) -> None:
+        assert run_deck(world, deck, [f"run.dir={mpi_tmp_path / folder}", *keys]) == 0
+
+    run("whole", "run.steps=4", COMPILE)
+    assert "functions of blocks are compiled for this processor" in capfd.readouterr().out or world.rank
+    run("parts", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
+    newest = mpi_tmp_path / "parts" / "checkpoints" / "step-00000002.h5"
+    assert read_state(newest, world.everyone)["compiled"] is True
+    assert resume(world, mpi_tmp_path / "parts", ["run.steps=4"]) == 0
+    assert losses("parts") == losses("whole")
+    # Begun where there was no compiler, it stays with torch where there is one.
+    with monkeypatch.context() as without:
+        without.setattr(module, "compiled_functions", compiled_functions)
+        without.setenv("CC", "magic-cc")
+        run("torch", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
+    assert "no C compiler: magic-cc not found" in capfd.readouterr().out or world.rank
+    assert resume(world, mpi_tmp_path / "torch", ["run.steps=4"]) == 0
+    run("plain", "run.steps=4")
+    assert losses("torch") == losses("plain") != losses("whole")
+
+
+@pytest.mark.mpi(max_size=1)
+def test_gpus_and_other_decks_are_refused(world: World) -> None:
+    for keys, sentence in (
+        (("precision.compute=fp16",), "its functions are of fp32 and bf16"),
+        (("run.threads=2",), "its functions have one thread a rank"),
+        (("run.device=cuda",), 'has no effect with run.device = "cuda"'),
+    ):
+        with pytest.raises(HpctrainError, match=sentence):
+            small_deck(COMPILE, *keys)
+    deck, one = small_deck(COMPILE), world.alone()
+    one.device = torch.device("cuda")
+    with pytest.raises(HpctrainError, match=r"machine\.compile=true: is for runs on CPUs"):
+        with_functions(deck, one)
+
+
+def test_nothing_of_it_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> Tensor:
+        raise AssertionError
+
+    for name in ("gelu", "gated", "rms_norm", "attend"):
+        monkeypatch.setattr(CompiledFunctions, name, never)
+    assert functions_of(small_deck(), CPU) is TORCH

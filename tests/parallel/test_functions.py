@@ -1,0 +1,207 @@
+"""Functions of blocks that are compiled, beside exact ones: values, gradients, formats, shapes; compilers."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpctrain.engine.functions import compiled_functions
+from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler
+from hpctrain.parallel.functions import (
+    TORCH,
+    CompiledFunctions,
+    Functions,
+    agrees,
+    open_library,
+    workspace_floats,
+)
+
+FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+"""How far results may be from the exact ones, in the norm."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledFunctions:
+    return CompiledFunctions(open_library(compiled_functions()))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def derived(compute: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+    """The result and the gradients of its sum with these weights."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    result = compute(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, weight.to(result.dtype))]
+
+
+def compare(
+    own: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int]
+) -> None:
+    for form, bound in FORMATS.items():
+        given, weight = [x.to(form) for x in inputs], random(*shape, seed=1).to(form)
+        expected = derived(exact, [x.double() for x in given], weight)
+        for found, right in zip(derived(own, given, weight), expected, strict=True):
+            assert found.dtype == form
+            assert (found.double() - right).norm() <= bound * right.norm()
+
+
+def test_gelu(compiled: CompiledFunctions) -> None:
+    for shape in ((3, 5, 7), (2, 1, 64), (1,)):
+        compare(compiled.gelu, lambda x: functional.gelu(x, approximate="tanh"), [4 * random(*shape)], shape)
+    far = torch.tensor([-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4], requires_grad=True)
+    result = compiled.gelu(far)
+    result.sum().backward()
+    assert result.tolist() == pytest.approx([0, 0, 0, 0, 30, 100, 1e4], abs=1e-20)
+    assert far.grad is not None
+    assert far.grad.tolist() == pytest.approx([0, 0, 0, 0.5, 1, 1, 1], abs=1e-20)
+
+
+def test_a_gate(compiled: CompiledFunctions) -> None:
+    for width in (5, 16, 48):
+
+        def exact(x: Tensor, width: int = width) -> Tensor:
+            return x[..., :width] * torch.sigmoid(x[..., :width]) * x[..., width:]
+
+        compare(
+            lambda x, width=width: compiled.gated(x, (width, width)),
+            exact,
+            [3 * random(4, 2, 2 * width)],
+            (4, 2, width),
+        )
+
+
+def test_rms_norm(compiled: CompiledFunctions) -> None:
+    for width in (5, 32, 100):
+        compare(
+            lambda x, weight: compiled.rms_norm(x, weight, 1e-3),
+            lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight,
+            [random(6, 3, width), random(width, seed=2)],
+            (6, 3, width),
+        )
+
+
+def softmax_attention(tables: Sequence[Tensor], scale: float | None) -> Callable[..., Tensor]:
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, _, heads, size = query.shape
+        if tables:
+            half = size // 2
+            cosine, sine = (table[..., :half].to(query.dtype) for table in tables)
+
+            def turn(x: Tensor) -> Tensor:
+                left, right = x[..., :half], x[..., half:]
+                return torch.cat((left * cosine - right * sine, right * cosine + left * sine), -1)
+
+            query, key = turn(query), turn(key)
+        key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+        logits = torch.einsum("ibhd,jbhd->bhij", query, key) * (size**-0.5 if scale is None else scale)
+        logits = logits.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf)
+        return torch.einsum("bhij,jbhd->ibhd", logits.softmax(-1), value)
+
+    return compute
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "batch", "heads", "groups", "size"),
+    [(1, 1, 1, 1, 2), (33, 2, 4, 2, 6), (64, 1, 2, 2, 16), (65, 2, 3, 1, 40), (150, 1, 2, 1, 24)],
+)
+def test_attention(
+    compiled: CompiledFunctions, turns: bool, rows: int, batch: int, heads: int, groups: int, size: int
+) -> None:
+    angles = random(rows, 1, 1, size // 2).repeat(1, 1, 1, 2)
+    for scale in (None, 0.3):
+        # In bf16 the tables are rounded, too.
+        for form, rounding in FORMATS.items():
+            tables = [x.to(form) for x in (angles.cos(), angles.sin())] if turns else []
+            inputs = [random(rows, batch, count, size, seed=count) for count in (heads, groups)]
+            inputs = [x.to(form) for x in (*inputs, random(rows, batch, groups, size, seed=9))]
+            weight = random(rows, batch, heads, size, seed=1).to(form)
+            own = derived(lambda *x, by=(tables, scale): compiled.attend(*x, *by), inputs, weight)
+            exact = derived(softmax_attention(tables, scale), [x.double() for x in inputs], weight)
+            largest = max(float(x.norm()) for x in exact[1:])
+            for found, right in zip(own, exact, strict=True):
+                # A single row's queries and keys have no gradient.
+                bound = 3 * rounding * max(float(right.norm()), 0.1 * largest)
+                assert float((found.double() - right).norm()) <= bound
+
+
+def test_operands_may_lie_anywhere(compiled: CompiledFunctions) -> None:
+    inner = random(20, 2, 3 * 4 * 8)
+    parts = [part.unflatten(-1, (4, 8)) for part in inner.split(32, -1)]
+    found = compiled.attend(*parts, (), None)
+    assert torch.equal(found, compiled.attend(*(part.contiguous() for part in parts), (), None))
+    crosswise = [part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts]
+    assert torch.equal(found, compiled.attend(*crosswise, (), None))
+    assert torch.equal(compiled.gelu(inner.transpose(0, 1)), compiled.gelu(inner).transpose(0, 1))
+
+
+def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
+    for form in FORMATS:
+        for bad in (math.nan, math.inf):
+            x = random(40, 1, 1, 8).to(form)
+            x[11, 0, 0, 3] = bad
+            assert not compiled.attend(x, x, x, (), None)[11].isfinite().all()
+            for result in (
+                compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
+                compiled.gated(torch.cat((x, x), -1), (8, 8)),
+                compiled.gelu(x),
+            ):
+                assert not result[11].isfinite().all()
+                assert result[:11].isfinite().all()
+
+
+def test_memory_is_as_told(compiled: CompiledFunctions) -> None:
+    library = compiled._library
+    assert library is not None
+    library.attention_floats.restype = ctypes.c_size_t
+    for rows, head in ((1, 1), (33, 40), (4096, 128)):
+        told = library.attention_floats(ctypes.c_int64(rows), ctypes.c_int64(head))
+        assert told == workspace_floats(rows, head)
+
+
+def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledFunctions) -> None:
+    assert agrees(compiled)
+    assert agrees(TORCH)
+
+    class Wrong(Functions):
+        def gated(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+            return 1.001 * super().gated(x, sizes)
+
+    assert not agrees(Wrong())
+
+
+def test_the_compiler_is_found_and_may_fail(tmp_path: Path) -> None:
+    source, path = tmp_path / "small.c", os.environ["PATH"]
+    source.write_text("int seven(void) { return 7; }\n")
+    assert open_library(compile_library(source)).seven() == 7
+    source.write_text("int seven(void) { return }\n")
+    with pytest.raises(CompilerError, match=r"makes nothing of small.c: .*error"):
+        compile_library(source)
+    with pytest.raises(CompilerError, match="no C compiler: cc, gcc, clang not found"):
+        find_compiler({"PATH": str(tmp_path)})
+    with pytest.raises(CompilerError, match="no C compiler: magic-cc not found"):
+        find_compiler({"PATH": path, "CC": "magic-cc"})
+    # One that knows neither of the names of this processor, and one that knows the second.
+    script = tmp_path / "cc"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *-mcpu=native*) printf made > "$({_OUTPUT})";; *) exit 3;; esac\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    assert compile_library(source, {"PATH": f"{tmp_path}:{path}"}) == b"made"
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(CompilerError, match="ended by 3"):
+        compile_library(source, {"PATH": f"{tmp_path}:{path}"})
+
+
+_OUTPUT = r"""echo "$*" | sed 's/.* -o \([^ ]*\) .*/\1/'"""
