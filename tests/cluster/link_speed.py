@@ -5,6 +5,9 @@ link as it is and over one that `tc tbf` limits to 100 Mbit/s each way. Beside t
 one that `hpctrain plan` foretells from the step without the limit: of the link at its own speed, and at the
 one that an all-reduce reaches there by itself (`hpctrain bench collectives`). Batches are small, lest
 computing hide the link.
+
+With --collectives two nodes of two ranks each sum and gather 64 MiB instead, beside plain MPI on the same
+memory, over a link of `--rate` that the ranks of a node share.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ HEAD = ("form", "payload a step", "step", "over the link", "planned", "off", "at
 HEAD = (*HEAD, "tokens/s", "over the link")
 REDUCED = "8 MB"
 """About what the exact sums of a step are."""
+SUMMED = "64 MiB"
 
 
 def main() -> int:
@@ -47,6 +51,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=43, help="of each run, the first ones not counted")
     parser.add_argument("--rounds", type=int, default=2, help="by turns, each with all forms")
     parser.add_argument("--deck", default=str(ROOT / "inputs" / "quickstart.toml"))
+    parser.add_argument("--collectives", action="store_true", help="time single calls of 2 x 2 ranks instead")
     wish = parser.parse_args()
     why = missing()
     if why is not None:
@@ -55,6 +60,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-link-"))
     try:
         with Cluster(folder) as cluster:
+            if wish.collectives:
+                print(collectives(cluster, wish.rate))
+                return 0
             rows = measure(cluster, wish)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,6 +114,21 @@ def measure(cluster: Cluster, wish: argparse.Namespace) -> list[tuple[str, ...]]
         rates = (format_count(of_step / each) for each in (free, over))
         found.append((form, payload, *map(format_seconds, (free, over)), *told, *rates))
     return found
+
+
+def collectives(cluster: Cluster, rate: str) -> str:
+    """What `hpctrain bench collectives` prints for two nodes of two ranks whose link is of this rate."""
+    cluster.limit_link("n2", rate)
+    asked = (
+        "--operations",
+        "all_reduce,reduce_scatter,all_gather",
+        "--min-bytes",
+        SUMMED,
+        "--max-bytes",
+        SUMMED,
+    )
+    started = ("srun", "-N", "2", "-n", "4", "--mpi=pmix", "python", "-m", "hpctrain", "bench", "collectives")
+    return cluster.run(*started, *asked, timeout=600).stdout
 
 
 def mpi_speed(cluster: Cluster) -> float:
