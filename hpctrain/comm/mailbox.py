@@ -19,6 +19,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.group import Group
 from hpctrain.comm.library import MPI, communicator_of
+from hpctrain.comm.shared import MESSAGE_BYTES
 from hpctrain.comm.work import Work
 
 LONGEST_PAUSE = 0.5e-3
@@ -52,6 +53,7 @@ class Mailbox:
     def send(self, receiver: int, numbers: Sequence[float], *tensors: Tensor) -> None:
         """Start to send a letter, and the tensors behind it."""
         letter = torch.tensor(numbers, dtype=torch.float64)
+        assert letter.nbytes < MESSAGE_BYTES, "of a letter MPI itself tells how long it is"
         self._sending[receiver].append(self.group.start_send(letter, receiver, _NUMBERS))
         self.hand(receiver, *tensors)
 

@@ -24,12 +24,15 @@ from collections import deque
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.library import MPI
+
+if TYPE_CHECKING:
+    from hpctrain.comm.messages import Block
 
 _NAME = "hpctrain"
 _ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
@@ -68,6 +71,8 @@ class NodeMemory:
         """Boards that groups have left behind, by their length: see `Boards`."""
         self.inline: dict[tuple[int, ...], list[int]] = {}
         """The same by the ranks of such groups: see `open_inline`."""
+        self.blocks: list[Block] = []
+        """What messages lie in, whatever group they are of, see `Messages`."""
         self.staging: list[Tensor] = []
         """Memory that operations copy through, and none uses now."""
 

@@ -2,8 +2,8 @@
 
 In memory from `empty` a tensor is read by the others as it is. Another one is copied, round by round, through
 memory that they see. Sums are added in rank order by the owner of each piece, as in `reduction`, so that
-both transports give the same bits. What is smaller and blocks is `inline`; the rest of what is small, and
-messages between two ranks, are left to MPI.
+both transports give the same bits. What is smaller and blocks is `inline`; the rest of what is small is left
+to MPI.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from hpctrain.comm.boards import ROUNDS, SLOTS, Boards, Pieces, Slot
 from hpctrain.comm.calls import Call, Operation
 from hpctrain.comm.inline import Inline, inline_bytes, open_inline
+from hpctrain.comm.messages import Messages
 from hpctrain.comm.mpi import MpiTransport, flat
 from hpctrain.comm.node_memory import NodeMemory, Place
 from hpctrain.comm.reduction import BLOCK, fold_block, split
@@ -30,12 +31,19 @@ MOVED_BYTES = 4 << 20
 PAIR_BYTES = 8 * 1024
 """Smaller sums of two ranks are MPI's own, where all others of its are of several steps."""
 
+MESSAGE_BYTES = 16 * 1024
+"""Shorter messages between two ranks are MPI's, which carries them without their sender's help."""
+
+MESSAGE_MOST_BYTES = 64 << 20
+"""Longer ones are MPI's: copied as a whole they would take too much memory."""
+
 SEEN_BYTES = 64 * 1024
 """Smaller tensors are in memory of the process alone, which does not come in pages: their sums are MPI's."""
 
 ROUND_BYTES = 4 << 20  # of a tensor, in one round
 TURNS = 2  # rounds that a rank's memory for copies has room for
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
+MESSAGES = frozenset({"send", "recv"})
 MOVEMENTS = frozenset({"all_gather", "gather", "scatter", "all_to_all", "broadcast"})
 INLINE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
@@ -43,19 +51,21 @@ INLINE = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 class SharedTransport(Transport):
     """The primitives among ranks that see each other's `memory`; what is not for it is done by `mpi`.
 
-    `least` are the bytes from which on a sum is, `least_moved` those of other operations, `seen` those from
-    which on `empty` gives memory that others see; `round_bytes` of a tensor are copied, or added, before
-    others learn of it. From `least_inline` up to `inline_bytes` what
-    blocks is inline, if it is a sum; of other operations less, too.
+    `least` are the bytes from which on a sum is, `least_moved` those of other operations, `least_sent` of
+    messages between two ranks, `seen` those from which on `empty` gives memory that others see;
+    `round_bytes` of a tensor are copied, or added, before others learn of it. From `least_inline` up to
+    `inline_bytes` what blocks is inline, if it is a sum; of other operations less, too.
     """
 
-    least, least_moved, seen, round_bytes = SHARED_BYTES, MOVED_BYTES, SEEN_BYTES, ROUND_BYTES
+    least, least_moved, least_sent = SHARED_BYTES, MOVED_BYTES, MESSAGE_BYTES
+    seen, round_bytes = SEEN_BYTES, ROUND_BYTES
 
     def __init__(self, mpi: MpiTransport, memory: NodeMemory) -> None:
         """Collective over the ranks of `mpi`."""
         self.mpi, self.memory = mpi, memory
         self.rank, self.size = mpi.rank, mpi.size
         self.boards = Boards(mpi.communicator, memory)
+        self.messages = Messages(mpi.communicator, memory)
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.least_inline = PAIR_BYTES if self.size == 2 else 0
         self.inline_bytes = inline_bytes(self.size)
@@ -68,6 +78,9 @@ class SharedTransport(Transport):
             return None
         if not self._is_ours(call):
             return self.mpi.run(call)
+        if call.operation in MESSAGES:
+            steps = self.messages.send(call) if call.operation == "send" else self.messages.receive(call)
+            return drive(steps, call.blocking)
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
         return self.start(steps, call.blocking)
 
@@ -116,6 +129,8 @@ class SharedTransport(Transport):
         operation, dtype = call.operation, call.dtype
         if operation in REDUCTIONS:
             return call.bytes >= self.least and dtype is not None and dtype.is_floating_point
+        if operation in MESSAGES:
+            return self.least_sent <= call.bytes <= MESSAGE_MOST_BYTES
         # Of uneven pieces that are exchanged no rank knows the total.
         return operation in MOVEMENTS and (call.bytes >= self.least_moved or call.received is not None)
 

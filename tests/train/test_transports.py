@@ -23,6 +23,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero-3": (2, ("layout.zero=3", "precision.compute=bf16", *LLAMA)),
     "tensor": (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
     "pipeline": (2, ("layout.pipeline=2",)),
+    "zb-v": (2, ("layout.pipeline=2", "layout.schedule=zb-v", "precision.compute=bf16", "model.tied=true")),
+    "interleaved": (2, ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2")),
+    "ring": (2, ("layout.context=2", "layout.context_form=ring", "precision.compute=bf16")),
     "context": (2, ("layout.context=2", "layout.context_form=all_to_all")),
     "muon": (2, ("layout.zero=1", "optimizer.name=muon")),
     "hybrid": (4, ("layout.zero=2", "layout.zero_group=2")),
@@ -78,6 +81,7 @@ def all_through_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this small model, too, in rounds of a few rows."""
     monkeypatch.setattr(SharedTransport, "least", 1)
     monkeypatch.setattr(SharedTransport, "least_moved", 1)
+    monkeypatch.setattr(SharedTransport, "least_sent", 1)
     monkeypatch.setattr(SharedTransport, "seen", 1)
     monkeypatch.setattr(SharedTransport, "round_bytes", 2000)
     monkeypatch.setattr(HierarchicalTransport, "least", 1)

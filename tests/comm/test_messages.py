@@ -1,0 +1,162 @@
+"""What ranks of a node send each other is what MPI would bring, and needs no sender that waits for it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm import messages as module
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.node_memory import NodeMemory
+from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.work import Work
+from hpctrain.comm.world import World
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module")
+def group(world: World) -> Group:
+    """All ranks; whatever is not empty goes through memory."""
+    own = Mesh(world, {"data": world.size}, "shared").group("data")
+    assert isinstance(own.host, SharedTransport)
+    own.host.least_sent = own.host.seen = 1
+    return own
+
+
+def memory_of(group: Group) -> NodeMemory:
+    assert isinstance(group.host, SharedTransport)
+    return group.host.memory
+
+
+def sent(number: int, sender: int, receiver: int, dtype: torch.dtype, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + 10 * sender + receiver)
+    values = torch.randn(count, generator=generator, dtype=torch.float64)
+    return values > 0 if dtype == torch.bool else (100 * values).to(dtype)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_messages_arrive_in_the_order_of_their_tags(group: Group, seed: int) -> None:
+    """Many between all pairs, of any type and size, from memory that others see and from other memory; sent
+    and received in other orders, blocking or not, some late; none is taken for another one.
+    """
+    draw = random.Random(seed)
+    letters = [
+        (
+            number,
+            draw.randrange(group.size),
+            draw.randrange(group.size),
+            draw.randrange(3),
+            draw.choice(TYPES),
+            draw.choice((1, 7, 5000)),
+            draw.random() < 0.5,
+        )
+        for number in range(30)
+    ]
+    own = random.Random(100 * seed + group.rank)
+    order = sorted(letters, key=lambda letter: (letter[3] - seed) % 3)  # as sent: tag by tag
+    receiving: list[tuple[Work[Tensor], Tensor]] = []
+    for number, sender, receiver, tag, dtype, count, seen in letters:
+        if receiver == group.rank:
+            made = group.empty((count,), dtype) if seen else torch.empty(count, dtype=dtype)
+            expected = sent(number, sender, receiver, dtype, count)
+            receiving.append((group.start_recv(made, sender, tag), expected))
+    sending: list[tuple[Work[None], Tensor, Tensor]] = []
+    for number, sender, receiver, tag, dtype, count, seen in order:
+        if sender == group.rank:
+            whole = sent(number, sender, receiver, dtype, count)
+            given = (group.empty((count,), dtype) if seen else torch.empty(count, dtype=dtype)).copy_(whole)
+            sending.append((group.start_send(given, receiver, tag), given, whole))
+            if own.random() < 0.1:
+                time.sleep(0.002)
+    own.shuffle(receiving)
+    for work, expected in receiving:
+        assert torch.equal(work.wait().view(torch.uint8), expected.view(torch.uint8))
+    for done, given, whole in sending:
+        done.wait()
+        assert torch.equal(given.view(torch.uint8), whole.view(torch.uint8))
+    group.barrier()
+
+
+def test_one_that_was_copied_is_its_sender_s_at_once(group: Group) -> None:
+    """Before anybody takes it; what others see is so when it was taken."""
+    copied, seen = torch.full((1000,), 1.0), memory_of(group).empty((1000,), torch.float32)
+    assert seen is not None
+    seen.fill_(2.0)
+    if group.rank == 0:
+        works = [group.start_send(tensor, 1) for tensor in (copied, seen)]
+        works[0].wait()
+        copied.fill_(-1.0)
+        assert not works[1].test()
+        group.barrier()
+        works[1].wait()
+        seen.fill_(-1.0)
+    else:
+        group.barrier()
+    if group.rank == 1:
+        assert [float(group.recv(torch.empty(1000), 0).sum()) for _ in range(2)] == [1000.0, 2000.0]
+
+
+def test_blocks_serve_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are under way at once; what nobody uses is given back, but for some."""
+    memory = memory_of(group)
+    memory.blocks.clear()
+    monkeypatch.setattr(module, "_SPARE", 2)
+
+    def pass_on(elements: int, count: int) -> None:
+        tensor = torch.full((elements,), float(elements))
+        if group.rank == 0:
+            works = [group.start_send(tensor, 1) for _ in range(count)]
+            for work in works:
+                work.wait()
+        group.barrier()
+        if group.rank == 1:
+            for _ in range(count):
+                assert torch.equal(group.recv(torch.empty(elements), 0), tensor)
+        group.barrier()
+
+    for _ in range(5):
+        pass_on(3000, 1)
+    assert len(memory.blocks) == (group.rank == 0)
+    pass_on(3000, 6)
+    assert len(memory.blocks) == 6 * (group.rank == 0)
+    pass_on(2000, 1)  # fits
+    assert len(memory.blocks) == 6 * (group.rank == 0)
+    pass_on(50_000, 1)
+    if group.rank == 0:
+        assert [block.room for block in memory.blocks] == [12_000, 200_000]
+        assert all(block.free for block in memory.blocks)
+
+
+def test_without_room_it_is_said(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_of(group)
+    memory.blocks.clear()
+    monkeypatch.setattr(memory, "take", lambda _: None)
+    if group.rank == 0:
+        with pytest.raises(MemoryError, match="no memory left for messages"):
+            group.send(torch.ones(1000), 1)
+    group.barrier()
+
+
+def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Mesh(world, {"data": world.size}, "shared").group("data")
+    assert isinstance(group.host, SharedTransport)
+    memory = memory_of(group)
+    memory.blocks.clear()
+    monkeypatch.setattr("hpctrain.comm.shared.MESSAGE_MOST_BYTES", 100_000)
+    for size, ours in ((16_000, False), (20_000, True), (100_001, False)):
+        tensor = torch.full((size,), 7, dtype=torch.uint8)
+        if group.rank == 0:
+            group.send(tensor, 1)
+        elif group.rank == 1:
+            assert torch.equal(group.recv(torch.zeros_like(tensor), 0), tensor)
+        assert bool(memory.blocks) == (ours and group.rank == 0)
+        group.barrier()
+        memory.blocks.clear()
