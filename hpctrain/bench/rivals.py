@@ -108,6 +108,9 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
     if deck.communication.emulate is not None:
         given = toml_value(deck.value("communication.emulate"))
         yield f"communication.emulate = {given}: delays our messages, and not those of peers"
+    if deck.communication.ranks_per_node is not None:
+        given = str(deck.communication.ranks_per_node)
+        yield f"communication.ranks_per_node = {given}: emulates nodes for our ranks, and not for peers"
     if deck.precision.compute == "fp16" and not name.startswith("deepspeed"):
         yield 'has no loss scale as precision.compute = "fp16" needs; fp32 and bf16 would do'
     if name == "ddp-onednn" and deck.precision.compute != "fp32":

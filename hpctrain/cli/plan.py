@@ -20,7 +20,7 @@ import click
     "--ranks-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ranks of a node.  [default: machine.ranks_per_node, else machine.gpus_per_node, else all]",
+    help="Ranks of a node.  [default: communication.ranks_per_node, else those of [machine], else all]",
 )
 @click.option(
     "--link",

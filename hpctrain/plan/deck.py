@@ -75,7 +75,7 @@ def plan_deck(
     Raises HpctrainError as a run on so many ranks would.
     """
     deck = read_deck(path, overrides, ranks, settled_keys, named_problems)
-    ranks_per_node = ranks_per_node or deck.communication.ranks_per_node
+    per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
     shared = shared_bytes()
@@ -85,7 +85,7 @@ def plan_deck(
 
     def planned(deck: Deck) -> MemoryPlan:
         plan = plan_memory if deck.communication.server == "none" else plan_served
-        return plan(with_products(deck), ranks, vocabulary, libraries, ranks_per_node)
+        return plan(with_products(deck), ranks, vocabulary, libraries, per_node)
 
     memory = planned(deck)
     savings: list[MemorySaving] = []
@@ -94,8 +94,9 @@ def plan_deck(
             deck, memory, lambda change: read_deck(path, [*overrides, change], ranks, settled_keys), planned
         )
     machine = deck.machine
+    # Emulated nodes have their ranks on one machine.
     together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
-    apart = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
+    apart = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
     if wish is None and deck.communication.link is not None:
         wish = LinkWish(deck.communication.link)
 

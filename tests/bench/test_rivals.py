@@ -48,6 +48,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
         (["ddp"], (*LLAMA, "model.query_key_norm=head"), 2, 'plain torch have "none" alone'),
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),
         (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "delays our messages, and not those of peers"),
+        (["ddp"], ("communication.ranks_per_node=2",), 4, "emulates nodes for our ranks, and not for peers"),
         (["transformers-eager"], (*LLAMA, "model.experts=4"), 2, "needs one rank; there are 2"),
     ],
 )

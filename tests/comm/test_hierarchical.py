@@ -18,6 +18,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.hierarchical import PIECE_BYTES, HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.mpi import MpiTransport
+from hpctrain.comm.node_memory import Place
 from hpctrain.comm.reduction import ReductionScratch
 from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.topology import Topology, neighbours
@@ -142,6 +143,28 @@ def test_memory_is_that_of_the_node(groups: tuple[Group, Group]) -> None:
     assert isinstance(transport, HierarchicalTransport)
     local, rank = transport.ways.local, groups[0].rank
     assert transport.ways.memory.peers == set(range(rank // local * local, (rank // local + 1) * local))
+
+
+@pytest.mark.mpi(min_size=4)
+def test_what_a_node_has_once_is_gathered_into_it_once(
+    groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's rows come to the memory of each node's first rank: none of it copies anything."""
+    group = groups[0]
+    transport = group.host
+    assert isinstance(transport, HierarchicalTransport)
+    ways, memory = transport.ways, transport.ways.memory
+    made = memory.empty((group.size, 1000), torch.float32) if ways.place == 0 else None
+    places = group.all_gather_object(None if made is None else memory.find(made))
+    place = Place(*places[ways.node * ways.local])
+    common = memory.at(place, 1000 * group.size, torch.float32).view(group.size, 1000)
+    common[group.rank] = float(group.rank + 1)
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(other))
+    gathered = group.all_gather(common[group.rank : group.rank + 1], common)
+    assert not copied
+    assert gathered[:, 0].tolist() == [rank + 1.0 for rank in range(group.size)]
+    group.barrier()
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)

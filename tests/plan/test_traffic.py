@@ -9,10 +9,11 @@ from typing import get_args
 
 import pytest
 
+from hpctrain.comm.traffic import Traffic
 from hpctrain.comm.world import World
 from hpctrain.deck.communication import Communication
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.traffic import plan_traffic
+from hpctrain.plan.traffic import Moved, plan_traffic
 from tests.engines import LLAMA, small_deck, trainer
 
 VOCABULARY = 61
@@ -150,6 +151,22 @@ def test_inside_a_node_nothing_passes_a_link() -> None:
     assert rounds(2, "tensor") == 0
     assert rounds(2, "data x context") > 0
     assert rounds(4, "data x context") == 0
+
+
+def test_large_sums_over_nodes_cross_links_once() -> None:
+    """Of two nodes of two ranks each rank carries a half there or back; by messages all of it."""
+    keys = ("model.hidden=128", "communication.bucket_bytes=10 MB", "communication.ranks_per_node=2")
+
+    def sums(transport: str) -> list[Moved]:
+        deck = small_deck(*keys, f"communication.transport={transport}")
+        (step,) = plan_traffic(deck, 4, VOCABULARY, 2).stages[0].steps
+        return [moved for moved in step if moved.axis == "data x context" and moved.payload > 1 << 20]
+
+    assert sums("shared")
+    for moved in sums("shared"):
+        assert moved.traffic == Traffic(moved.payload // 4, moved.payload // 4, 2)
+    for moved in sums("mpi"):
+        assert moved.traffic == Traffic(moved.payload // 2, moved.payload // 2, 2)
 
 
 def test_sums_are_started_as_gradients_come() -> None:
