@@ -153,9 +153,8 @@ def _torch() -> tuple[ModuleType | None, Finding]:
     except (ImportError, OSError) as error:
         return None, Finding("torch", f"cannot be loaded: {error}", REINSTALL, fatal=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return torch, Finding(
-        "torch", f"{torch.__version__} ({build}), threads a rank: {torch.get_num_threads()}"
-    )
+    threads = "threads a rank: run.threads of the deck, 1 where it gives none"
+    return torch, Finding("torch", f"{torch.__version__} ({build}), {threads}")
 
 
 def _gpus(torch: ModuleType | None) -> list[Finding]:

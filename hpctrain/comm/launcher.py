@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from hpctrain.words import counted
 
 # Each launcher's own view of a process: number of processes, rank, rank on the node, number of nodes. An
 # outer launcher often starts an inner one (Slurm starts Open MPI's daemons), so the inner one counts.
@@ -57,3 +59,26 @@ def launcher_name(environment: Mapping[str, str]) -> str:
     if "PMIX_RANK" in environment:
         return "a PMIx launcher"
     return "none (one process)"
+
+
+def crowding(threads: int, ranks: Sequence[tuple[object, Sequence[int]]]) -> str:
+    """A warning where ranks that compute with several threads each have fewer cores than these, of which a
+    launcher may have left them one; "" where there is room. `ranks` have their nodes and cores, where known.
+    """
+    if threads == 1:
+        return ""
+    for rank, (node, own) in enumerate(ranks):
+        here = [cores for other, cores in ranks if other == node]
+        cores, wanted = len(set().union(*here)), len(here) * threads
+        if 0 < len(own) < threads:
+            return (
+                f"run.threads = {threads}, but rank {rank} may use {counted(len(own), 'core')} alone: give "
+                f"mpirun --map-by slot:PE={threads} or --bind-to none, srun --cpus-per-task={threads}, or it "
+                "fewer threads"
+            )
+        if 0 < cores < wanted:
+            return (
+                f"run.threads = {threads}: {wanted} threads of a node's ranks take turns on "
+                f"{counted(cores, 'core')}; start fewer ranks there, or give them fewer threads"
+            )
+    return ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.doctor import Finding, Report
+from hpctrain.comm.launcher import crowding
 from hpctrain.comm.mesh import AXES, coordinates, sizes_text
 from hpctrain.comm.topology import Topology, neighbours
 from hpctrain.deck.read import read_deck
@@ -35,6 +36,9 @@ def map_deck(report: Report, path: Path, overrides: Sequence[str]) -> None:
     report.add([Finding("deck", f"{path}: {axes}", remedy if crossing else "")])
     if len(set(topology.nodes)) > 1:
         report.add([Finding("topology", ways(topology, report.coordinates))])
+    threads = deck.run.threads
+    crowded = crowding(threads, [(rank.hostname, rank.cores) for rank in report.ranks])
+    report.add([Finding("threads", f"run.threads = {threads} of each rank", crowded)])
 
 
 def ways(topology: Topology, places: Sequence[Mapping[str, int]]) -> str:

@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+from hpctrain.comm.launcher import crowding
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import DECK_BYTES
@@ -96,8 +97,8 @@ def bind(world: World, threads: int) -> str:
     Nothing is done, and "" returned, where the launcher has bound the ranks or the cores do not suffice.
     Collective.
     """
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    ranks = world.everyone.all_gather_object((world.node, tuple(mine)))
+    mine = _cores()
+    ranks = world.everyone.all_gather_object((world.node, mine))
     here = [cores for node, cores in ranks if node == world.node]
     possible = len(set(here)) == 1 and len(mine) >= len(here) * threads
     if not all(world.everyone.all_gather_object(possible)):
@@ -106,18 +107,24 @@ def bind(world: World, threads: int) -> str:
     own = mine[world.local_rank * share : (world.local_rank + 1) * share]
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), own)
-    return f"ranks are bound to {share} core{'s' * (share > 1)} each"
+    idle = f", of which {threads} compute{'s' * (threads == 1)} (run.threads)" if share > threads else ""
+    return f"ranks are bound to {share} core{'s' * (share > 1)} each{idle}"
+
+
+def _cores() -> tuple[int, ...]:
+    """Those that this process may use; none where the system does not tell."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def prepare_ranks(world: World, deck: Deck) -> str:
-    """Refuse uneven nodes, warn of a tensor axis across nodes, bind if the deck says so: in words, to what.
-
-    Collective; nothing is written.
+    """Refuse uneven nodes, warn of a tensor axis across nodes and of threads without cores, bind if the deck
+    says so: in words, to what. Collective; nothing is written.
     """
     check_nodes(world)
-    warning = crossing(world, deck)
-    if warning and world.rank == 0:
-        logging.getLogger("hpctrain").warning("%s", warning)
+    cores = world.everyone.all_gather_object((world.hostname, _cores()))
+    for warning in (crossing(world, deck), crowding(deck.run.threads, cores)):
+        if warning and world.rank == 0:
+            logging.getLogger("hpctrain").warning("%s", warning)
     return bind(world, deck.run.threads) if deck.machine.bind else ""
 
 

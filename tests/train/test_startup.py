@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.doctor import RankReport, Report
+from hpctrain.comm.launcher import crowding
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.coordinates import map_deck
@@ -130,6 +131,26 @@ def test_ranks_that_are_not_bound_take_cores_of_their_own(world: World) -> None:
     finally:
         os.sched_setaffinity(0, before)
         everyone.barrier()
+
+
+def test_threads_without_cores_are_warned_of() -> None:
+    one, two = (0,), (0, 1)
+    assert crowding(1, [("n", one)] * 4) == ""
+    assert crowding(2, [("n", two)]) == crowding(2, [("n", two), ("m", two)]) == ""
+    assert crowding(2, [("n", ())]) == ""  # where the system does not tell
+    assert "4 threads of a node's ranks take turns on 2 cores" in crowding(2, [("n", two)] * 2)
+    assert "rank 1 may use 1 core alone: give mpirun --map-by slot:PE=2" in crowding(
+        2, [("n", two), ("m", one)]
+    )
+
+
+def test_the_doctor_tells_of_threads_without_cores(tmp_path: Path) -> None:
+    (tmp_path / "deck.toml").write_text(DECK)
+    report = Report(ranks=[RankReport(rank, "n", 0, rank, (rank,), 0) for rank in range(2)])
+    map_deck(report, tmp_path / "deck.toml", ["run.threads=4"])
+    assert report.fit and "rank 0 may use 1 core alone" in report.findings[-1].remedy
+    map_deck(report, tmp_path / "deck.toml", [])
+    assert not report.findings[-1].remedy
 
 
 ALL_WAYS = "4 nodes, emulated; pipeline over 2 nodes by messages; data over 2 nodes by messages; "
