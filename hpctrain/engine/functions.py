@@ -58,13 +58,17 @@ def with_functions(deck: Deck, world: World) -> Deck:
     return deck.with_found(replace(deck.found, functions=functions))
 
 
+def planned_functions(deck: Deck) -> Deck:
+    """The deck for a plan: what its run is to compile is so, but for the library."""
+    if not deck.machine.compile or deck.found.functions is not None or deck.found.compiled is False:
+        return deck
+    return deck.with_found(replace(deck.found, functions=CompiledFunctions()))
+
+
 def functions_of(deck: Deck, device: torch.device) -> Functions:
-    """Those of a deck's blocks; of a plan, for which nothing is compiled, as if that were done."""
-    if not deck.machine.compile or not on_host(device):
-        return TORCH
-    if isinstance(deck.found.functions, Functions):
-        return deck.found.functions
-    return TORCH if deck.found.compiled is False else CompiledFunctions()
+    """Those of a deck's blocks: torch's where none were compiled for it, as where text is generated."""
+    found = deck.found.functions
+    return found if isinstance(found, Functions) and deck.machine.compile and on_host(device) else TORCH
 
 
 def introduce_functions(deck: Deck, functions: Functions) -> list[str]:

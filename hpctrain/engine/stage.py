@@ -19,7 +19,7 @@ from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.check_local_steps import in_replicas
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import kernels_of
-from hpctrain.engine.functions import functions_of
+from hpctrain.engine.functions import functions_of, planned_functions
 from hpctrain.engine.nodes import NodeMesh, cut_by_node, ranks_of_node
 from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
@@ -282,7 +282,7 @@ def plan_stage(
     The others of the stage hold as much: what does not divide is padded alike. The tensors that a run has
     on its `device` lie on torch's device "meta", which keeps shapes alone. `build` is what makes it of these.
     """
-    groups = make_groups(deck, mesh, Recompute(deck.memory.recompute), device)
+    groups = make_groups(planned_functions(deck), mesh, Recompute(deck.memory.recompute), device)
     with META:
         models = build_parts(shape, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)

@@ -17,7 +17,13 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine import functions as module
 from hpctrain.engine.build import make_mesh
 from hpctrain.engine.deck_kernels import as_before
-from hpctrain.engine.functions import compiled_functions, functions_of, introduce_functions, with_functions
+from hpctrain.engine.functions import (
+    compiled_functions,
+    functions_of,
+    introduce_functions,
+    planned_functions,
+    with_functions,
+)
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.compiler import CompilerError
 from hpctrain.parallel.functions import TORCH, CompiledFunctions
@@ -156,8 +162,12 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
     assert "the run that this goes on with" in introduce_functions(deck, functions_of(found, CPU))[0]
-    assert functions_of(deck, CPU).compiled
-    assert functions_of(deck, torch.device("cuda")) is functions_of(old, CPU) is TORCH
+    assert functions_of(planned_functions(deck), CPU).compiled
+    assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
+    assert functions_of(planned_functions(old), CPU) is TORCH
+    assert planned_functions(fallen) is fallen
+    # Where nothing compiles, as where text is generated, torch computes.
+    assert functions_of(deck, CPU) is TORCH
     assert with_functions(old, world) is old
     again = compiled(deck, world)
     assert with_functions(again, world) is again
