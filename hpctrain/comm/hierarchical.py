@@ -9,7 +9,7 @@ whatever the ranks of a node have together passes its link once each way. What i
 of the same place on every other node, and from there through the memory of the node.
 
 What is small, sums of which nodes would send more than by messages, other operations, and messages between
-two ranks are left to MPI.
+nodes are left to MPI.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.crossing import Ways, piece_elements
 from hpctrain.comm.gather_across import GatherAcross
 from hpctrain.comm.library import MPI
+from hpctrain.comm.messages import Messages
 from hpctrain.comm.mpi import MpiTransport, flat
 from hpctrain.comm.mpi import scratch_bytes as mpi_scratch_bytes
 from hpctrain.comm.node_memory import NodeMemory
@@ -52,13 +53,17 @@ class HierarchicalTransport(Transport):
         assert isinstance(near, MPI.Intracomm) and isinstance(far, MPI.Intracomm)
         inside = SharedTransport(MpiTransport(near, mpi.scratch), memory)
         self.ways = Ways(inside, MpiTransport(far, mpi.scratch, MESSAGE_BYTES))
+        self.messages = Messages(mpi.communicator, memory)
 
     def run(self, call: Call) -> Pending | None:
         """See Transport."""
+        local, inside = self.ways.local, self.ways.inside
+        if inside.takes_message(call) and call.peer // local == self.rank // local:
+            return self.messages.run(call)
         if not self.crosses_once(call):
             return self.mpi.run(call)
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
-        return self.ways.inside.start(steps, call.blocking)
+        return inside.start(steps, call.blocking)
 
     def crosses_once(self, call: Call) -> bool:
         """See Transport."""

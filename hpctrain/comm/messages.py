@@ -17,7 +17,7 @@ from hpctrain.comm.calls import Call
 from hpctrain.comm.library import MPI
 from hpctrain.comm.mpi import Requests, address, flat
 from hpctrain.comm.node_memory import NodeMemory, Place
-from hpctrain.comm.transport import Steps
+from hpctrain.comm.transport import Pending, Steps, drive
 
 _HEAD = 64  # bytes of a block before what it holds: so much processors hand each other together
 _SPARE = 4  # blocks that nobody uses, which are kept for messages to come
@@ -58,7 +58,11 @@ class Messages:
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
         self._communicator, self._memory = communicator, memory
 
-    def send(self, call: Call) -> Steps:
+    def run(self, call: Call) -> Pending | None:
+        """See Transport, of a call that sends or receives."""
+        return drive(self._send(call) if call.operation == "send" else self._receive(call), call.blocking)
+
+    def _send(self, call: Call) -> Steps:
         """See Group.start_send. A tensor that the others see is the sender's again when it is taken, another
         one as soon as it is copied.
         """
@@ -77,7 +81,7 @@ class Messages:
         if not copied:
             yield block.taken(memory)
 
-    def receive(self, call: Call) -> Steps:
+    def _receive(self, call: Call) -> Steps:
         """See Group.start_recv."""
         output, memory = call.output, self._memory
         assert output is not None

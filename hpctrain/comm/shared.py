@@ -79,8 +79,7 @@ class SharedTransport(Transport):
         if not self._is_ours(call):
             return self.mpi.run(call)
         if call.operation in MESSAGES:
-            steps = self.messages.send(call) if call.operation == "send" else self.messages.receive(call)
-            return drive(steps, call.blocking)
+            return self.messages.run(call)
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._move(call)
         return self.start(steps, call.blocking)
 
@@ -124,13 +123,17 @@ class SharedTransport(Transport):
         self._inline.run(call)
         return True
 
+    def takes_message(self, call: Call) -> bool:
+        """Whether it is a message that goes through memory, if both its ranks see it: the same on both."""
+        return call.operation in MESSAGES and self.least_sent <= call.bytes <= MESSAGE_MOST_BYTES
+
     def _is_ours(self, call: Call) -> bool:
         """Whether a call goes through memory: the same on all ranks."""
         operation, dtype = call.operation, call.dtype
         if operation in REDUCTIONS:
             return call.bytes >= self.least and dtype is not None and dtype.is_floating_point
         if operation in MESSAGES:
-            return self.least_sent <= call.bytes <= MESSAGE_MOST_BYTES
+            return self.takes_message(call)
         # Of uneven pieces that are exchanged no rank knows the total.
         return operation in MOVEMENTS and (call.bytes >= self.least_moved or call.received is not None)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm import messages as module
 from hpctrain.comm.group import Group
+from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.node_memory import NodeMemory
 from hpctrain.comm.shared import SharedTransport
@@ -22,18 +23,29 @@ pytestmark = pytest.mark.mpi(min_size=2)
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
 
-@pytest.fixture(scope="module")
-def group(world: World) -> Group:
-    """All ranks; whatever is not empty goes through memory."""
-    own = Mesh(world, {"data": world.size}, "shared").group("data")
-    assert isinstance(own.host, SharedTransport)
-    own.host.least_sent = own.host.seen = 1
-    return own
+@pytest.fixture(scope="module", params=["a node", "nodes of two"])
+def group(world: World, request: pytest.FixtureRequest) -> Group:
+    """All ranks; whatever is not empty goes through memory, if both its ranks are on one node."""
+    own = World(world.communicator.Dup())
+    if request.param == "nodes of two":
+        if world.size < 4:
+            pytest.skip("one node")
+        own.emulate_nodes(2)
+    made = Mesh(own, {"data": own.size}, "shared").group("data")
+    inside = inside_of(made)
+    inside.least_sent = inside.seen = 1
+    return made
+
+
+def inside_of(group: Group) -> SharedTransport:
+    """What a node's ranks communicate by."""
+    host = group.host.ways.inside if isinstance(group.host, HierarchicalTransport) else group.host
+    assert isinstance(host, SharedTransport)
+    return host
 
 
 def memory_of(group: Group) -> NodeMemory:
-    assert isinstance(group.host, SharedTransport)
-    return group.host.memory
+    return inside_of(group).memory
 
 
 def sent(number: int, sender: int, receiver: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -160,3 +172,18 @@ def test_short_and_very_long_ones_are_left_to_mpi(world: World, monkeypatch: pyt
         assert bool(memory.blocks) == (ours and group.rank == 0)
         group.barrier()
         memory.blocks.clear()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_between_nodes_mpi_carries_them(group: Group) -> None:
+    """Emulated nodes could see each other's memory."""
+    memory = memory_of(group)
+    for receiver, inside in ((1, True), (2, not isinstance(group.host, HierarchicalTransport))):
+        memory.blocks.clear()
+        tensor = torch.full((1000,), float(receiver))
+        if group.rank == 0:
+            group.send(tensor, receiver)
+        elif group.rank == receiver:
+            assert torch.equal(group.recv(torch.empty(1000), 0), tensor)
+        assert bool(memory.blocks) == (inside and group.rank == 0)
+        group.barrier()
