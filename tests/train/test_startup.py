@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.comm.doctor import RankReport, Report
 from hpctrain.comm.launcher import crowding
+from hpctrain.comm.topology import Topology
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.coordinates import map_deck
@@ -38,6 +39,13 @@ class Elsewhere:
     @property
     def nodes(self) -> int:
         return 2
+
+    @property
+    def topology(self) -> Topology:
+        return Topology([rank % 2 for rank in range(self.world.size)])
+
+    def nodes_of(self, ranks: Sequence[int]) -> list[int]:
+        return [self.topology.nodes[rank] for rank in ranks]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world, name)
