@@ -85,7 +85,7 @@ class SlowTransport(Transport):
     ) -> None:
         """`nodes` are those of the ranks, None where each is one by itself."""
         self.inner, self.communicator, self.link, self.nodes = inner, communicator, link, nodes
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.sharers = inner.rank, inner.size, inner.sharers
         self._told: list[tuple[MPI.Request, array[float]]] = []
 
     def run(self, call: Call) -> Pending | None:
@@ -95,6 +95,10 @@ class SlowTransport(Transport):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See Transport."""
         return self.inner.empty(shape, dtype, device)
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See Transport."""
+        return self.inner.common_zeros(length, dtype, device)
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""

@@ -112,8 +112,23 @@ class Group:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialized memory that the transport likes best."""
-        transport = self.host if on_host(self.device) else self.accelerator
-        return transport.empty(shape, dtype, self.device)
+        return self._at_home.empty(shape, dtype, self.device)
+
+    @property
+    def sharers(self) -> int:
+        """How many of the ranks, this one among them, have what `common_zeros` gives in common."""
+        return self._at_home.sharers
+
+    def common_zeros(self, length: int, dtype: torch.dtype) -> Tensor | None:
+        """So many zeros in memory that is one and the same on the `sharers`, those of a node; None where
+        there is no such memory. Collective. See Transport for when it may be read and written.
+        """
+        return self._at_home.common_zeros(length, dtype, self.device)
+
+    @property
+    def _at_home(self) -> Transport:
+        """What moves memory of `device`."""
+        return self.host if on_host(self.device) else self.accelerator
 
     # Reductions
 

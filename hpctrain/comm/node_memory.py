@@ -8,6 +8,9 @@ What one rank writes is seen by another one in the order of their `fence`s: that
 (MPI_Win_sync), a barrier of all loads and stores of the processor, which weakly ordered ones need. It is one
 of the processor and of no certain memory: so each rank has a window of itself alone, which MPI makes without
 a word to others and, unlike one of several ranks, without room in /dev/shm.
+
+Memory in common is a place in the file of one rank that several use as theirs. Its owner takes it back when
+all have written down, behind it, that they use it no more.
 """
 
 from __future__ import annotations
@@ -49,6 +52,14 @@ class Place(NamedTuple):
     offset: int
 
 
+class _Common(NamedTuple):
+    """Memory in common that this rank uses: its bytes, by how many ranks, and whether it is this one's."""
+
+    bytes: int
+    users: int
+    own: bool
+
+
 class NodeMemory:
     """That of this rank, `rank` of the world, and of its peers, the ranks of its node.
 
@@ -67,6 +78,9 @@ class NodeMemory:
         self._map(rank, self._file)
         self._free: list[tuple[int, int]] = [(0, room)]  # where free bytes begin and end, in their order
         self._released: deque[tuple[int, int]] = deque()
+        self._common: dict[int, _Common] = {}  # by address
+        self._left: deque[tuple[int, memoryview, int]] = deque()
+        self._lent: list[tuple[int, int, memoryview]] = []  # first byte, length, who uses it no more
         self.boards: dict[int, list[tuple[int, int]]] = {}
         """Boards that groups have left behind, by their length: see `Boards`."""
         self.inline: dict[tuple[int, ...], list[int]] = {}
@@ -114,8 +128,7 @@ class NodeMemory:
 
         They are there at once: a page that cannot be had later would end the process without a word.
         """
-        while self._released:
-            self._give(*self._released.popleft())
+        self._settle()
         length = _pages(size)
         index = next((i for i, (begin, end) in enumerate(self._free) if end - begin >= length), None)
         if index is None:
@@ -133,6 +146,45 @@ class NodeMemory:
             self._release(begin, length)
             return None
         return begin
+
+    def lend(self, size: int, users: int) -> Place | None:
+        """Take so many bytes, zero, for `common` on so many ranks; None where the system has no more."""
+        length = _pages(size)
+        begin = self.take(length + 8 * users)
+        if begin is None:
+            return None
+        words = self.words(Place(self.rank, begin + length), users)
+        self._lent.append((begin, length + _pages(8 * users), words))
+        return Place(self.rank, begin)
+
+    def common(self, place: Place, elements: int, dtype: torch.dtype, number: int, users: int) -> Tensor:
+        """What a rank has lent, as it lies: in use for as long as the tensor lives. This rank is `number` of
+        the `users`, all of which call this.
+        """
+        size, address = elements * dtype.itemsize, self._addresses[place.owner] + place.offset
+        memory = (ctypes.c_char * size).from_address(address)
+        words = self.words(Place(place.owner, place.offset + _pages(size)), users)
+        self._common[address] = _Common(size, users, place.owner == self.rank)
+        weakref.finalize(memory, self._left.append, (address, words, number)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=elements)
+
+    def is_common(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a piece of what `common` gives."""
+        return tensor.untyped_storage().data_ptr() in self._common
+
+    def _settle(self) -> None:
+        """Bring the accounts up to what is no more in use."""
+        if self._left:
+            self.fence()  # what was read there has been read
+            while self._left:
+                address, words, number = self._left.popleft()
+                words[number] = 1
+                del self._common[address]
+        for lent in [each for each in self._lent if all(each[2])]:
+            self._lent.remove(lent)
+            self._release(*lent[:2])
+        while self._released:
+            self._give(*self._released.popleft())
 
     def _release(self, begin: int, length: int) -> None:
         """Give pages back to the system. Whenever garbage is collected, in whatever thread: the next `take`
@@ -167,10 +219,15 @@ class NodeMemory:
         return memoryview(self._maps[place.owner])[place.offset : place.offset + 8 * count].cast("q")
 
     def foreign_bytes(self) -> int:
-        """What of the peers' memory counts as resident in this process, too, because it was used here."""
+        """What counts as resident in this process and is not its own: of the peers' memory what was used
+        here; of memory in common, whoever owns it, all but its part, one of as many as ranks use it.
+        """
+        self._settle()
+        beside = sum(each.bytes * each.own - -(-each.bytes // each.users) for each in self._common.values())
         starts = {address for rank, address in self._addresses.items() if rank != self.rank}
         maps = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-        return sum(1024 * int(size) for start, size in _RESIDENT.findall(maps) if int(start, 16) in starts)
+        found = _RESIDENT.findall(maps)
+        return beside + sum(1024 * int(size) for start, size in found if int(start, 16) in starts)
 
     def close(self) -> None:
         """Before MPI ends; whoever holds tensors may keep them."""

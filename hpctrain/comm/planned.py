@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpctrain.comm import hierarchical
 from hpctrain.comm.calls import Call
@@ -44,6 +45,7 @@ class PlannedTransport(Transport):
     ) -> None:
         self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
         self.local = neighbours(nodes) if shared and nodes is not None else 0
+        self.sharers = size if self.local == size else 1
 
     def run(self, call: Call) -> None:
         """See Transport."""
@@ -53,6 +55,10 @@ class PlannedTransport(Transport):
     def crosses_once(self, call: Call) -> bool:
         """See Transport."""
         return 1 < self.local < self.size and is_hierarchical(call, self.size // self.local, self.local)
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See Transport."""
+        return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 else None
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""

@@ -64,8 +64,10 @@ class SharedTransport(Transport):
         """Collective over the ranks of `mpi`."""
         self.mpi, self.memory = mpi, memory
         self.rank, self.size = mpi.rank, mpi.size
+        self.sharers = mpi.size
         self.boards = Boards(mpi.communicator, memory)
         self.messages = Messages(mpi.communicator, memory)
+        self._lent = [0] * self.size  # bytes in common that each rank owns
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.least_inline = PAIR_BYTES if self.size == 2 else 0
         self.inline_bytes = inline_bytes(self.size)
@@ -74,6 +76,10 @@ class SharedTransport(Transport):
 
     def run(self, call: Call) -> Pending | None:
         """See Transport."""
+        if call.operation == "barrier":
+            return drive(self._meet(call), call.blocking)
+        if call.operation == "all_gather" and call.output is not None and self.memory.is_common(call.output):
+            return self.start(self._publish(call, call.output), call.blocking)
         if call.blocking and call.bytes <= self.inline_bytes and self._run_inline(call):
             return None
         if not self._is_ours(call):
@@ -101,6 +107,15 @@ class SharedTransport(Transport):
         elements = torch.Size(shape).numel()
         seen = self.memory.empty(shape, dtype) if elements * dtype.itemsize >= self.seen else None
         return super().empty(shape, dtype, device) if seen is None else seen
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        """See Transport. Of one rank's memory: of several such, each owns about as much."""
+        size = length * dtype.itemsize
+        owner = self._lent.index(min(self._lent))
+        self._lent[owner] += size
+        place = self.memory.lend(size, self.size) if owner == self.rank else None
+        place = self.mpi.communicator.bcast(place, owner)
+        return None if place is None else self.memory.common(place, length, dtype, self.rank, self.size)
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
@@ -214,6 +229,23 @@ class SharedTransport(Transport):
         slot.finish()
         yield slot.finished(self._others)
         laid.close()
+
+    def _publish(self, call: Call, common: Tensor) -> Steps:
+        """Gather where all others have what they give: wait until all have written."""
+        assert call.tensor is not None
+        begin, count = spans_of(call.counts, common, self.size)[self.rank]
+        own = flat(common)[begin : begin + count]
+        if own.data_ptr() != call.tensor.data_ptr():
+            own.copy_(flat(call.tensor))
+        slot = self.boards.open()
+        slot.finish()
+        yield slot.finished(self._others)
+
+    def _meet(self, call: Call) -> Steps:
+        """A barrier, before which all has been read and written that was to be."""
+        self.memory.fence()
+        yield self.mpi.run(call)
+        self.memory.fence()
 
     def _lay(self, tensor: Tensor, spans: Sequence[Span], in_rounds: bool) -> _Laid:
         return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes, in_rounds)

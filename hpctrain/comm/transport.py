@@ -153,6 +153,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    sharers = 1
+    """How many of the ranks, this one among them, `common_zeros` gives one and the same memory."""
 
     @abstractmethod
     def run(self, call: Call) -> Pending | None:
@@ -165,6 +167,14 @@ class Transport(ABC):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialized memory that this transport likes best."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        """So many zeros that are one memory for `sharers` ranks; None where there is none. Collective.
+
+        What ranks write there others may read after an `all_gather` into all of it, of which each has its
+        own piece there, or a barrier; and may be written over only after another one. Neither copies.
+        """
+        return None
 
     def crosses_once(self, call: Call) -> bool:  # noqa: ARG002
         """Whether of what a call moves the ranks of a node bring each byte but once to another node."""

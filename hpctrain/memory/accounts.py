@@ -15,7 +15,8 @@ class Account:
     """Bytes of one rank by kind.
 
     `parameter`: values that layers compute with, in the compute format, and matrices of these that stay
-    converted to fp32. `gradient`: their sums. `optimizer`:
+    converted to fp32; of values that ranks of a node have in common, a part as large for each.
+    `gradient`: their sums. `optimizer`:
     moments, master weights where these are not the parameters themselves, and what else belongs to them.
     `activation`: what autograd keeps for backward, at its peak. `buffer`: memory that communication and
     gathered or opened buckets take turns in. `other`: what computing needs in passing, and on a CPU the

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, to_read
 from hpctrain.parallel.shard import Shard, Treatment
-from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.bucket_layout import Treated
 from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor, own_state
 
@@ -175,8 +175,10 @@ class Optimizer(ABC):
         if self._averaged is None:
             yield
             return
+        await_readers(self.buckets)
         self._publish(None)
         yield
+        await_readers(self.buckets)
         self.publish()
 
     def _publish(self, averaged: Averaged | None) -> None:

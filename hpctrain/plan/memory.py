@@ -40,6 +40,7 @@ REHEARSED_MICRO_BATCHES = 3
 class StageMemory:
     """What every rank of one pipeline stage holds: blocks, elements of parameters that lie there, bytes.
 
+    Parameters that `sharers` ranks of a node have in common are counted in parts, as large for each.
     `exchanged` are the bytes that it sends to other ranks' experts and back in a step, where all have as many
     rows.
     """
@@ -49,11 +50,13 @@ class StageMemory:
     parameters: int
     memory: Account
     exchanged: int = 0
+    sharers: int = 1
 
     def row(self) -> dict[str, int]:
         """As written into JSON."""
         here = {"stage": self.stage, "blocks": self.blocks, "parameters": self.parameters}
-        return here | self.memory.row() | {"exchanged_bytes": self.exchanged}
+        counted = {"exchanged_bytes": self.exchanged, "sharers": self.sharers}
+        return here | self.memory.row() | counted
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ def plan_memory(
     counts = split
     device = device_named(deck.run.device)
     kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
-    per_node, transport = ranks_per_node or ranks, deck.communication.wished_transport
+    on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
+    per_node, transport = on_node or ranks, deck.communication.wished_transport
 
     def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
         return PlannedMesh(sizes, number, per_node, device=device, place=place, transport=transport)
@@ -189,7 +193,9 @@ def plan_memory(
         )
         forwards = [action.chunk for action in schedule.stages[number] if action.kind == "F"]
         exchanged = sum(parts[chunk].exchanged for chunk in forwards)
-        stages.append(StageMemory(number, sum(span.blocks for span in spans), used, memory, exchanged))
+        sharers = max(bucket.sharers for bucket in stage.buckets)
+        blocks = sum(span.blocks for span in spans)
+        stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers))
     zero_group = stage.buckets[0].sharding.group.size
     numbers = count(shape)
     totals = numbers.parameters, numbers.active_parameters
@@ -211,8 +217,8 @@ def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], num
             group, zero = bucket.sharding.group, bucket.sharding.zero
             rank = mesh.group(*group.axes).rank % group.size
             first, last = bucket.layout.borders[rank : rank + 2]
-            kept = 4 * (bucket.dtype != torch.float32)
-            kept += bucket.gradient_dtype.itemsize * (zero > 1) + bucket.dtype.itemsize * (zero == 3)
+            kept = 4 * (bucket.dtype != torch.float32) + bucket.gradient_dtype.itemsize * (zero > 1)
+            kept += bucket.dtype.itemsize * (zero == 3 and bucket.sharers == 1)
             for treated in bucket.layout.treated:
                 elements = max(0, min(last, treated.part.stop) - max(first, treated.part.start))
                 total += elements * (kept + 4 * rules.numbers(treated.treatment))

@@ -41,6 +41,7 @@ def plan_text(plan: DeckPlan) -> str:
         *memory_table(memory),
         "",
         f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
+        *_in_common(memory),
         *_exchanges(memory),
         _fits(plan),
     ]
@@ -113,6 +114,13 @@ def largest_kinds(memory: MemoryPlan) -> str:
 def active_words(parameters: int, active: int) -> str:
     """How many parameters a token meets, with a comma behind, where it does not meet all."""
     return f"{format_count(active)} of them active, " if active < parameters else ""
+
+
+def _in_common(memory: MemoryPlan) -> list[str]:
+    """Of which ranks parameters are counted in parts, if of any."""
+    most = max(stage.sharers for stage in memory.stages)
+    sentence = f"Parameters lie once in the memory that {most} ranks of a node see; each counts its part."
+    return [sentence] if most > 1 else []
 
 
 def _exchanges(memory: MemoryPlan) -> list[str]:

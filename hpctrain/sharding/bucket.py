@@ -4,6 +4,11 @@ A bucket's buffers live whole on every rank of its data x context group, or cut 
 (ZeRO, arXiv 1910.02054): optimizer state from ZeRO-1 on, gradients from ZeRO-2 on, parameters with ZeRO-3.
 What is cut is whole for a while: gradients from the first addition of a step until they are summed,
 parameters while they are gathered.
+
+Where a bucket is cut over ranks of one node, its parameters lie there once, whole, in memory that these ranks
+have in common: each updates its slice, and to gather it takes as long as to wait for each other. A rank may
+write its slice only when no other one computes with it any more. An update comes after all ranks have agreed
+on the norm of the gradients; what else changes weights between two forward passes asks `await_readers` first.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ class Bucket:
     """One BucketLayout in memory.
 
     `own` is that of the layout, `slice` its share; `own_values` and `own_gradients` are the own elements.
-    `values` is None with ZeRO-3 while not gathered.
+    `values` is None with ZeRO-3 while not gathered. `sharers` ranks have the memory of the values in common.
     With ZeRO-3 `store`, if given, makes the memory of `own_values`: on the device, on the host, or in a file.
     Without `trained` there are no gradients, and the parameters ask for none.
     """
@@ -55,10 +60,17 @@ class Bucket:
         self.values: Tensor | None = None
         self.own_values: Flat
         self._fetched: tuple[Tensor, Transfer] | None = None
+        # With ZeRO-3 a part of a group that has all in common would have more than its slices.
+        once = zero > 0 and store is None and (zero < 3 or group.sharers == group.size)
+        self._common = group.common_zeros(self.length, dtype) if once else None
+        self.sharers = 1 if self._common is None else group.sharers
         if zero < 3:
-            self.values = _zeros(group, self.length, dtype)
+            self.values = _zeros(group, self.length, dtype) if self._common is None else self._common
             self.own_values = self.values[self.own]
             self._show(self.values)
+        elif self._common is not None:
+            self.own_values = self._common[self.slice]
+            self.hide_values()
         else:
             self.own_values = store(share, dtype) if store else _zeros(group, share, dtype)
             self.hide_values()
@@ -87,6 +99,8 @@ class Bucket:
     def start_gather(self) -> Work[Tensor]:
         """Start to make the values whole, with ZeRO-3; hand the result to `show_values`."""
         group, own = self.sharding.group, self._own_in_memory()
+        if self._common is not None:
+            return group.start_all_gather(own, self._common, self.layout.sizes)
         whole = self.sharding.pool.take(self.length, self.dtype)
         if self._fetched is not None or own.device != whole.device:
             # What was read from a file is dropped next: its copy has to be over by then.
@@ -132,7 +146,8 @@ class Bucket:
     def hide_values(self) -> None:
         """Take the whole values away from the parameters, with ZeRO-3."""
         if self.values is not None:
-            self.sharding.pool.give(self.values)
+            if self.values is not self._common:
+                self.sharding.pool.give(self.values)
             self.values = None
         # One element seen as many: of the right shape, yet without memory.
         one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
@@ -260,9 +275,20 @@ def _zeros(group: Group, length: int, dtype: torch.dtype) -> Tensor:
     return group.empty((length,), dtype).zero_()
 
 
+def await_readers(buckets: Iterable[Bucket]) -> None:
+    """Return when no other rank computes with what this one has of these buckets any more: their weights may
+    be changed. Collective.
+    """
+    for group in dict.fromkeys(bucket.sharding.group for bucket in buckets if bucket.sharers > 1):
+        group.barrier()
+
+
 def value_bytes(buckets: Sequence[Bucket]) -> int:
-    """Bytes of the parameters that these buckets hold throughout."""
-    return storage_bytes(b.own_values if b.sharding.zero == 3 else b.values for b in buckets)
+    """Bytes of the parameters that these buckets hold throughout: of those in common, this rank's part."""
+    by_sharers: dict[int, list[Flat]] = {}
+    for bucket in buckets:
+        by_sharers.setdefault(bucket.sharers, []).append(bucket.own_values)
+    return sum(-(-storage_bytes(values) // sharers) for sharers, values in by_sharers.items())
 
 
 def gradient_bytes(buckets: Sequence[Bucket]) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpctrain.comm.work import Work
 from hpctrain.memory.scratch import Flat, ScratchTensor
-from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket import Bucket, await_readers
 from hpctrain.sharding.compression.codecs import Codec
 from hpctrain.sharding.fragments import Piece, Timing
 from hpctrain.sharding.outer import EveryStep, Weights
@@ -234,6 +234,7 @@ class LocalSteps:
 
     def _swap(self, weights: Weights) -> None:
         """Let the outer weights and this replica's own change places."""
+        await_readers(self.buckets)
         for flat, other in zip(weights.masters, self.outer, strict=True):
             for first in range(0, other.numel(), _SWAPPED):
                 part, outer = flat[first : first + _SWAPPED], other[first : first + _SWAPPED]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -19,6 +21,7 @@ from hpctrain.memory.accounts import storage_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.savings import find_savings
 from hpctrain.plan.words import KINDS
+from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.state import MASTER
 from hpctrain.train.control import Order
 from hpctrain.train.memory import MemoryLedger
@@ -60,19 +63,33 @@ def layouts(ranks: int) -> list[tuple[str, ...]]:
     return found
 
 
+def part_of_node(bucket: Bucket) -> int:
+    """Bytes of a bucket's parameters in memory, divided by the ranks of its group for which that is one."""
+    group, values = bucket.sharding.group, bucket.own_values
+    assert isinstance(values, Tensor)
+    storage = values.untyped_storage()
+    place = None
+    if isinstance(group.host, SharedTransport):
+        begin = values.storage_offset() * values.element_size()
+        found = group.host.memory.find(values)
+        place = found and (found.owner, found.offset - begin)
+    everybody = group.all_gather_object(place)
+    return storage.nbytes() // (everybody.count(everybody[group.rank]) if place else 1)
+
+
 def held(training: Trainer) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state and turns of a rank between two steps, these with what
-    sums of gradients receive.
+    sums of gradients receive. Collective.
     """
     buckets, moments = training.engine.buckets, training.engine.optimizer.states
-    values = [bucket.own_values if bucket.sharding.zero == 3 else bucket.values for bucket in buckets]
+    values = [bucket.own_values for bucket in buckets]
     gradients = [bucket.own_gradients for bucket in buckets]
     lookups = [segment.parameter.lookups for bucket in buckets for segment in bucket.segments]
     optimizer = [tensor for m in moments for tensor in (m["exp_avg"], m["exp_avg_sq"])]
-    if values[0] is not None and values[0].dtype != torch.float32:
+    if values[0].dtype != torch.float32:
         optimizer += [m[MASTER] for m in moments]
     return (
-        storage_bytes(values),
+        sum(map(part_of_node, buckets)),
         storage_bytes([*gradients, *lookups]),
         storage_bytes(optimizer),
         buckets[0].sharding.pool.bytes + training.engine.synchronizer.scratch_bytes,
@@ -97,8 +114,9 @@ def test_states_and_turns_are_those_of_a_run(world: World, stage: int) -> None:
             planned = plan_memory(deck, world.size, VOCABULARY)
             here = planned.stages[training.engine.mesh.coordinate("pipeline")].memory
             found = (here.parameter, here.gradient, here.optimizer)
-            assert found == held(training)[:3], (layout, more)
-            messages = here.buffer - held(training)[3]
+            ours = held(training)
+            assert found == ours[:3], (layout, more)
+            messages = here.buffer - ours[3]
             assert messages == (0 if len(planned.stages) == 1 else 3 * hidden_bytes(deck)), (layout, more)
 
 
@@ -260,14 +278,15 @@ def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None
 def test_what_is_gathered_in_8_bits_is_planned_as_it_is(world: World, recipe: str) -> None:
     """Delayed scaling gathers 16 bits in its first step, and keeps their memory."""
     wide = ("model.hidden=64", "layout.zero=3", "precision.compute=fp8", f"precision.fp8={recipe}")
+    wide += ("communication.transport=mpi",)  # in the memory of a node nothing else has to be gathered
     taken = []
     for more in ((), ("precision.fp8_gather=true",)):
         deck = small_deck(*wide, *more)
         training = trainer(world, deck)
         training.train(2)
         here = plan_memory(deck, world.size, VOCABULARY).stages[0].memory
-        turns = held(training)[3]
-        assert (here.parameter, here.buffer) == (held(training)[0], turns)
+        parameters, *_, turns = held(training)
+        assert (here.parameter, here.buffer) == (parameters, turns)
         taken.append(turns)
     block = max(bucket.layout.used for bucket in training.engine.buckets)
     # Of a block and of the next one a byte of two.
@@ -301,12 +320,17 @@ def decimals(number: float) -> int:
 
 def test_states_of_fp32_are_16_bytes_a_parameter() -> None:
     for stage, cut in enumerate([(), ("optimizer",), ("optimizer", "gradient"), (*STATES,)]):
-        planned = plan(4, f"layout.zero={stage}", "communication.bucket_bytes=1 GB")
+        sizes = (f"layout.zero={stage}", "communication.bucket_bytes=1 GB")
+        planned = plan(4, *sizes, "communication.transport=mpi")
         (only,) = planned.stages
         assert only.parameters == planned.parameters_total
         for kind, each in STATES.items():
             expected = only.parameters * each / (4 if kind in cut else 1)
             assert only.memory.kinds()[kind] == pytest.approx(expected, rel=0.05), (stage, kind)
+        (once,) = plan(4, *sizes).stages
+        whole = only.parameters * STATES["parameter"] / (4 if stage else 1)
+        assert once.memory.parameter == pytest.approx(whole, rel=0.05), stage
+        assert once.sharers == (4 if stage else 1) and only.sharers == 1
 
 
 def test_stages_of_a_pipeline_hold_their_part() -> None:

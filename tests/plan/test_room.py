@@ -72,7 +72,7 @@ def test_advice_names_what_helps(world: World, monkeypatch: pytest.MonkeyPatch) 
         plan_engine, "plan_memory", lambda *all_, **keys: planned.append(1) or plan_memory(*all_, **keys)
     )
     monkeypatch.setattr(plan_engine, "library_bytes", lambda: 10)
-    deck = small_deck("machine.memory=1 kB")
+    deck = small_deck("machine.memory=1 kB", "model.layers=4")
 
     def refusal() -> str:
         planned.clear()

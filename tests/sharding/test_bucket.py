@@ -1,0 +1,158 @@
+"""Parameters that lie once on a node train, and are evaluated, as those that every rank has of its own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.shared import SharedTransport
+from hpctrain.comm.world import World
+from hpctrain.sharding.bucket import await_readers
+from hpctrain.sharding.pool import Pool
+from hpctrain.train.hook import Hook
+from tests.engines import LLAMA, Trainer, small_deck, trainer
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+SIZES = ("model.layers=3", "batch.global_size=8", "batch.micro_size=1", "batch.sequence=16")
+FREE = ("optimizer.name=schedule-free",)
+MIXTURE = (*LLAMA, "model.experts=4", "model.experts_per_token=2")
+REPLICAS = ("layout.replicas=2", "communication.local_steps=2")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32": (2, ("layout.zero=2",)),
+    "averaged": (2, ("layout.zero=1", *FREE)),
+    "averaged, gathered": (2, ("layout.zero=3", *FREE)),
+    "not finite": (2, ("layout.zero=1", "precision.compute=fp16", "precision.initial_loss_scale=1e10")),
+    "8 bits": (
+        2,
+        ("layout.zero=3", "precision.compute=fp8", "precision.fp8=delayed", "precision.fp8_gather=true"),
+    ),
+    "compressed": (2, ("layout.zero=1", "communication.compress=int8")),
+    "sliced": (2, ("layout.zero=3", "memory.accumulate=sliced", "memory.keep_gathered=1")),
+    "disk": (2, ("layout.zero=2", "memory.optimizer=disk", "memory.offload_dir={}")),
+    "both on disk": (
+        2,
+        ("layout.zero=3", "memory.optimizer=disk", "memory.parameters=disk", "memory.offload_dir={}"),
+    ),
+    "frozen": (2, ("layout.zero=3", 'model.frozen=["embedding.*", "blocks.1.*"]', "model.tied=false")),
+    "experts": (2, ("layout.zero=1", *MIXTURE)),
+    "blocks": (2, ("layout.zero=3", "optimizer.name=muon")),
+    "tied ends": (4, ("layout.zero=1", "layout.pipeline=2", "layout.schedule=zb-h1", "model.tied=true")),
+    "replicas": (4, ("layout.zero=1", *REPLICAS)),
+    "replicas, gathered": (4, ("layout.zero=3", *REPLICAS, "communication.delay=1")),
+    "experts apart": (4, ("layout.zero=2", "layout.expert=2", *MIXTURE)),
+    "parts": (4, ("layout.zero=3", "layout.zero_group=2")),
+}
+
+
+class Late(Hook):
+    """One rank after the other comes late: before it computes, and before it updates."""
+
+    def __init__(self, training: Trainer) -> None:
+        self.world, self.count = training.world, 0
+        executor: Any = training.step.executor
+        run = executor.run
+
+        def late(*arguments: Any, **options: Any) -> Tensor:
+            self.before_update()
+            sums: Tensor = run(*arguments, **options)
+            return sums
+
+        executor.run = late
+
+    def before_update(self) -> None:
+        """See Hook."""
+        self.count += 1
+        if self.count % self.world.size == self.world.rank:
+            time.sleep(0.02)
+
+
+def trained(world: World, *keys: str) -> tuple[Trainer, list[tuple[float, ...]], list[Tensor]]:
+    """A trainer, what some steps and evaluations tell, and what these leave behind on this rank."""
+    training = trainer(world, small_deck(*SIZES, *keys))
+    training.hooks.append(Late(training))
+    told = []
+    for _ in range(4):
+        result = training.train_step()
+        evaluated = training.evaluate(training.step.batches, 4)["loss"]
+        told.append((result.loss, result.grad_norm, evaluated))
+    flats = [
+        flat.clone() if isinstance(flat, Tensor) else flat.load()
+        for bucket, state in zip(training.engine.buckets, training.engine.optimizer.states, strict=True)
+        for flat in (bucket.own_values, *state.values())
+    ]
+    return training, told, flats
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_in_common_are_those_of_each_rank(world: World, name: str, mpi_tmp_path: Path) -> None:
+    ranks, keys = CASES[name]
+    if ranks != world.size:
+        pytest.skip(f"for {ranks} ranks")
+    keys = tuple(key.format(mpi_tmp_path) if "{}" in key else key for key in keys)
+    training, told, flats = trained(world, *keys, "communication.transport=shared")
+    shared = {bucket.sharers for bucket in training.engine.buckets}
+    assert shared == {
+        1 if name == "both on disk" else bucket.sharding.group.size for bucket in training.engine.buckets
+    }
+    training.engine.close()
+    training, expected, values = trained(world, *keys, "communication.transport=mpi")
+    assert {bucket.sharers for bucket in training.engine.buckets} == {1}
+    training.engine.close()
+    assert str(told) == str(expected)  # of a step without an update the norm is no number
+    for one, other in zip(flats, values, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_values_of_a_node_lie_there_once(
+    world: World, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks' parameters are views of the same bytes, and stage 3 gathers into no other memory."""
+    taken, take = list[torch.dtype](), Pool.take
+
+    def noted(pool: Pool, length: int, dtype: torch.dtype) -> Tensor:
+        taken.append(dtype)
+        return take(pool, length, dtype)
+
+    monkeypatch.setattr(Pool, "take", noted)
+    keys = (f"layout.zero={zero}", "communication.transport=shared", "precision.compute=bf16")
+    training = trainer(world, small_deck(*SIZES, *keys))
+    training.train_step()
+    group = training.engine.buckets[0].sharding.group
+    assert isinstance(group.host, SharedTransport)
+    places = []
+    for bucket in training.engine.buckets:
+        assert isinstance(bucket.own_values, Tensor)
+        place = group.host.memory.find(bucket.own_values)
+        begin = bucket.own_values.storage_offset() * bucket.own_values.element_size()
+        places.append((place.owner, place.offset - begin) if place else group.rank)
+    everybody = group.all_gather_object(places)
+    assert all((each == places) == (zero > 0 or rank == group.rank) for rank, each in enumerate(everybody))
+    assert torch.bfloat16 not in taken
+
+
+def test_nobody_changes_what_others_still_read(world: World) -> None:
+    training = trainer(world, small_deck(*SIZES, "layout.zero=1", "communication.transport=shared"))
+    buckets = training.engine.buckets
+    before = [bucket.values.clone() for bucket in buckets if bucket.values is not None]
+    if world.rank == world.size - 1:
+        time.sleep(0.05)
+    for bucket, values in zip(buckets, before, strict=True):
+        assert bucket.values is not None and torch.equal(bucket.values, values)
+    await_readers(buckets)
+    for bucket in buckets:
+        assert isinstance(bucket.own_values, Tensor)
+        bucket.own_values.fill_(world.rank)
+    await_readers(buckets)
+    for bucket in buckets:
+        assert bucket.values is not None
+        parts = bucket.values.split(bucket.layout.sizes or len(bucket.values) // world.size)
+        assert [part.unique().tolist() for part in parts if len(part)] == [
+            [float(rank)] for rank, part in enumerate(parts) if len(part)
+        ]
