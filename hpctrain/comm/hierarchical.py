@@ -27,9 +27,9 @@ from hpctrain.comm.messages import Messages
 from hpctrain.comm.mpi import MpiTransport, flat
 from hpctrain.comm.mpi import scratch_bytes as mpi_scratch_bytes
 from hpctrain.comm.node_memory import NodeMemory
-from hpctrain.comm.shared import REDUCTIONS, SHARED_BYTES, SharedTransport
+from hpctrain.comm.shared import REDUCTIONS, SHARED_BYTES, SharedTransport, meet
 from hpctrain.comm.sum_across import FLIGHT, HALVES, SumAcross
-from hpctrain.comm.transport import Pending, Steps, Transport, spans_of
+from hpctrain.comm.transport import Pending, Steps, Transport, drive, spans_of
 
 MESSAGE_BYTES = 60 * 1024  # what Open MPI sends over TCP at once; longer ones halve a link used both ways
 PIECE_BYTES = 8 * MESSAGE_BYTES  # of a rank's slice, added at a time
@@ -47,7 +47,7 @@ class HierarchicalTransport(Transport):
     def __init__(self, mpi: MpiTransport, memory: NodeMemory, local: int) -> None:
         """Collective over the ranks of `mpi`."""
         assert mpi.size % local == 0 and mpi.size > local > 1, (mpi.size, local)
-        self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
+        self.mpi, self.rank, self.size, self.sharers = mpi, mpi.rank, mpi.size, local
         node, place = divmod(mpi.rank, local)
         near, far = mpi.communicator.Split(node), mpi.communicator.Split(place)
         assert isinstance(near, MPI.Intracomm) and isinstance(far, MPI.Intracomm)
@@ -60,6 +60,8 @@ class HierarchicalTransport(Transport):
         local, inside = self.ways.local, self.ways.inside
         if inside.takes_message(call) and call.peer // local == self.rank // local:
             return self.messages.run(call)
+        if call.operation == "barrier":
+            return drive(meet(self.ways.memory, self.mpi, call), call.blocking)
         if not self.crosses_once(call):
             return self.mpi.run(call)
         steps = self._reduce(call) if call.operation in REDUCTIONS else self._gather(call)
@@ -72,6 +74,13 @@ class HierarchicalTransport(Transport):
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See Transport. Memory that the ranks of the node see, where there is any."""
         return self.ways.inside.empty(shape, dtype, device)
+
+    def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """See Transport. The node's, of what is gathered through its memory; on all nodes, or on none."""
+        if not is_common(length, dtype, self.least):
+            return None
+        common = self.ways.inside.common_zeros(length, dtype, device)
+        return common if all(self.mpi.communicator.allgather(common is not None)) else None
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
@@ -104,6 +113,13 @@ def is_hierarchical(call: Call, nodes: int, local: int, least: int = SHARED_BYTE
         return call.operation == "all_gather"
     wide = call.dtype in HALVES and call.reduced == "sum"
     return call.dtype.is_floating_point and _is_less(call.operation == "reduce_scatter", wide, nodes, local)
+
+
+def is_common(length: int, dtype: torch.dtype, least: int = SHARED_BYTES) -> bool:
+    """Whether so many elements may be one memory on a node: what MPI gathers is each rank's own, as it may
+    lie there in another order until it is complete.
+    """
+    return length * dtype.itemsize >= least
 
 
 def _is_less(scattered: bool, wide: bool, nodes: int, local: int) -> bool:

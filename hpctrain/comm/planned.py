@@ -14,7 +14,7 @@ from hpctrain.comm import hierarchical
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
-from hpctrain.comm.hierarchical import is_hierarchical
+from hpctrain.comm.hierarchical import is_common, is_hierarchical
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.comm.mpi import scratch_bytes
@@ -45,7 +45,7 @@ class PlannedTransport(Transport):
     ) -> None:
         self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
         self.local = neighbours(nodes) if shared and nodes is not None else 0
-        self.sharers = size if self.local == size else 1
+        self.sharers = max(1, self.local)
 
     def run(self, call: Call) -> None:
         """See Transport."""
@@ -58,7 +58,8 @@ class PlannedTransport(Transport):
 
     def common_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """See Transport."""
-        return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 else None
+        common = self.local == self.size or is_common(length, dtype)
+        return torch.zeros(length, dtype=dtype, device=device) if self.sharers > 1 and common else None
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""

@@ -77,7 +77,7 @@ class SharedTransport(Transport):
     def run(self, call: Call) -> Pending | None:
         """See Transport."""
         if call.operation == "barrier":
-            return drive(self._meet(call), call.blocking)
+            return drive(meet(self.memory, self.mpi, call), call.blocking)
         if call.operation == "all_gather" and call.output is not None and self.memory.is_common(call.output):
             return self.start(self._publish(call, call.output), call.blocking)
         if call.blocking and call.bytes <= self.inline_bytes and self._run_inline(call):
@@ -241,12 +241,6 @@ class SharedTransport(Transport):
         slot.finish()
         yield slot.finished(self._others)
 
-    def _meet(self, call: Call) -> Steps:
-        """A barrier, before which all has been read and written that was to be."""
-        self.memory.fence()
-        yield self.mpi.run(call)
-        self.memory.fence()
-
     def _lay(self, tensor: Tensor, spans: Sequence[Span], in_rounds: bool) -> _Laid:
         return _Laid(self.boards.open(), self.memory, self.rank, tensor, spans, self.round_bytes, in_rounds)
 
@@ -331,6 +325,13 @@ def take_staging(memory: NodeMemory) -> Tensor:
     if made is None:
         raise MemoryError("the node has no memory left to copy through")
     return made
+
+
+def meet(memory: NodeMemory, mpi: MpiTransport, call: Call) -> Steps:
+    """A barrier, before which all has been read and written that was to be."""
+    memory.fence()
+    yield mpi.run(call)
+    memory.fence()
 
 
 def _octets(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.shared import SharedTransport
 from hpctrain.comm.world import World
 from hpctrain.sharding.bucket import await_readers
@@ -105,6 +106,38 @@ def test_parameters_in_common_are_those_of_each_rank(world: World, name: str, mp
     assert {bucket.sharers for bucket in training.engine.buckets} == {1}
     training.engine.close()
     assert str(told) == str(expected)  # of a step without an update the norm is no number
+    for one, other in zip(flats, values, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("layout.zero=1", *FREE),
+        ("layout.zero=2", "precision.compute=bf16"),
+        ("layout.zero=1", *MIXTURE),
+        ("layout.zero=1", "optimizer.name=muon", "model.tied=false"),
+        ("layout.zero=3", "precision.compute=bf16"),
+    ],
+)
+def test_several_nodes_have_parameters_in_common_each(
+    world: World, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once on each node, but for slices of ZeRO-3; small ones, too, that else are each rank's own."""
+    monkeypatch.setattr(HierarchicalTransport, "least", 1)
+    nodes = ("communication.transport=shared", f"communication.ranks_per_node={world.size // 2}")
+    training, told, flats = trained(world, *keys, *nodes)
+    sharers = 1 if "layout.zero=3" in keys else world.size // 2
+    for bucket in training.engine.buckets:
+        host = bucket.sharding.group.host
+        assert isinstance(host, HierarchicalTransport) and bucket.sharers == sharers
+        assert isinstance(bucket.own_values, Tensor)
+        assert host.ways.memory.is_common(bucket.own_values) == (sharers > 1)
+    training.engine.close()
+    training, expected, values = trained(world, *keys, "communication.transport=mpi")
+    training.engine.close()
+    assert told == expected
     for one, other in zip(flats, values, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
