@@ -39,7 +39,10 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> list[str]:
     """The words of its command. CompilerError where there is none."""
     given = environment.get("CC", "").strip()
     for name in [given] if given else COMPILERS:
-        words = shlex.split(name)
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            raise CompilerError(f"no C compiler: $CC is {name}, no command: {error}") from error
         path = shutil.which(words[0], path=environment.get("PATH"))
         if path is not None:
             return [path, *words[1:]]
@@ -69,6 +72,8 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
                 problem = problem or next(
                     (line for line in lines if "error" in line), f"ended by {done.returncode}"
                 )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        problem = f"not done after {SECONDS:.0f} s"
+    except OSError as error:
         problem = str(error)
     raise CompilerError(f"{words[0]} makes nothing of {source.name}: {problem[:200]}")

@@ -58,10 +58,10 @@ INLINE float total(Floats x) {
     return sum;
 }
 
-/* 2^x to 2e-7, of what is above -126 and below 127, else of these. */
+/* 2^x to 2e-7, of what is below -126 of that; infinite from 128 on. */
 INLINE Floats power_of_2(Floats x) {
-    x = chosen(x > -126.0f, x, all(-126.0f) + (x - x));
-    x = chosen(x < 127.0f, x, all(127.0f) + (x - x));
+    x = chosen(x < -126.0f, all(-126.0f), x);
+    x = chosen(x > 128.0f, all(128.0f), x);
     Floats whole = (x + 12582912.0f) - 12582912.0f, f = x - whole;
     Floats p = all(1.535336188319500e-4f);
     p = p * f + 1.339887440266574e-3f;

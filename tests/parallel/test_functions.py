@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.functions import compiled_functions
+from hpctrain.parallel import compiler
 from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler
 from hpctrain.parallel.functions import (
     TORCH,
@@ -65,6 +66,24 @@ def test_gelu(compiled: CompiledFunctions) -> None:
     assert result.tolist() == pytest.approx([0, 0, 0, 0, 30, 100, 1e4], abs=1e-20)
     assert far.grad is not None
     assert far.grad.tolist() == pytest.approx([0, 0, 0, 0.5, 1, 1, 1], abs=1e-20)
+
+
+def test_what_is_huge_has_gates_of_one_and_nought(compiled: CompiledFunctions) -> None:
+    """As where a run diverges, for which an activation is no reason to say that it is not a number."""
+    for form in FORMATS:
+        huge = torch.tensor([-1e38, -1e18, -2e13, -1e13, 1e13, 2e13, 1e18, 1e38], dtype=form)
+        sides = [0.0] * 4 + [1.0] * 4
+        x = huge.clone().requires_grad_()
+        result = compiled.gelu(x)
+        assert torch.equal(result, huge.relu())
+        assert torch.autograd.grad(result[1:-1].sum(), x)[0].tolist()[1:-1] == sides[1:-1]
+        both = torch.stack((huge, torch.ones_like(huge)), -1).requires_grad_()
+        result = compiled.gated(both, (1, 1))
+        assert torch.equal(result[:, 0], huge.relu())
+        assert torch.autograd.grad(result.sum(), both)[0][:, 0].tolist() == sides
+        infinite = torch.tensor([math.inf], dtype=form)
+        assert compiled.gelu(infinite).isposinf()
+        assert compiled.gated(torch.cat((infinite, infinite)), (1, 1)).isposinf()
 
 
 def test_a_gate(compiled: CompiledFunctions) -> None:
@@ -181,7 +200,7 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
     assert not agrees(Wrong())
 
 
-def test_the_compiler_is_found_and_may_fail(tmp_path: Path) -> None:
+def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, path = tmp_path / "small.c", os.environ["PATH"]
     source.write_text("int seven(void) { return 7; }\n")
     assert open_library(compile_library(source)).seven() == 7
@@ -192,6 +211,8 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path) -> None:
         find_compiler({"PATH": str(tmp_path)})
     with pytest.raises(CompilerError, match="no C compiler: magic-cc not found"):
         find_compiler({"PATH": path, "CC": "magic-cc"})
+    with pytest.raises(CompilerError, match=r'no C compiler: \$CC is cc ", no command: No closing quotation'):
+        find_compiler({"PATH": path, "CC": 'cc "'})
     # One that knows neither of the names of this processor, and one that knows the second.
     script = tmp_path / "cc"
     script.write_text(
@@ -201,6 +222,10 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path) -> None:
     assert compile_library(source, {"PATH": f"{tmp_path}:{path}"}) == b"made"
     script.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(CompilerError, match="ended by 3"):
+        compile_library(source, {"PATH": f"{tmp_path}:{path}"})
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(compiler, "SECONDS", 0.5)
+    with pytest.raises(CompilerError, match=r"makes nothing of small.c: not done after 0 s"):
         compile_library(source, {"PATH": f"{tmp_path}:{path}"})
 
 
