@@ -5,7 +5,8 @@ phases of the step, bytes to and from disks. When there was none for `stability.
 where the rank is into `hang.<rank>.txt` of the run's folder, and asks the other ranks by a file to do the
 same. A rank that still moves takes the question away, and the run goes on: someone works, and the others
 wait for it with good reason. Otherwise rank 0, or the lowest one that can, says what follows from the
-reports, and the job ends. None of this needs MPI, which may be what hangs.
+reports, and the job ends; these stay, whoever moves meanwhile. None of this needs MPI, which may be what
+hangs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hpctrain.watch.hang import THREAD, HangReport, read_report, take_report, ve
 
 QUESTION = "hang.ask"  # name of the file by which a silent rank asks all others how they are
 
+_JUDGED = " judged"  # behind what the question holds once the job is being ended
 _ABORT_SECONDS = 10.0
 
 
@@ -96,7 +98,7 @@ class Watchdog:
         last_resort = _exit_after(4 * self.grace + 30)
         written = self._write(own)
         asked = time.monotonic()
-        while (self._asked() or not written) and self._signs() == signs:
+        while (self._asked() or self._judged() or not written) and self._signs() == signs:
             reports = self._reports(own)
             if len(reports) == self.world.size or time.monotonic() > asked + self.grace:
                 if own.rank == min(reports):
@@ -106,6 +108,8 @@ class Watchdog:
             if self._over.wait(self.pause):
                 break
         last_resort.cancel()
+        if self._judged():  # a launcher lets a stopped rank go on before it ends all
+            return
         self._remove(QUESTION)
         self._remove(self._path(own.rank).name)
 
@@ -113,16 +117,21 @@ class Watchdog:
         """Write this rank's report and the question; whether the folder took them."""
         try:
             write_report(self._path(own.rank), own, self.world.size)
-            temporary = self.folder / f".{QUESTION}.{own.rank}"
-            temporary.write_text(self._token, encoding="utf-8")
-            temporary.replace(self.folder / QUESTION)
+            self._put(self._token)
         except OSError as error:
             sentence = f"rank {own.rank} is silent and cannot report it: {describe(error)}; it is {own.state}"
             _tell(own.rank, sentence)
             return False
         return True
 
+    def _put(self, text: str) -> None:
+        temporary = self.folder / f".{QUESTION}.{self.world.rank}"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.folder / QUESTION)
+
     def _judge(self, reports: dict[int, HangReport]) -> NoReturn:
+        with contextlib.suppress(OSError):
+            self._put(self._token + _JUDGED)
         silent = max(report.silent for report in reports.values())
         why = verdict(reports, self.world.size)
         first = f"the run hangs: no rank gave a sign of life for {silent:.0f} s"
@@ -147,10 +156,16 @@ class Watchdog:
         return self.folder / f"hang.{rank}.txt"
 
     def _asked(self) -> bool:
+        return self._question() == self._token
+
+    def _judged(self) -> bool:
+        return self._question() == self._token + _JUDGED
+
+    def _question(self) -> str:
         try:
-            return (self.folder / QUESTION).read_text(encoding="utf-8") == self._token
+            return (self.folder / QUESTION).read_text(encoding="utf-8")
         except OSError:
-            return False
+            return ""
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from hpctrain.comm.calls import Call
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
+from hpctrain.watch import watchdog
 from hpctrain.watch.hang import (
     CallNote,
     GroupNote,
@@ -164,9 +166,9 @@ def test_a_missing_message_is_named_with_its_sender(hang: Callable[..., tuple[st
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: Path) -> None:
-    watchdog = Watchdog(world, mpi_tmp_path, 0.6)
-    watchdog.grace = 0.5  # after which the waiting rank would end the job
-    with watchdog:
+    dog = Watchdog(world, mpi_tmp_path, 0.6)
+    dog.grace = 0.5  # after which the waiting rank would end the job
+    with dog:
         if world.rank == 0:
             asked = False
             until = time.monotonic() + 2.5
@@ -178,6 +180,24 @@ def test_a_rank_that_works_excuses_those_that_wait(world: World, mpi_tmp_path: P
         world.everyone.barrier()
     world.everyone.barrier()
     assert not list(mpi_tmp_path.glob("hang.*"))
+
+
+def test_reports_stay_once_they_are_judged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launcher ends a job it lets stopped ranks go on, and so those that waited for them."""
+    ended = list[int]()
+
+    def abort(ending: World, code: int) -> None:
+        ending.ledger.calls.beats += 1
+        ended.append(code)
+
+    monkeypatch.setattr(World, "abort", abort)
+    monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, ended.clear))
+    own = world.alone()
+    Watchdog(own, tmp_path, 1.0)._ask(1.0)
+    assert ended == [70]
+    assert (tmp_path / "hang.0.txt").exists()
 
 
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
