@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import sys
 import weakref
 from bisect import bisect_left
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _NAME = "hpctrain"
 _ADDRESSES = 1 << 45  # of those that a process has, 2^47, what the files of a node may take together
 _POPULATE_WRITE = 23  # of madvise(2), from Linux 5.14 on
-_PROBE = 0x6E6F6465
+_PROBE_BITS = 62
 _FENCE_BYTES = 8  # of the window that is there for its fence: some libraries make none of no bytes
 _RESIDENT = re.compile(r"^([0-9a-f]+)-[0-9a-f]+ [^\n]*\n(?:\w+: [^\n]*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 
@@ -53,10 +54,10 @@ class Place(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """Memory in common that this rank uses: its bytes, by how many ranks, and whether it is this one's."""
+    """Memory in common that this rank uses: its bytes, the ranks that do, and whether it is this one's."""
 
     bytes: int
-    users: int
+    users: tuple[int, ...]
     own: bool
 
 
@@ -157,20 +158,21 @@ class NodeMemory:
         self._lent.append((begin, length + _pages(8 * users), words))
         return Place(self.rank, begin)
 
-    def common(self, place: Place, elements: int, dtype: torch.dtype, number: int, users: int) -> Tensor:
-        """What a rank has lent, as it lies: in use for as long as the tensor lives. This rank is `number` of
-        the `users`, all of which call this.
+    def common(self, place: Place, elements: int, dtype: torch.dtype, users: tuple[int, ...]) -> Tensor:
+        """What a rank has lent, as it lies: in use for as long as the tensor lives. All `users`, ranks of the
+        world, call this.
         """
         size, address = elements * dtype.itemsize, self._addresses[place.owner] + place.offset
         memory = (ctypes.c_char * size).from_address(address)
-        words = self.words(Place(place.owner, place.offset + _pages(size)), users)
+        words = self.words(Place(place.owner, place.offset + _pages(size)), len(users))
         self._common[address] = _Common(size, users, place.owner == self.rank)
-        weakref.finalize(memory, self._left.append, (address, words, number)).atexit = False
+        weakref.finalize(memory, self._left.append, (address, words, users.index(self.rank))).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=elements)
 
-    def is_common(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a piece of what `common` gives."""
-        return tensor.untyped_storage().data_ptr() in self._common
+    def is_common(self, tensor: Tensor, users: tuple[int, ...]) -> bool:
+        """Whether a tensor is a piece of what `common` gave these users."""
+        known = self._common.get(tensor.untyped_storage().data_ptr())
+        return known is not None and known.users == users
 
     def _settle(self) -> None:
         """Bring the accounts up to what is no more in use."""
@@ -223,7 +225,9 @@ class NodeMemory:
         here; of memory in common, whoever owns it, all but its part, one of as many as ranks use it.
         """
         self._settle()
-        beside = sum(each.bytes * each.own - -(-each.bytes // each.users) for each in self._common.values())
+        beside = sum(
+            each.bytes * each.own - -(-each.bytes // len(each.users)) for each in self._common.values()
+        )
         starts = {address for rank, address in self._addresses.items() if rank != self.rank}
         maps = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
         found = _RESIDENT.findall(maps)
@@ -258,13 +262,13 @@ def open_node_memory(node: MPI.Intracomm, rank: int) -> NodeMemory | str:
         failure = _opened(memory, [each for each in told if each is not None])
     failures: list[str] = [each for each in node.allgather(failure) if each]
     if memory is not None and not failures:
-        probe = memory.take(8)
+        probe, number = memory.take(8), secrets.randbits(_PROBE_BITS)
         if probe is not None:
-            memory.words(Place(rank, probe), 1)[0] = _PROBE + rank
+            memory.words(Place(rank, probe), 1)[0] = number
         memory.fence()
-        places = node.allgather(probe)
+        probes = node.allgather((probe, number))
         memory.fence()
-        failures = [each for each in node.allgather(_unseen(memory, told, places)) if each]
+        failures = [each for each in node.allgather(_unseen(memory, told, probes)) if each]
     if memory is None or failures:
         if memory is not None:
             memory.close()
@@ -288,13 +292,17 @@ def _opened(memory: NodeMemory, told: Sequence[tuple[int, int, int]]) -> str:
 
 
 def _unseen(
-    memory: NodeMemory, told: Sequence[tuple[int, int, int] | None], probes: Sequence[int | None]
+    memory: NodeMemory,
+    told: Sequence[tuple[int, int, int] | None],
+    probes: Sequence[tuple[int | None, int]],
 ) -> str:
-    """Whose number is not seen in its memory, if any: the number of its process may be another one's here."""
-    for ours, probe in zip(told, probes, strict=True):
+    """Whose number, which is like no other one's, is not seen in its memory, if any: here the number of its
+    process may be that of another one, which has such memory, too, for another job.
+    """
+    for ours, (probe, number) in zip(told, probes, strict=True):
         assert ours is not None
         if probe is None:
             return f"rank {ours[0]} gets no memory to share"
-        if memory.words(Place(ours[0], probe), 1)[0] != _PROBE + ours[0]:
+        if memory.words(Place(ours[0], probe), 1)[0] != number:
             return f"rank {memory.rank} does not see the memory of rank {ours[0]}"
     return ""

@@ -65,6 +65,8 @@ class SharedTransport(Transport):
         self.mpi, self.memory = mpi, memory
         self.rank, self.size = mpi.rank, mpi.size
         self.sharers = mpi.size
+        self.users: tuple[int, ...] = tuple(mpi.communicator.allgather(memory.rank))
+        """The ranks, as in the world."""
         self.boards = Boards(mpi.communicator, memory)
         self.messages = Messages(mpi.communicator, memory)
         self._lent = [0] * self.size  # bytes in common that each rank owns
@@ -78,8 +80,9 @@ class SharedTransport(Transport):
         """See Transport."""
         if call.operation == "barrier":
             return drive(meet(self.memory, self.mpi, call), call.blocking)
-        if call.operation == "all_gather" and call.output is not None and self.memory.is_common(call.output):
-            return self.start(self._publish(call, call.output), call.blocking)
+        common = call.output if call.operation == "all_gather" else None
+        if common is not None and self.memory.is_common(common, self.users):
+            return self.start(self._publish(call, common), call.blocking)
         if call.blocking and call.bytes <= self.inline_bytes and self._run_inline(call):
             return None
         if not self._is_ours(call):
@@ -115,7 +118,7 @@ class SharedTransport(Transport):
         self._lent[owner] += size
         place = self.memory.lend(size, self.size) if owner == self.rank else None
         place = self.mpi.communicator.bcast(place, owner)
-        return None if place is None else self.memory.common(place, length, dtype, self.rank, self.size)
+        return None if place is None else self.memory.common(place, length, dtype, self.users)
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""

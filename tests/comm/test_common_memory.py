@@ -159,3 +159,14 @@ def test_messages_have_none(world: World) -> None:
     group = Mesh(world, {"data": world.size}, "mpi").group("data")
     assert group.sharers == 1
     assert group.common_zeros(LENGTH, torch.float32) is None
+
+
+@pytest.mark.mpi(min_size=4)
+def test_other_groups_move_what_they_gather_there(world: World) -> None:
+    mesh = Mesh(world, {"data": world.size // 2, "tensor": 2}, "shared")
+    data, tensor = mesh.group("data"), mesh.group("tensor")
+    common = data.common_zeros(2 * LENGTH, torch.float32)
+    assert common is not None
+    tensor.all_gather(torch.full((LENGTH,), tensor.rank + 1.0), common)
+    data.barrier()
+    assert torch.equal(common, torch.arange(1.0, 3.0).repeat_interleave(LENGTH))
