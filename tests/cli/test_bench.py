@@ -86,7 +86,9 @@ def test_memory_is_that_of_each_alone(launch: Launch, work: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((work / "figures.json").read_text())["rows"]}
     assert list(rows) == ["data 2", wide]
-    assert all(30e6 < row["peak_bytes"] < row["node_bytes"] < 2 * row["peak_bytes"] for row in rows.values())
+    # A node's bytes count libraries by their share, of which whatever else runs here has its own.
+    assert rows[wide]["peak_bytes"] < rows[wide]["node_bytes"] < 2 * rows[wide]["peak_bytes"]
+    assert 30e6 < rows["data 2"]["node_bytes"] < rows[wide]["peak_bytes"]
     # 12.6M parameters, each with its gradient and two moments, on two ranks.
     assert rows[wide]["node_bytes"] - rows["data 2"]["node_bytes"] > 2 * 16 * 12e6
     assert [row["losses_agree"] for row in rows.values()] == [True, False]

@@ -70,10 +70,10 @@ def test_training_is_that_of_torch_to_rounding(world: World, family: str) -> Non
         own, other = (trainer(one, small_deck(*keys, *more)) for more in ((COMPILE,), ()))
         losses = [[step.loss for step in each.train(3)] for each in (own, other)]
         assert losses[0] == pytest.approx(losses[1], rel=bound / 10)
-        assert form == "bf16" or losses[0] != losses[1]
-        expected = other.gradients()
+        gradients, expected = own.gradients(), other.gradients()
+        assert any(not torch.equal(gradients[name], expected[name]) for name in expected)
         largest = max(float(each.norm()) for each in expected.values())
-        for name, gradient in own.gradients().items():
+        for name, gradient in gradients.items():
             apart = float((gradient - expected[name]).norm())
             assert apart <= 10 * bound * max(float(expected[name].norm()), 0.01 * largest), name
 

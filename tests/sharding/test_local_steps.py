@@ -26,6 +26,8 @@ from tests.sharding.replicas import Expected, outer_of, singles
 REPLICAS = "layout.replicas=2"
 CLIP = "optimizer.clip=0.1"
 DILOCO = ("communication.outer=diloco", REPLICAS, CLIP)
+CALM = "optimizer.epsilon=1e-3"
+"""With less AdamW makes steps of an element whose gradient is hardly more than rounding."""
 
 
 def keys(**values: object) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("delay", [0, 1])
 def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, delay: int, blend: float) -> None:
     """Streaming DiLoCo: two fragments, each every third step, a step apart."""
-    deck = small_deck(*DILOCO, *keys(local_steps=3, fragments=2, delay=delay, blend=blend))
+    deck = small_deck(*DILOCO, CALM, *keys(local_steps=3, fragments=2, delay=delay, blend=blend))
     training = trainer(world, deck, masked=0.0)
     expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for step in range(8):
@@ -68,7 +70,7 @@ def test_fragments_that_come_late_and_blend_are_as_worked_out(world: World, dela
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_local_sgd_is_the_mean_of_runs_of_one_rank(world: World, zero: int) -> None:
     """Bit for bit the runs of one rank until they meet, clipped by norms of their own."""
-    deck = small_deck(REPLICAS, CLIP, f"layout.zero={zero}", *keys(local_steps=3))
+    deck = small_deck(REPLICAS, CLIP, CALM, f"layout.zero={zero}", *keys(local_steps=3))
     training = trainer(world, deck, masked=0.0)
     expected = Expected(deck, singles(world, deck, training.step.batches, 2))
     for step in range(1, 5):
