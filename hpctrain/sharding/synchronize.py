@@ -183,8 +183,9 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
         if bucket.sharding.zero < 3 and bucket.values is not None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
             held.setdefault(bucket.sharding.group, []).extend(of_all)
-    names = {name for group, parts in held.items() for name in _differing(parts, group)}
-    names.update(name for bucket in buckets for name in _differing_ends(bucket))
+    fingerprints = _Fingerprints()
+    names = {name for group, parts in held.items() for name in _differing(parts, group, fingerprints)}
+    names.update(name for bucket in buckets for name in _differing_ends(bucket, fingerprints))
     differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if differing:
         raise HpctrainError(
@@ -192,11 +193,13 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
         )
 
 
-def _differing(parts: Sequence[tuple[BucketSegment, Flat]], group: Group) -> list[str]:
+def _differing(
+    parts: Sequence[tuple[BucketSegment, Flat]], group: Group, fingerprints: _Fingerprints
+) -> list[str]:
     """Names of the parameters whose values are not the same on all ranks of the group."""
     if not parts or group.size == 1:
         return []
-    sums = torch.stack([_fingerprint(values) for _, values in parts])
+    sums = torch.stack([fingerprints.of(values) for _, values in parts])
     gathered = group.all_gather(sums.unsqueeze(0))
     return [
         segment.parameter.shard.name
@@ -205,7 +208,7 @@ def _differing(parts: Sequence[tuple[BucketSegment, Flat]], group: Group) -> lis
     ]
 
 
-def _differing_ends(bucket: Bucket) -> Iterator[str]:
+def _differing_ends(bucket: Bucket, fingerprints: _Fingerprints) -> Iterator[str]:
     """Names of the parameters that the first and the last stage of the pipeline hold with other values.
 
     Slices are cut in other places on the two: the sums over all of them are compared.
@@ -213,21 +216,34 @@ def _differing_ends(bucket: Bucket) -> Iterator[str]:
     for segment, values, offset in bucket.owned(bucket.own_values):
         ends = segment.replication.ends
         if ends is not None:
-            own = _fingerprint(values, offset).unsqueeze(0)
+            own = fingerprints.of(values, offset).unsqueeze(0)
             if bucket.sharding.zero > 0:
                 own = bucket.sharding.group.all_gather(own).sum(0, keepdim=True)
             if not torch.equal(own, _from_other_end(ends, own)):
                 yield segment.parameter.shard.name
 
 
-def _fingerprint(values: Flat, position: int = 0) -> Tensor:
-    """An int64 sum over the bits of `values`, the first of them at `position`, which matters."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for _, read in to_read(values):
-        for piece in read.reshape(-1).split(_PIECE):
-            bits = piece.view(torch.int32 if piece.element_size() == 4 else torch.int16).long()
-            end = position + bits.numel()
-            weights = torch.arange(position + 1, end + 1, device=bits.device) * 2 + 1
-            total += (bits * weights).sum()
-            position = end
-    return total
+class _Fingerprints:
+    """Sums over bits of values, in memory that is taken once: pieces that come and go between what stays
+    would leave holes that the C library keeps, as large as the model.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def of(self, values: Flat, position: int = 0) -> Tensor:
+        """An int64 sum over the bits of `values`, the first of them at `position`, which matters."""
+        if values.device not in self._rooms:
+            odd = torch.arange(3, 2 * _PIECE + 3, 2, device=values.device)
+            self._rooms[values.device] = odd, torch.empty_like(odd)
+        odd, room = self._rooms[values.device]
+        total = torch.zeros((), dtype=torch.int64, device=values.device)
+        for _, read in to_read(values):
+            for piece in read.reshape(-1).split(_PIECE):
+                bits = room[: piece.numel()]
+                bits.copy_(piece.view(torch.int32 if piece.element_size() == 4 else torch.int16))
+                # Each is multiplied by the odd number of its position.
+                total += bits.sum() * (2 * position)
+                total += bits.mul_(odd[: len(bits)]).sum()
+                position += len(bits)
+        return total
