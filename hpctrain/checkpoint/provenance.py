@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ class HistorySegment:
     """One run of the chain: steps `first_step` to `last_step`, on so many ranks, from a checkpoint or none.
 
     `started` is UTC, such as "2026-03-01T12:00:00Z"; `commit` the package's, None where it is unknown.
-    `steps` are those that the whole run was to have, None where an older version wrote the file.
+    `steps` are those that the whole run was to have, None where an older version wrote the file; `computed`
+    names by what it computed its "products" and "functions", and is empty there.
     """
 
     title: str
@@ -39,6 +40,7 @@ class HistorySegment:
     started: str
     went_on_from: str | None = None
     steps: int | None = None
+    computed: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(row: object) -> HistorySegment | None:
@@ -51,8 +53,10 @@ class HistorySegment:
             **dict.fromkeys(("layout", "versions"), dict),
             **dict.fromkeys(("commit", "went_on_from"), (str, type(None))),
             "steps": (int, type(None)),
+            "computed": dict,
         }
         values: dict[str, Any] = {name: row.get(name) for name in kinds}
+        values["computed"] = row.get("computed", {})
         if not all(isinstance(value, kinds[name]) for name, value in values.items()):
             return None
         return HistorySegment(**values)
@@ -71,7 +75,13 @@ class Provenance:
     """The history and last losses of a run that goes on, for its checkpoints."""
 
     def __init__(
-        self, title: str, run_dir: str, layout: Layout, ranks: int, steps: int | None = None
+        self,
+        title: str,
+        run_dir: str,
+        layout: Layout,
+        ranks: int,
+        steps: int | None = None,
+        computed: Mapping[str, str] | None = None,
     ) -> None:
         self._here = HistorySegment(
             title=_cut(title),
@@ -84,6 +94,7 @@ class Provenance:
             commit=package_commit(),
             started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             steps=steps,
+            computed=dict(computed or {}),
         )
         self._earlier: list[HistorySegment] = []
         self._losses: deque[Loss] = deque(maxlen=LOSSES)

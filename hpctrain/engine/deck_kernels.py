@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -15,6 +17,7 @@ from hpctrain.deck.found import Found
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.precision import Precision
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernel_times import Measured
 from hpctrain.parallel.kernels import KERNELS, LIBRARY, Kernel, Kernels, Matrix, Pass, kernel_named
 from hpctrain.parallel.vocabulary import chunk_rows
@@ -106,6 +109,16 @@ def introduce_kernels(deck: Deck, kernels: Kernels) -> list[str]:
             by = (f"{name}" + (f" ({count})" if len(counts) > 1 else "") for name, count in counts.items())
             passes.append(f"{words} {', '.join(by)}")
     return [f"products are computed by: {'; '.join(passes)} ({kernels.why})"]
+
+
+def computed_by(groups: LayerGroups) -> dict[str, str]:
+    """What tells by what a run computes its "products" and "functions"."""
+    kernels = groups.kernels
+    choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
+    return {
+        "products": kernels.other.name if choice is None else f"chosen {choice:08x}",
+        "functions": "compiled" if groups.functions.compiled else "torch",
+    }
 
 
 def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:

@@ -16,6 +16,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.parallel.compiler import CompilerError, compile_library
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees, open_library
 
+_LEFT = "; those of the run that this goes on with were compiled: from here on its losses have other bits"
+
 
 def compiled_functions() -> bytes:
     """The library of `parallel/functions.c` for this processor. CompilerError where nothing makes it."""
@@ -54,7 +56,8 @@ def with_functions(deck: Deck, world: World) -> Deck:
             why = "" if agrees(functions) else "what was compiled computes something else"
     whys = [each for each in everyone.all_gather_object(why) if each]
     if whys or not functions.compiled:
-        functions = Functions(whys[0] if whys else "no library was made")
+        why = whys[0] if whys else "no library was made"
+        functions = Functions(f"{why}{_LEFT if deck.found.compiled else ''}")
     return deck.with_found(replace(deck.found, functions=functions))
 
 

@@ -24,6 +24,7 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.write import save
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
+from hpctrain.engine.deck_kernels import computed_by
 from hpctrain.sharding.state import OPTIMIZER
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
@@ -46,7 +47,12 @@ class Checkpoints(Hook):
         replicas = {"replicas": deck.layout.replicas} if deck.layout.replicas > 1 else {}
         self.layout = {**engine.mesh.sizes, "zero": deck.layout.zero, **replicas}
         self.provenance = Provenance(
-            deck.run.title, deck.run.dir, self.layout, engine.world.size, deck.run.steps
+            deck.run.title,
+            deck.run.dir,
+            self.layout,
+            engine.world.size,
+            deck.run.steps,
+            computed_by(engine.groups),
         )
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None

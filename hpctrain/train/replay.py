@@ -14,14 +14,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.provenance import Loss, history
+from hpctrain.checkpoint.provenance import HistorySegment, Loss, history
 from hpctrain.checkpoint.read import read_state
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.deck_kernels import as_before
+from hpctrain.engine.deck_kernels import as_before, computed_by
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.origin import same_corpus
@@ -202,13 +203,28 @@ def _reasons(
         reasons.append("another layout")
     elif state.get("ranks") != run.world.size and not made:
         reasons.append("another number of ranks")
-    if run.trainer.engine.groups.kernels.record != (state.get("products") or {}):
-        reasons.append("products that something else computes")
-    if run.trainer.engine.groups.functions.compiled != bool(state.get("compiled")):
-        reasons.append("functions that something else computes")
+    reasons += _computed_otherwise(run.trainer.engine.groups, state, recorded, made)
     reasons += [f"other keys of [{name}]" for name in changed if name != "layout"]
     here = library_versions()
     for name in ("hpctrain", "torch"):
         there = {segment.versions.get(name) for segment in made} or {state["versions"].get(name)}
         reasons += [f"another version of {name}"] if there != {here[name]} else []
+    return reasons
+
+
+def _computed_otherwise(
+    groups: LayerGroups, state: Mapping[str, Any], recorded: Recorded, made: Sequence[HistorySegment]
+) -> list[str]:
+    """What something else computes here than in the runs `made`, or, as the checkpoint says, before them."""
+    here, reasons = computed_by(groups), []
+    before = {
+        "products": groups.kernels.record != (state.get("products") or {}),
+        "functions": groups.functions.compiled != bool(state.get("compiled")),
+    }
+    for name, differs in before.items():
+        others = [each.first_step for each in made if each.computed.get(name, here[name]) != here[name]]
+        if others and others[0] > recorded.step + 1:
+            reasons.append(f"{name} that something else computed from step {others[0]} on")
+        elif others or (differs and not (made and all(name in each.computed for each in made))):
+            reasons.append(f"{name} that something else computes")
     return reasons

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.versions import commit_of
 
 
 def begin(title: str) -> Provenance:
-    return Provenance(title, f"runs/{title}", {"data": 2, "zero": 0}, 2)
+    return Provenance(title, f"runs/{title}", {"data": 2, "zero": 0}, 2, 30, {"functions": title})
 
 
 def test_every_resume_appends_to_the_chain() -> None:
@@ -34,6 +34,7 @@ def test_every_resume_appends_to_the_chain() -> None:
     ]
     assert found[0].layout == {"data": 2, "zero": 0}
     assert found[0].versions["torch"]
+    assert [(s.steps, s.computed) for s in found] == [(30, {"functions": f"run{n}"}) for n in range(3)]
     assert losses(state) == [Loss(step, 1 / step, 2 / step) for step in range(1, 31)]
 
 
@@ -58,8 +59,10 @@ def test_what_is_stored_is_bounded() -> None:
 
 def test_a_state_of_other_making_is_no_history() -> None:
     good = begin("good").stored(3)["history"][0]
-    for wrong in ({"ranks": "2"}, {"layout": None}, {"title": 3}, {"commit": 7}):
+    for wrong in ({"ranks": "2"}, {"layout": None}, {"title": 3}, {"commit": 7}, {"computed": 1}):
         assert HistorySegment.of(good | wrong) is None
+    older = HistorySegment.of({name: value for name, value in good.items() if name != "computed"})
+    assert older is not None and older.computed == {}
     rows = [good, 3, None, {}, {"title": "half"}]
     assert [segment.title for segment in history({"history": rows})] == ["good"]
     assert history({}) == history({"history": "text"}) == []

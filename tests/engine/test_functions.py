@@ -28,11 +28,12 @@ from hpctrain.errors import HpctrainError
 from hpctrain.parallel.compiler import CompilerError
 from hpctrain.parallel.functions import TORCH, CompiledFunctions
 from hpctrain.plan.memory import plan_memory
+from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, reference, small_deck, trainer
 from tests.plan.test_memory import expect_activations
-from tests.train.test_run import DECK
+from tests.train.test_run import DECK, write_deck
 
 COMPILE = "machine.compile=true"
 CPU = torch.device("cpu")
@@ -212,6 +213,38 @@ def test_resumed_runs_have_the_same_bits(
     assert resume(world, mpi_tmp_path / "torch", ["run.steps=4"]) == 0
     run("plain", "run.steps=4")
     assert losses("torch") == losses("plain") != losses("whole")
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_leaves_the_bits_says_so(
+    world: World, mpi_tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gelu = CompiledFunctions.gelu
+    monkeypatch.setattr(CompiledFunctions, "gelu", lambda self, x: gelu(self, x) * 1.0001)
+    monkeypatch.setattr(module, "agrees", lambda _: True)
+    deck, folder, shown = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run", list[str]()
+    keys = [f"run.dir={folder}", "checkpoint.every=2", "checkpoint.keep=9", COMPILE, "learning_rate.warmup=0"]
+    assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
+    assert "have other bits" not in capfd.readouterr().out
+
+    def replayed(step: int, *overrides: str) -> str:
+        path = folder / "checkpoints" / f"step-{step:08d}.h5"
+        assert replay(world, path, None, overrides, None, shown.append) == 0
+        told: str = world.everyone.broadcast_object(shown[-1] if shown else None)
+        return told
+
+    with monkeypatch.context() as without:
+        without.setattr(module, "compiled_functions", compiled_functions)
+        without.setenv("CC", "magic-cc")
+        assert resume(world, folder, ["run.steps=8"]) == 0
+        why = "functions of blocks are torch's: no C compiler: magic-cc not found; those of the run that this"
+        assert why in capfd.readouterr().out or world.rank
+        assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
+    later = "as is to be expected with functions that something else computed from step 5 on."
+    assert replayed(2).endswith(later)
+    # Its later steps were torch's, and the checkpoint before them tells of compiled ones.
+    assert replayed(4).endswith("as is to be expected with functions that something else computes.")
+    assert replayed(6).endswith("bit for bit.")
 
 
 @pytest.mark.mpi(max_size=1)

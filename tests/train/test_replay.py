@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.provenance import Loss, history, losses
+from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
@@ -132,6 +132,24 @@ def test_another_layout_gives_the_losses_to_rounding(
     assert code == 0
     assert "bit for bit" in lines[-1]
     assert judged == [[]]  # nothing there lets bits differ, though the checkpoint is of the layout before
+
+
+@pytest.mark.mpi(max_size=1)
+def test_products_of_later_runs_are_told(
+    world: World, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # That the run went on by another kernel its later checkpoint tells, and older ones could not.
+    resume(world, run_dir, ["run.steps=12", "machine.products=onednn", "checkpoint.keep=3"])
+    judged: list[list[str]] = []
+    monkeypatch.setattr(module, "judge", lambda *known: judged.append(known[2]) or judge(*known))
+    assert replayed(world, step_file(run_dir, 5), steps=7)[0] == 0
+    assert replayed(world, step_file(run_dir, 5), steps=5)[0] == 0
+    assert replayed(world, step_file(run_dir, 10))[0] == 0
+    kept = HistorySegment.of
+    monkeypatch.setattr(HistorySegment, "of", lambda row: kept(row | {"computed": {}}))
+    assert replayed(world, step_file(run_dir, 5), steps=7)[0] == 0
+    says = "products that something else compute"
+    assert judged == [[f"{says}d from step 11 on"], [], [f"{says}s"], []]
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
