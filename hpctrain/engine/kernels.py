@@ -41,7 +41,7 @@ from hpctrain.files import parse_json, read_text
 from hpctrain.model.build import bare_model, build_parts
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
-from hpctrain.parallel.kernel_times import Measured, candidates, measure, quickest
+from hpctrain.parallel.kernel_times import MEASUREMENT, Measured, candidates, measure, quickest
 from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.saved_policy import SavedPolicy
@@ -169,7 +169,15 @@ def cache_file() -> Path:
 
 
 def read_cache() -> dict[str, dict[str, str]]:
-    """By processor the choices that are kept, by name; nothing where there is no such file.
+    """By processor the choices that are kept, by name, of this way of measuring; nothing where there is no
+    such file.
+    """
+    here = f"; {MEASUREMENT}"
+    return {name.removesuffix(here): kept for name, kept in _kept().items() if name.endswith(here)}
+
+
+def _kept() -> dict[str, dict[str, str]]:
+    """All that is kept, by processor and way of measuring: other versions of this package may have theirs.
 
     Anybody may have written it: only what could have been kept counts.
     """
@@ -183,12 +191,12 @@ def read_cache() -> dict[str, dict[str, str]]:
 
 def write_cache(identity: str, found: Mapping[str, str]) -> None:
     """Keep choices beside those that are kept, the newest last, if there is a place for it."""
-    path, kept = cache_file(), read_cache()
-    of_this = {**kept.pop(identity, {})}
+    path, kept, key = cache_file(), _kept(), f"{identity}; {MEASUREMENT}"
+    of_this = {**kept.pop(key, {})}
     for name, choice in found.items():
         of_this.pop(name, None)
         of_this[name] = choice
-    kept[identity] = dict(list(of_this.items())[-MOST_KNOWN:])
+    kept[key] = dict(list(of_this.items())[-MOST_KNOWN:])
     text = json.dumps(dict(list(kept.items())[-_MOST_PROCESSORS:]), indent=1)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with suppress(OSError):

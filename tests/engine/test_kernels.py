@@ -27,7 +27,7 @@ from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.kernels import cache_file, choose_kernels, read_cache, with_kept_kernels, write_cache
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.copies import copied_bytes
-from hpctrain.parallel.kernel_times import Measured
+from hpctrain.parallel.kernel_times import MEASUREMENT, Measured
 from hpctrain.parallel.kernels import KERNELS, Kernels, OneDnn
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
@@ -159,6 +159,28 @@ def test_what_was_measured_is_kept_for_such_processors(
 
 
 @pytest.mark.mpi(max_size=1)
+def test_what_was_measured_in_another_way_is_measured_again(
+    world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = chosen(world)
+    # As before there was a word of the way.
+    written = json.loads(cache_file().read_text())
+    cache_file().write_text(json.dumps({processor_identity(): next(iter(written.values()))}))
+    assert read_cache() == {}
+    measuring.seconds = {}
+    again = chosen(world)
+    assert "measured" in again.why
+    assert set(again.record.values()) == {"library"} != set(first.record.values())
+    with monkeypatch.context() as other:
+        other.setattr(module, "MEASUREMENT", "measured otherwise")
+        measuring.seconds = QUICK_FORWARD
+        assert chosen(world).record == first.record
+    # Each keeps its own.
+    assert chosen(world).record == again.record
+    assert len(json.loads(cache_file().read_text())) == 3
+
+
+@pytest.mark.mpi(max_size=1)
 def test_plans_count_what_such_processors_multiply_by(
     world: World, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +232,8 @@ def test_what_was_found_goes_with_a_deck() -> None:
 def test_what_cannot_have_been_kept_is_measured(world: World, measuring: Measuring, content: str) -> None:
     first = chosen(world)
     name = next(iter(first.record))
-    text = content.replace("HERE", processor_identity()).replace("NAME", name)
+    here = f"{processor_identity()}; {MEASUREMENT}"
+    text = content.replace("HERE", here).replace("NAME", name)
     cache_file().write_text(text, encoding="latin-1")
     measuring.asked.clear()
     assert chosen(world).record == first.record
