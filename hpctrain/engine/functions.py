@@ -13,16 +13,23 @@ from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
-from hpctrain.parallel.compiler import CompilerError, compile_library
-from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees, open_library
+from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees
+from hpctrain.parallel.library import open_library
 
 _LEFT = "; those of the run that this goes on with were compiled: from here on its losses have other bits"
 
 
 def compiled_functions() -> bytes:
-    """The library of `parallel/functions.c` for this processor. CompilerError where nothing makes it."""
-    with as_file(files("hpctrain.parallel") / "functions.c") as source:
-        return compile_library(source)
+    """The library of `parallel/functions.c` for this processor. CompilerError where nothing makes it, or what
+    is made does not run here.
+    """
+    room = files("hpctrain.parallel")
+    with as_file(room / "functions.c") as source:
+        content = compile_library(source)
+    with as_file(room / "library.py") as program:
+        try_library(content, program)
+    return content
 
 
 def with_functions(deck: Deck, world: World) -> Deck:

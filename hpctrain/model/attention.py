@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.all_to_all_attention import all_to_all_attention
-from hpctrain.parallel.functions import turned, workspace_floats
+from hpctrain.parallel.functions import turned
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.library import workspace_floats
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
 from hpctrain.parallel.ring_attention import ring_attention
 from hpctrain.parallel.saved import Saving, Storage, total

@@ -1,13 +1,16 @@
-"""What makes a library of C for the processor that this is, with a compiler that is here."""
+"""What makes a library of C for the processor that this is, with a compiler that is here, and tries it."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
@@ -16,7 +19,7 @@ COMPILERS = ("cc", "gcc", "clang")
 """Looked for where $CC names none."""
 
 SECONDS = 120.0
-"""After so long a compiler is given up."""
+"""After so long a compiler is given up, and what it made."""
 
 _FLAGS = (
     "-O3",
@@ -29,6 +32,9 @@ _FLAGS = (
 )
 _PROCESSOR = ("-march=native", "-mcpu=native")
 """Of which the first that a compiler knows is taken: those of ARM's know but the second."""
+
+
+_TOO_LONG = "not done after {:.0f} s"
 
 
 class CompilerError(HpctrainError):
@@ -58,22 +64,58 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
             output = Path(folder) / "library.so"
             for processor in _PROCESSOR:
                 command = [*words, *_FLAGS, processor, "-o", str(output), str(source), "-lm"]
-                done = subprocess.run(
-                    command,
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=SECONDS,
-                    check=False,
-                )
-                if done.returncode == 0:
+                status, lines = _run(command, environment, Path(folder))
+                if status == 0:
                     return output.read_bytes()
-                lines = done.stderr.decode(errors="replace").split("\n")
-                problem = problem or next(
-                    (line for line in lines if "error" in line), f"ended by {done.returncode}"
-                )
+                problem = problem or next((line for line in lines if "error" in line), f"ended by {status}")
     except subprocess.TimeoutExpired:
-        problem = f"not done after {SECONDS:.0f} s"
+        problem = _TOO_LONG.format(SECONDS)
     except OSError as error:
         problem = str(error)
     raise CompilerError(f"{words[0]} makes nothing of {source.name}: {problem[:200]}")
+
+
+def try_library(content: bytes, program: Path) -> None:
+    """Have a process of its own run a program of Python, with the name of a file of a library. CompilerError
+    where it does not end well, as where the processor lacks an instruction that the library has.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="hpctrain-compiler-") as folder:
+            library = Path(folder) / "library.so"
+            library.write_bytes(content)
+            # Without what is installed beside Python, which takes longer than all the rest.
+            status, lines = _run(
+                [sys.executable, "-I", "-S", str(program), str(library)], os.environ, Path(folder)
+            )
+        if status == 0:
+            return
+        problem = signal.Signals(-status).name if status < 0 else lines[-1] or f"ended by {status}"
+    except subprocess.TimeoutExpired:
+        problem = _TOO_LONG.format(SECONDS)
+    except OSError as error:
+        problem = str(error)
+    raise CompilerError(f"what was compiled does not run on this processor: {problem[:200]}")
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, list[str]]:
+    """The status by which a command ends, and the lines that it says. TimeoutExpired after so many SECONDS:
+    it, and all that it has started, is gone then.
+    """
+    with (folder / "said").open("w+b") as said:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(SECONDS)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        said.seek(0)
+        return status, said.read().decode(errors="replace").strip().split("\n")

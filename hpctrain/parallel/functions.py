@@ -8,7 +8,6 @@ once and computes in fp32, so that results agree to the rounding of their format
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -17,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
+from hpctrain.parallel.library import Attention, Heads, workspace_floats
+
+_ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+"""What results may be apart, relatively and beside that, by format."""
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -115,72 +117,41 @@ class CompiledFunctions(Functions):
         return result
 
 
-def open_library(content: bytes) -> ctypes.CDLL:
-    """The library of these bytes, from memory: a folder of temporary files may not be for programs. OSError
-    where it cannot be loaded.
-
-    Its file stays open: the loader knows libraries by names, and would take another of this name for it.
-    """
-    file = os.memfd_create("hpctrain-functions")
-    with os.fdopen(os.dup(file), "wb") as stream:
-        stream.write(content)
-    return ctypes.CDLL(f"/proc/self/fd/{file}")
-
-
 def agrees(functions: Functions) -> bool:
-    """Whether these compute here what torch's do, values and gradients, but for rounding in fp32."""
+    """Whether these compute here what torch's do, values and gradients, but for rounding, in all formats."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    angles = random(37, 1, 1, 12).repeat(1, 1, 1, 2)
-    tables = angles.cos(), angles.sin()
+    rows, head = 70, 40  # more than a block, and whole tiles and what is left of them
+    angles = random(rows, 1, 1, head // 2).repeat(1, 1, 1, 2)
+    tables = [x.bfloat16().float() for x in (angles.cos(), angles.sin())]
     cases: list[tuple[Callable[..., Callable[..., Tensor]], list[Tensor]]] = [
         (lambda by: by.gelu, [4 * random(3, 35)]),
         (lambda by: lambda x: by.gated(x, (21, 21)), [random(3, 42)]),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
         (
-            lambda by: lambda q, k, v: by.attend(q, k, v, tables, None),
-            [random(37, 2, heads, 24) for heads in (4, 2, 2)],
+            lambda by: lambda q, k, v: by.attend(q, k, v, [x.to(q.dtype) for x in tables], None),
+            [random(rows, 2, heads, head) for heads in (4, 2, 2)],
         ),
     ]
-    return all(_agree(by(functions), by(TORCH), inputs) for by, inputs in cases)
+    return all(_agree(by(functions), by(TORCH), inputs, form) for by, inputs in cases for form in _ROUNDING)
 
 
-def _agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: Sequence[Tensor]) -> bool:
+def _agree(
+    one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: Sequence[Tensor], form: torch.dtype
+) -> bool:
+    """The `other` in fp32, of the same numbers."""
     found = []
-    for compute in (one, other):
-        leaves = [x.clone().requires_grad_() for x in inputs]
+    for compute, dtype in ((one, form), (other, torch.float32)):
+        leaves = [x.to(form).to(dtype).requires_grad_() for x in inputs]
         result = compute(*leaves)
-        (result * result.detach().cos()).sum().backward()
-        found.append([result, *(leaf.grad for leaf in leaves)])
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
-
-
-def workspace_floats(rows: int, head: int) -> int:
-    """Floats that attention needs in passing."""
-    keys, width = -(-rows // _PANEL) * _PANEL, -(-head // _LANES) * _LANES
-    return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
-
-
-class _Heads(ctypes.Structure):
-    _fields_ = (
-        ("at", ctypes.c_void_p),
-        ("row", ctypes.c_int64),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-    )
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "batch", "heads", "groups", "head")),
-        ("element", ctypes.c_int),
-        ("scale", ctypes.c_float),
-        ("cosine", ctypes.c_void_p),
-        ("sine", ctypes.c_void_p),
-    )
+        weight = torch.linspace(1, 7, result.numel()).cos().view(result.shape).to(form)
+        gradients = torch.autograd.grad(result, leaves, weight.to(dtype))
+        found.append([each.detach().float() for each in (result, *gradients)])
+    relative, beside = _ROUNDING[form]
+    return all(torch.allclose(a, b, rtol=relative, atol=beside) for a, b in zip(*found, strict=True))
 
 
 def _argument(given: object) -> object:
@@ -195,9 +166,9 @@ def _argument(given: object) -> object:
             return ctypes.c_int64(given) if isinstance(given, int) else given
 
 
-def _heads(x: Tensor) -> _Heads:
+def _heads(x: Tensor) -> Heads:
     assert x.stride(3) == 1
-    return _Heads(x.data_ptr(), *x.stride()[:3])
+    return Heads(x.data_ptr(), *x.stride()[:3])
 
 
 class _Gelu(torch.autograd.Function):
@@ -300,8 +271,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> _Attention:
+def _sizes(query: Tensor, key: Tensor, tables: Sequence[Tensor], scale: float) -> Attention:
     rows, batch, heads, head = query.shape
     addresses: list[int | None] = [table.data_ptr() for table in tables]
     addresses += [] if tables else [None, None]
-    return _Attention(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)
+    return Attention(rows, batch, heads, key.shape[2], head, query.element_size(), scale, *addresses)

@@ -32,6 +32,7 @@ from hpctrain.train.replay import replay
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, reference, small_deck, trainer
+from tests.parallel.test_functions import trapping
 from tests.plan.test_memory import expect_activations
 from tests.train.test_run import DECK, write_deck
 
@@ -151,6 +152,16 @@ def test_all_fall_back_where_one_cannot(
     monkey.undo()
     assert functions_of(with_functions(deck, world), CPU).compiled
     assert introduce_functions(small_deck(), TORCH) == []
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    deck, wrong = small_deck(COMPILE), trapping("attend")
+    monkeypatch.setattr(module, "compiled_functions", compiled_functions)
+    monkeypatch.setattr(module, "compile_library", lambda _: wrong)
+    found = functions_of(with_functions(deck, world), CPU)
+    assert not found.compiled
+    assert "what was compiled does not run on this processor: SIG" in introduce_functions(deck, found)[0]
 
 
 @pytest.mark.mpi(max_size=1)

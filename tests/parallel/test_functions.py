@@ -1,4 +1,7 @@
-"""Functions of blocks that are compiled, beside exact ones: values, gradients, formats, shapes; compilers."""
+"""Functions of blocks that are compiled, beside exact ones: values, gradients, formats, shapes; compilers.
+
+Tests of parallel/functions.py, parallel/library.py and parallel/compiler.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import ctypes
 import math
 import os
 import stat
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,16 +20,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.engine.functions import compiled_functions
-from hpctrain.parallel import compiler
-from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler
+from hpctrain.parallel import compiler, library
+from hpctrain.parallel.compiler import CompilerError, compile_library, find_compiler, try_library
 from hpctrain.parallel.functions import (
     TORCH,
     CompiledFunctions,
     Functions,
     agrees,
-    open_library,
-    workspace_floats,
 )
+from hpctrain.parallel.library import open_library, workspace_floats
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """How far results may be from the exact ones, in the norm."""
@@ -181,11 +185,11 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
 
 
 def test_memory_is_as_told(compiled: CompiledFunctions) -> None:
-    library = compiled._library
-    assert library is not None
-    library.attention_floats.restype = ctypes.c_size_t
+    found = compiled._library
+    assert found is not None
+    found.attention_floats.restype = ctypes.c_size_t
     for rows, head in ((1, 1), (33, 40), (4096, 128)):
-        told = library.attention_floats(ctypes.c_int64(rows), ctypes.c_int64(head))
+        told = found.attention_floats(ctypes.c_int64(rows), ctypes.c_int64(head))
         assert told == workspace_floats(rows, head)
 
 
@@ -198,6 +202,43 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
             return 1.001 * super().gated(x, sizes)
 
     assert not agrees(Wrong())
+
+    class WrongInHalf(Functions):
+        def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+            result = super().rms_norm(x, weight, epsilon)
+            return 1.05 * result if x.dtype == torch.bfloat16 else result
+
+    assert not agrees(WrongInHalf())
+
+
+def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
+    """The library of `functions.c` with something that is not to be done in one of its functions."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "functions.c"
+        text = Path(library.__file__).with_name("functions.c").read_text()
+        at = text.index("{", text.index(f"\nvoid {before}(")) + 1
+        source.write_text(text[:at] + instead + text[at:])
+        return compile_library(source)
+
+
+def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Path(library.__file__)
+    try_library(compiled_functions(), program)
+    for name in ("gelu_gradient", "attend_gradient"):
+        with pytest.raises(CompilerError, match=r"does not run on this processor: SIG(ILL|TRAP)$"):
+            try_library(trapping(name), program)
+    with pytest.raises(CompilerError, match=r"does not run .*SIG(ILL|TRAP)"):  # in bf16 alone
+        try_library(trapping("gated", "if (size == 2) __builtin_trap();"), program)
+    source = tmp_path / "small.c"
+    source.write_text("void gelu(void) {}\n")
+    with pytest.raises(CompilerError, match=r"does not run on this processor: .*gelu_gradient"):
+        try_library(compile_library(source), program)
+    with pytest.raises(CompilerError, match="does not run on this processor"):
+        try_library(b"no library", program)
+    endless = trapping("rms_norm", "for (volatile int one = 1; one;);")
+    monkeypatch.setattr(compiler, "SECONDS", 1.0)
+    with pytest.raises(CompilerError, match="does not run on this processor: not done after 1 s"):
+        try_library(endless, program)
 
 
 def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +268,26 @@ def test_the_compiler_is_found_and_may_fail(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(compiler, "SECONDS", 0.5)
     with pytest.raises(CompilerError, match=r"makes nothing of small.c: not done after 0 s"):
         compile_library(source, {"PATH": f"{tmp_path}:{path}"})
+
+
+def test_nothing_is_left_of_a_compiler_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, number = tmp_path / "cc", tmp_path / "number"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {number}.new\nmv {number}.new {number}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(compiler, "SECONDS", 2.0)
+    with pytest.raises(CompilerError, match="not done after 2 s"):
+        compile_library(tmp_path / "small.c", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    process = Path("/proc", number.read_text().strip(), "stat")
+    for _ in range(1000):
+        try:
+            if process.read_text().rpartition(")")[2].split()[0] == "Z":
+                return  # ended, and whoever is to take note of it has not
+        except FileNotFoundError:
+            return
+        time.sleep(0.01)
+    pytest.fail("what the compiler had started goes on")
 
 
 _OUTPUT = r"""echo "$*" | sed 's/.* -o \([^ ]*\) .*/\1/'"""

@@ -1,0 +1,83 @@
+"""The library that is made of `functions.c`, as ctypes calls it; as a program, it calls all functions of one.
+
+Imports nothing but what Python brings: the program is to take no time. What was compiled may have
+instructions that a processor, or what emulates it, does not know: whoever calls that ends without a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
+
+
+class Heads(ctypes.Structure):
+    """See functions.c."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
+class Attention(ctypes.Structure):
+    """See functions.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "batch", "heads", "groups", "head")),
+        ("element", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+    )
+
+
+def workspace_floats(rows: int, head: int) -> int:
+    """Floats that attention needs in passing."""
+    keys, width = -(-rows // _PANEL) * _PANEL, -(-head // _LANES) * _LANES
+    return 6 * keys * width + _ROWS * (2 * keys + 3 * width)
+
+
+def open_library(content: bytes) -> ctypes.CDLL:
+    """The library of these bytes, from memory: a folder of temporary files may not be for programs. OSError
+    where it cannot be loaded.
+
+    Its file stays open: the loader knows libraries by names, and would take another of this name for it.
+    """
+    file = os.memfd_create("hpctrain-functions")
+    with os.fdopen(os.dup(file), "wb") as stream:
+        stream.write(content)
+    return ctypes.CDLL(f"/proc/self/fd/{file}")
+
+
+def call_all(library: ctypes.CDLL) -> None:
+    """Every function, of both formats, with whole tiles, what is left of them, and several blocks."""
+    rows, heads, head = _ROWS + 6, 2, 2 * _LANES + 8
+    memory = ctypes.create_string_buffer(4 * workspace_floats(rows, head))
+    zeros = ctypes.create_string_buffer(4 * rows * heads * head)
+    x, height, width = ctypes.byref(zeros), ctypes.c_int64(rows), ctypes.c_int64(head)
+    address = ctypes.addressof(zeros)
+    tensor = ctypes.byref(Heads(address, heads * head, heads * head, head))
+    first, last = ctypes.c_int64(0), ctypes.c_int64(1)
+    for size in (4, 2):
+        sizes = ctypes.byref(Attention(rows, 1, heads, 1, head, size, 1.0, address, address))
+        library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
+        library.gelu_gradient(x, x, x, ctypes.c_int64(rows * head + 1), size)
+        library.gated(x, x, height, width, size)
+        library.gated_gradient(x, x, x, height, width, size)
+        library.rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
+        library.rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
+        library.attend(sizes, *[tensor] * 4, x, memory, first, last)
+        library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
+
+
+if __name__ == "__main__":
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    call_all(open_library(Path(sys.argv[1]).read_bytes()))
