@@ -18,6 +18,7 @@ from hpctrain.parallel.fp8.found import native
 from hpctrain.parallel.fp8.recipes import RECIPES
 from hpctrain.plan.words import active_words
 from hpctrain.report.recorded import TRACE_FILE
+from hpctrain.sharding.eight_bit_gather import EightBitBucket
 from hpctrain.sharding.fragments import Timing
 from hpctrain.train.batch_size import samples_of
 from hpctrain.units import format_bytes, format_count
@@ -71,7 +72,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
     lines += introduce_functions(deck, engine.groups.functions)
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
-    lines += _sums(deck, engine) + _meetings(deck, engine)
+    lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)
     lines += introduce_recompute(deck, shape, engine.models, engine.schedule, mesh.coordinate("pipeline"))
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 
@@ -113,6 +114,16 @@ def _meetings(deck: Deck, engine: Engine) -> list[str]:
             "model that is evaluated and saved"
         )
     return [line]
+
+
+def _gathers(engine: Engine) -> list[str]:
+    """That weights come in 8 bits from where they lie already."""
+    if not any(isinstance(bucket, EightBitBucket) and bucket.sharers > 1 for bucket in engine.buckets):
+        return []
+    return [
+        "precision.fp8_gather = true sends nothing less here: these ranks have weights once in the memory of "
+        "their node; it takes memory for a copy in 8 bits, and spares each rank to quantize all of them"
+    ]
 
 
 def decay_ended(deck: Deck, step: int) -> str:

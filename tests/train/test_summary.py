@@ -116,6 +116,23 @@ def test_how_gradients_are_summed_is_said(world: World, mpi_tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_weights_that_are_there_already_are_said(world: World, mpi_tmp_path: Path) -> None:
+    if world.rank == 0:
+        (mpi_tmp_path / "a.txt").write_text("a" * 3200)
+    prepare(world, mpi_tmp_path / "tokens.h5", [str(mpi_tmp_path / "a.txt")])
+    keys = (f"data.tokens={mpi_tmp_path}/tokens.h5", "model.vocabulary=257", "layout.zero=3")
+
+    def said(*more: str) -> bool:
+        deck = small_deck(*keys, "precision.compute=fp8", *more)
+        lines = introduction(deck, trainer(world, deck).engine, open_corpus(deck, world), 1e9)
+        return any(line.startswith("precision.fp8_gather = true sends nothing less here") for line in lines)
+
+    assert said("precision.fp8_gather=true")
+    assert not said()
+    assert not said("precision.fp8_gather=true", "communication.transport=mpi")
+
+
 def test_a_second_warm_up_is_said() -> None:
     before = small_deck("learning_rate.warmup=1", "run.steps=10")
     longer = small_deck("learning_rate.warmup=20", "run.steps=200")
