@@ -99,8 +99,9 @@ class Watchdog:
         written = self._write(own)
         asked = time.monotonic()
         while (self._asked() or self._judged() or not written) and self._signs() == signs:
-            reports = self._reports(own)
-            if len(reports) == self.world.size or time.monotonic() > asked + self.grace:
+            late = time.monotonic() > asked + self.grace
+            reports = self._reports(own, late)
+            if len(reports) == self.world.size or late:
                 if own.rank == min(reports):
                     self._judge(reports)
                 if time.monotonic() > asked + 3 * self.grace:
@@ -141,15 +142,19 @@ class Watchdog:
         self.on_hang(f"hang: {why[0]}")
         self.world.abort(EXIT_INTERNAL)
 
-    def _reports(self, own: HangReport) -> dict[int, HangReport]:
-        """All reports there are, for rank 0; for others those of lower ranks, until one is found."""
+    def _reports(self, own: HangReport, late: bool) -> dict[int, HangReport]:
+        """All reports there are, for rank 0; for others the first one of a lower rank, and where there is
+        none, though it is `late`, all: the lowest of these ranks tells of them.
+        """
         reports = {own.rank: own}
-        for rank in range(1, self.world.size) if own.rank == 0 else range(own.rank):
+        for rank in range(own.rank):
+            report = read_report(self._path(rank), self._token)
+            if report is not None:
+                return reports | {rank: report}
+        for rank in range(own.rank + 1, self.world.size if late or own.rank == 0 else 0):
             report = read_report(self._path(rank), self._token)
             if report is not None:
                 reports[rank] = report
-                if own.rank != 0:
-                    break
         return reports
 
     def _path(self, rank: int) -> Path:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,29 @@ def test_reports_stay_once_they_are_judged(
     Watchdog(own, tmp_path, 1.0)._ask(1.0)
     assert ended == [70]
     assert (tmp_path / "hang.0.txt").exists()
+
+
+def test_where_rank_0_is_stopped_the_lowest_rank_tells_of_all_that_answer(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+
+    def abort(ending: World, _: int) -> None:
+        ending.ledger.calls.beats += 1
+
+    monkeypatch.setattr(World, "abort", abort)
+    monkeypatch.setattr(watchdog, "_exit_after", lambda _: threading.Timer(0, told.clear))
+    monkeypatch.setattr(watchdog.os, "_exit", lambda _: None)  # of a rank that nobody ends in time
+    own = world.alone()
+    own.rank, own.size = 1, 4
+    dog = Watchdog(own, tmp_path, 1.0, told.append)
+    dog.grace = 0.0
+    for rank in (2, 3):
+        write_report(tmp_path / f"hang.{rank}.txt", replace(report(rank, None), token=""), own.size)
+    dog._ask(1.0)
+    assert told == [
+        "hang: rank 0 does not answer: its process is dead or stopped, or cannot write to the run's folder"
+    ]
 
 
 def test_a_report_is_read_as_it_was_written(world: World, tmp_path: Path) -> None:
