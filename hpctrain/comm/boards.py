@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hpctrain.comm.library import MPI
@@ -48,10 +48,10 @@ class Pieces(NamedTuple):
 class Reached:
     """A Pending: certain numbers on boards are at least as large as they are waited for to be."""
 
-    __slots__ = ("_fence", "_left")
+    __slots__ = ("_left", "_memory")
 
-    def __init__(self, left: list[tuple[memoryview, int, int]], fence: Callable[[], None]) -> None:
-        self._left, self._fence = left, fence
+    def __init__(self, left: list[tuple[memoryview, int, int]], memory: NodeMemory) -> None:
+        self._left, self._memory = left, memory
 
     def test(self) -> bool:
         """See Pending."""
@@ -61,12 +61,12 @@ class Reached:
             if board[word] < least:
                 return False
             left.pop()
-        self._fence()
+        self._memory.fence()
         return True
 
     def wait(self) -> None:
         """See Pending."""
-        poll(self.test)
+        poll(self.test, progress=self._memory.progress)
 
 
 class Boards:
@@ -75,7 +75,7 @@ class Boards:
     def __init__(self, communicator: MPI.Intracomm, memory: NodeMemory) -> None:
         """Collective over the group. MemoryError where the system has no memory for one."""
         self.rank, self.size = communicator.rank, communicator.size
-        self.fence = memory.fence
+        self.memory = memory
         self._words = _STARTS + -(-self.size // _LINE) * _LINE
         count = self._words * SLOTS
         free = memory.boards.setdefault(count, [])
@@ -98,7 +98,7 @@ class Boards:
         begin = self.next * self._words
         self._operations[0] = number = self._operations[0] + 1
         boards = [board[begin : begin + self._words] for board in self._boards]
-        return Slot(self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.fence)
+        return Slot(self.rank, boards, [(number + ahead) << _BITS for ahead in self._ahead], self.memory)
 
 
 def _keep(free: list[tuple[int, int]], offset: int, operations: list[int]) -> None:
@@ -110,9 +110,9 @@ class Slot:
     """One operation on the boards of all ranks. Ranks are those of the group."""
 
     def __init__(
-        self, rank: int, boards: Sequence[memoryview], begun: Sequence[int], fence: Callable[[], None]
+        self, rank: int, boards: Sequence[memoryview], begun: Sequence[int], memory: NodeMemory
     ) -> None:
-        self._own, self._boards, self._begun, self._fence = boards[rank], boards, begun, fence
+        self._own, self._boards, self._begun, self._memory = boards[rank], boards, begun, memory
         self._mine = begun[rank]
 
     def lay(self, pieces: Pieces) -> None:
@@ -123,12 +123,12 @@ class Slot:
 
     def give(self, rounds: int) -> None:
         """So many rounds of this rank's pieces are there for the others."""
-        self._fence()
+        self._memory.fence()
         self._own[_GIVEN] = self._mine + rounds
 
     def finish(self, rounds: int = ROUNDS) -> None:
         """This rank has read, and written, what it has to of so many rounds; without a number, of all."""
-        self._fence()
+        self._memory.fence()
         self._own[_DONE] = self._mine + rounds
 
     def pieces(self, rank: int) -> Pieces:
@@ -147,4 +147,4 @@ class Slot:
         return self._reached(ranks, _DONE, rounds)
 
     def _reached(self, ranks: Iterable[int], word: int, rounds: int) -> Reached:
-        return Reached([(self._boards[r], word, self._begun[r] + rounds) for r in ranks], self._fence)
+        return Reached([(self._boards[r], word, self._begun[r] + rounds) for r in ranks], self._memory)

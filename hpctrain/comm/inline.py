@@ -139,7 +139,7 @@ def open_inline(communicator: MPI.Intracomm, memory: NodeMemory) -> Inline | Non
         for turn in range(_TURNS)
     ]
     counts = [(memory.words(Place(owner, start), 1), count) for owner, (start, count) in pairs]
-    inline = Inline(communicator.rank, copies, counts, memory.fence, communicator.Iprobe)
+    inline = Inline(communicator.rank, copies, counts, memory.fence, memory.progress)
     # A later group of the very same ranks, who are all done with what was, goes on with the count.
     assert offset is not None
     weakref.finalize(inline, free.append, offset).atexit = False

@@ -49,7 +49,7 @@ class Block:
 
     def taken(self, memory: NodeMemory) -> Reached:
         """Until it is."""
-        return Reached([(self._taken, 0, self.sent)], memory.fence)
+        return Reached([(self._taken, 0, self.sent)], memory)
 
 
 class Messages:

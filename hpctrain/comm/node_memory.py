@@ -25,7 +25,7 @@ import sys
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,6 +74,9 @@ class NodeMemory:
         self._window = MPI.Win.Allocate_shared(_FENCE_BYTES, 1, comm=MPI.COMM_SELF)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self.fence = self._window.Sync
+        # Of one's own, from whom nothing comes: where MPI has something at hand, it helps nothing along.
+        self.progress: Callable[[], object] = MPI.COMM_SELF.Iprobe
+        """Helps this rank's messages along: those who are waited for here may wait for these."""
         self._maps: dict[int, mmap.mmap] = {}
         self._addresses: dict[int, int] = {}
         self._map(rank, self._file)

@@ -2,7 +2,7 @@
 
 Started ones go on while this rank tests or waits for any of them, in whatever order, but not while it
 computes or sits in a blocking call: what one rank waits for before a blocking call, the others must wait for
-before it too.
+before it too. Messages alone, from one rank to another, go on in blocking calls, as those of MPI do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.comm.calls import Call
 from hpctrain.comm.ledger import LedgerEntry
 from hpctrain.comm.timeline import TimelineSpan
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.transport import Pending, poll
 
 Result = TypeVar("Result", bound="Tensor | None")
 
@@ -128,9 +128,7 @@ class StartedWork(Work[Result]):
                 self._pending.wait()
                 self._done()
             else:  # others may wait for what this rank does next in its other operations
-                while not self._go_on():
-                    for work in list(self._under_way):
-                        work._go_on()
+                poll(self._go_on_beside_others)
             self._call.group.leave()
             self._count(began)
         return self._result
@@ -147,6 +145,13 @@ class StartedWork(Work[Result]):
     def _go_on(self) -> bool:
         if self._pending is not None and self._pending.test():
             self._done()
+        return self._pending is None
+
+    def _go_on_beside_others(self) -> bool:
+        if self._go_on():
+            return True
+        for work in list(self._under_way):
+            work._go_on()
         return self._pending is None
 
     def _done(self) -> None:

@@ -7,6 +7,7 @@ comm/topology.py, on nodes that are emulated.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,50 @@ def test_random_sequences_are_those_of_messages(groups: tuple[Group, Group]) -> 
     for seed in range(SEQUENCES.get(groups[0].size, 40)):
         transport.piece_bytes = random.Random(seed).choice((1000, 3000, 1 << 20))
         Random(seed, groups).run()
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken"])
+def test_messages_to_other_nodes_go_on_while_a_rank_waits_in_its_own(world: World, waits: str) -> None:
+    """A large one, without which a rank of the other node lets that one not come who is waited for.
+
+    Where ranks may read each other's memory, as within one machine, MPI needs no sender for it.
+    """
+    everyone = on_nodes(world, 2)
+    own = World(world.communicator.Dup())
+    own.emulate_nodes(2)
+    near = Mesh(own, {"data": 2, "tensor": 2}, "shared").group("tensor")
+    large, word, came = torch.arange(1 << 20), torch.ones(1), True
+    sums = torch.ones(1000 if waits == "inline" else 1 << 18)
+
+    def meet() -> None:
+        if waits != "until it is taken":
+            near.all_reduce(sums)
+        elif near.rank == 0:
+            near.send(near.empty(sums.shape, sums.dtype).fill_(1.0), 1)
+        else:
+            near.recv(sums, 0)
+
+    if world.rank == 1:
+        near.send(word, 0)  # one that waits to be received stands in nobody's way
+    everyone.barrier()
+    if world.rank == 0:
+        work = everyone.start_send(large, 2)
+        meet()
+        work.wait()
+        near.recv(word, 1)
+    elif world.rank == 1:
+        coming = everyone.start_recv(word, 2)
+        for _ in range(20_000):
+            if came := coming.test():
+                break
+            time.sleep(1e-3)
+        meet()
+        coming.wait()
+    elif world.rank == 2:
+        assert torch.equal(everyone.recv(torch.empty_like(large), 0), large)
+        everyone.send(word, 1)
+    assert all(world.everyone.all_gather_object(came))
 
 
 def call_of(operation: str, group: Group, dtype: torch.dtype, elements: int) -> Call:

@@ -185,6 +185,43 @@ def test_what_is_one_memory_is_not_moved(
     group.barrier()
 
 
+@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken"])
+def test_who_waits_helps_its_messages_along(
+    world: World, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """The others come when they have seen it do so."""
+    group = Mesh(World(world.communicator.Dup()), {"data": world.size}, "shared").group("data")
+    memory, tensor, seen = memory_of(group), torch.ones(100 if waits == "inline" else 1 << 18), True
+    assert isinstance(group.host, SharedTransport)
+    group.host.least_inline = 0
+    own = memory.take(8) if world.rank == 0 else None
+    word, progress = memory.words(Place(0, world.everyone.broadcast_object(own)), 1), memory.progress
+
+    def helps() -> None:
+        word[0] = 1
+        progress()
+
+    if world.rank == 0:
+        monkeypatch.setattr(memory, "progress", helps)
+    group.all_reduce(tensor)  # where they meet is made now
+    world.everyone.barrier()
+    if world.rank == 0:
+        word[0] = 0
+    world.everyone.barrier()
+    if world.rank:
+        for _ in range(20_000):
+            if seen := bool(word[0]):
+                break
+            time.sleep(1e-3)
+    if waits != "until it is taken":
+        group.all_reduce(tensor)
+    elif world.rank == 0:
+        group.send(group.empty(tensor.shape, tensor.dtype).fill_(1.0), 1)
+    elif world.rank == 1:
+        group.recv(tensor, 0)
+    assert all(world.everyone.all_gather_object(seen))
+
+
 @pytest.mark.parametrize("inline", [False, True])
 def test_boards_serve_one_group_after_the_other(world: World, inline: bool) -> None:
     """Numbers of operations go on, so that nobody takes those of an earlier group for its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +72,29 @@ def test_works_of_one_result(world: World) -> None:
             pass
         assert work.wait() is parts[0] and work.test()
         assert all(bool((part == world.size).all()) for part in parts)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_waits_for_one_of_several_lets_others_have_the_core(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yields, asked = 0, os.sched_yield
+
+    def counting() -> None:
+        nonlocal yields
+        yields += 1
+        asked()
+
+    monkeypatch.setattr("hpctrain.comm.transport.os.sched_yield", counting)
+    if world.rank:
+        time.sleep(0.1)
+    parts = [torch.full((size,), 1.0) for size in (70_000, 3)]
+    works = [world.everyone.start_all_reduce(part) for part in parts]
+    works[0].wait()
+    seen = yields
+    works[1].wait()
+    assert seen or world.rank
+    assert all(bool((part == world.size).all()) for part in parts)
 
 
 def test_nothing_to_do() -> None:
