@@ -52,7 +52,7 @@ class Output:
         self.terminal = terminal
 
     def show(self, text: str) -> None:
-        """Print some text; OSError where it cannot be written, but not where nobody reads on."""
+        """Print some text; OSError where it cannot be written, a BrokenPipeError where nobody reads on."""
         if self.terminal:
             text = text.translate(PICTURES)
         encoding = sys.stdout.encoding or "utf-8"
@@ -61,5 +61,4 @@ class Output:
         except OSError as error:
             # What is left in the buffer must not raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if not isinstance(error, BrokenPipeError):
-                raise OSError(error.errno, error.strerror, "stdout") from None
+            raise OSError(error.errno, error.strerror, "stdout") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -73,3 +74,21 @@ def test_closed_streams_are_no_mistake(closed: str) -> None:
     words = f"{shlex.quote(sys.executable)} -m hpctrain --version {closed}"
     done = subprocess.run(["bash", "-c", words], env=clean_environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["deck", "--reference"],
+        ["schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
+        ["doctor"],
+    ],
+)
+def test_a_reader_that_leaves_is_told_by_the_exit_code_alone(words: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "hpctrain", *words]
+    done = subprocess.run(command, env=clean_environment(), stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
