@@ -8,6 +8,9 @@ from hpctrain.deck.key import Section, key
 
 _LONGEST_HISTORY = 100_000
 
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-14, 2.0**24
+"""Between which a loss scale goes."""
+
 
 class PrecisionSection(Section):
     """Number formats. Master weights and moments are always fp32."""
@@ -52,7 +55,12 @@ class PrecisionSection(Section):
     fp8_gather: bool = key(
         "Whether weights are gathered in 8 bits with zero = 3 (tensor, delayed); no bit changes.", False
     )
-    initial_loss_scale: float = key("First loss scale (fp16 only).", 65536.0, gt=0)
+    initial_loss_scale: float = key(
+        "First loss scale, from 2^-14 to 2^24 as all later ones (fp16 only).",
+        65536.0,
+        ge=SMALLEST_LOSS_SCALE,
+        le=LARGEST_LOSS_SCALE,
+    )
     loss_scale_window: int = key(
         "Steps without overflow after which the loss scale doubles (fp16 only).", 1000, unit="steps", ge=1
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from hpctrain.deck.precision import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
+
 
 class LossScale:
     """Halves after a step with a non-finite gradient, doubles after `window` good ones in a row.
 
     A `window` of 0 keeps the scale constant.
     """
-
-    SMALLEST = 2.0**-14
-    LARGEST = 2.0**24
 
     def __init__(self, initial: float, window: int) -> None:
         self.value, self.window = initial, window
@@ -21,10 +20,10 @@ class LossScale:
         if not self.window:
             return
         if not finite:
-            self.value = max(self.SMALLEST, self.value / 2)
+            self.value = max(SMALLEST_LOSS_SCALE, self.value / 2)
             self.good_steps = 0
             return
         self.good_steps += 1
         if self.good_steps == self.window:
-            self.value = min(self.LARGEST, self.value * 2)
+            self.value = min(LARGEST_LOSS_SCALE, self.value * 2)
             self.good_steps = 0

@@ -118,7 +118,7 @@ VALUES: dict[str, list[str]] = {
     "precision.fp8_exclude": ['["head"]', '["blocks.0.*"]', '["blocks.*"]', '["*.query"]', '["nothing"]'],
     "precision.fp8_watch": ["1", "2"],
     "precision.gradients": ['"compute"'],
-    "precision.initial_loss_scale": ["1e-30", "1e300"],
+    "precision.initial_loss_scale": ["6.103515625e-05", "16777216"],
     "precision.loss_scale_window": ["1", "9223372036854775807"],
     "communication.transport": ['"mpi"', '"shared"', '"nccl"'],
     "communication.bucket_bytes": ["1", "100", "9223372036854775807"],

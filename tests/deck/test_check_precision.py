@@ -154,3 +154,12 @@ def test_the_deck_knows_every_recipe_and_the_blocks_that_it_has() -> None:
         for form in GRADIENT_FORMS:
             keys = [f"precision.fp8={name}", f"precision.fp8_gradients={form}"]
             assert parse_deck(DECK, [*FP8, *keys]).precision.words == f"fp8 ({name})"
+
+
+@pytest.mark.parametrize("scale", ["6e-5", "16777217", "1e300"])
+def test_a_first_loss_scale_is_one_that_later_ones_may_be(scale: str) -> None:
+    keys = ["precision.compute=fp16", f"precision.initial_loss_scale={scale}"]
+    with pytest.raises(HpctrainError, match=r"must be a number from 6\.103515625e-05 to 16777216\.0"):
+        parse_deck(DECK, keys, includes=False)
+    largest = parse_deck(DECK, [keys[0], "precision.initial_loss_scale=16777216"], includes=False)
+    assert largest.precision.initial_loss_scale == 2.0**24

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from hpctrain.deck.precision import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from hpctrain.optim.loss_scale import LossScale
 
 
@@ -16,10 +17,10 @@ def test_stays_within_its_bounds() -> None:
     scale = LossScale(1.0, 1)
     for _ in range(100):
         scale.update(True)
-    assert scale.value == LossScale.LARGEST
+    assert scale.value == LARGEST_LOSS_SCALE
     for _ in range(100):
         scale.update(False)
-    assert scale.value == LossScale.SMALLEST
+    assert scale.value == SMALLEST_LOSS_SCALE
 
 
 def test_without_a_window_it_is_constant() -> None:

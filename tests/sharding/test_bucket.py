@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (2, ("layout.zero=2",)),
     "averaged": (2, ("layout.zero=1", *FREE)),
     "averaged, gathered": (2, ("layout.zero=3", *FREE)),
-    "not finite": (2, ("layout.zero=1", "precision.compute=fp16", "precision.initial_loss_scale=1e10")),
+    "not finite": (2, ("layout.zero=1", "precision.compute=fp16", "precision.initial_loss_scale=16777216")),
     "8 bits": (
         2,
         ("layout.zero=3", "precision.compute=fp8", "precision.fp8=delayed", "precision.fp8_gather=true"),

@@ -296,7 +296,7 @@ def test_what_is_lost_in_rounding_goes_on_after_steps_that_are_skipped(
     world: World, mpi_tmp_path: Path
 ) -> None:
     """The scale of the loss begins too large; what is carried on is of the scale of the next step, or run."""
-    keys = ("precision.compute=fp16", "precision.initial_loss_scale=67108864", "run.steps=20")
+    keys = ("precision.compute=fp16", "precision.initial_loss_scale=16777216", "run.steps=20")
     training = trainer(world, small_deck(*DECK, *LLAMA, *keys, f"run.dir={mpi_tmp_path / 'fp16'}"))
     skipped = [result.skipped for result in training.train(12)]
     assert skipped[0] and not all(skipped[-2:]), skipped

@@ -347,7 +347,7 @@ def test_ranks_that_hold_the_same_get_the_same_bits(world: World, keys: tuple[st
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_steps_that_are_skipped_leave_no_trace(world: World) -> None:
     """The scale of the loss begins too large."""
-    keys = ("precision.compute=fp16", "precision.initial_loss_scale=67108864", "run.steps=20")
+    keys = ("precision.compute=fp16", "precision.initial_loss_scale=16777216", "run.steps=20")
     training = trainer(world, small_deck(*POWER, *keys))
     skipped = [result.skipped for result in training.train(12)]
     assert skipped[0] and not all(skipped[-2:]), skipped

@@ -149,7 +149,7 @@ def test_what_is_kept_is_of_the_scale_of_the_loss(world: World, form: str) -> No
     """Steps that overflow leave nothing that is not finite; afterwards it is as in single precision."""
     keys = (
         "precision.compute=fp16",
-        "precision.initial_loss_scale=67108864",
+        "precision.initial_loss_scale=16777216",
         "precision.loss_scale_window=4",
     )
     training = made(world, deck_of(form, *keys))
