@@ -23,6 +23,7 @@ SLOTS = 32
 _BITS = 20  # of a count are the rounds of an operation, those above the operations before it
 ROUNDS = (1 << _BITS) - 1  # more than an operation has
 _LINE = 8  # words that processors hand each other together
+_PATIENCE = 8  # looks in vain after which messages are helped along with every further one
 _GIVEN, _DONE, _PLACE, _STARTS = 0, _LINE, 2 * _LINE, 3 * _LINE
 
 
@@ -46,12 +47,15 @@ class Pieces(NamedTuple):
 
 
 class Reached:
-    """A Pending: certain numbers on boards are at least as large as they are waited for to be."""
+    """A Pending: certain numbers on boards are at least as large as they are waited for to be.
 
-    __slots__ = ("_left", "_memory")
+    Who looks in vain for long helps this rank's messages along: those who are waited for may wait for these.
+    """
+
+    __slots__ = ("_left", "_looks", "_memory")
 
     def __init__(self, left: list[tuple[memoryview, int, int]], memory: NodeMemory) -> None:
-        self._left, self._memory = left, memory
+        self._left, self._memory, self._looks = left, memory, 0
 
     def test(self) -> bool:
         """See Pending."""
@@ -59,6 +63,9 @@ class Reached:
         while left:
             board, word, least = left[-1]
             if board[word] < least:
+                self._looks += 1
+                if self._looks > _PATIENCE:
+                    self._memory.progress()
                 return False
             left.pop()
         self._memory.fence()
@@ -66,7 +73,7 @@ class Reached:
 
     def wait(self) -> None:
         """See Pending."""
-        poll(self.test, progress=self._memory.progress)
+        poll(self.test)
 
 
 class Boards:

@@ -98,17 +98,13 @@ def poll(
     spins: int = 100,
     yields: int = 10_000,
     pause: float = 50e-6,
-    progress: Callable[[], object] | None = None,
 ) -> None:
     """Return when something is complete: looked at all the time, after so many looks in between others that
-    want the core, after so many more now and then, with so many seconds in between. `progress` helps along,
-    from the second kind of looks on, what goes on beside it.
+    want the core, after so many more now and then, with so many seconds in between.
     """
     looks = 0
     while not test():
         looks += 1
-        if looks > spins and progress is not None:
-            progress()
         if looks > yields:
             time.sleep(pause)
         elif looks > spins:

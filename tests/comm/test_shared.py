@@ -185,7 +185,7 @@ def test_what_is_one_memory_is_not_moved(
     group.barrier()
 
 
-@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken"])
+@pytest.mark.parametrize("waits", ["on boards", "inline", "until it is taken", "for one of two"])
 def test_who_waits_helps_its_messages_along(
     world: World, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
@@ -213,7 +213,11 @@ def test_who_waits_helps_its_messages_along(
             if seen := bool(word[0]):
                 break
             time.sleep(1e-3)
-    if waits != "until it is taken":
+    if waits == "for one of two":
+        works = [group.start_all_reduce(each) for each in (tensor, tensor.clone())]
+        works[1].wait()
+        works[0].wait()
+    elif waits != "until it is taken":
         group.all_reduce(tensor)
     elif world.rank == 0:
         group.send(group.empty(tensor.shape, tensor.dtype).fill_(1.0), 1)
