@@ -21,6 +21,7 @@ from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
 
 _PIECE = 1 << 18
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradientSynchronizer:
@@ -241,7 +242,7 @@ class _Fingerprints:
         for _, read in to_read(values):
             for piece in read.reshape(-1).split(_PIECE):
                 bits = room[: piece.numel()]
-                bits.copy_(piece.view(torch.int32 if piece.element_size() == 4 else torch.int16))
+                bits.copy_(piece.view(_BITS[piece.element_size()]))
                 # Each is multiplied by the odd number of its position.
                 total += bits.sum() * (2 * position)
                 total += bits.mul_(odd[: len(bits)]).sum()
