@@ -160,7 +160,12 @@ class _Layers:
 
 
 def _elements(layer: nn.Module) -> int:
-    return sum(each.elements for each in layer.modules() if isinstance(each, Multiplying))
+    return sum(
+        matrix.elements
+        for each in layer.modules()
+        if isinstance(each, Multiplying)
+        for matrix in each.matrices
+    )
 
 
 def _fill(layer: nn.Module, storage: torch.dtype, gradient: torch.dtype, device: torch.device) -> None:

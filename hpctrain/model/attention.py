@@ -15,6 +15,7 @@ from hpctrain.parallel.functions import turned
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.library import workspace_floats
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+from hpctrain.parallel.operations import Core, Elementwise
 from hpctrain.parallel.ring_attention import ring_attention
 from hpctrain.parallel.saved import Saving, Storage, total
 
@@ -41,8 +42,7 @@ class Attention(nn.Module):
         self.groups, self.head_size = groups, size
         changed = shape.parametrization.of_scores
         self.scale = None if changed == 1 else changed * size**-0.5
-        self.core_flops = 4 * shape.heads * size * shape.sequence
-        """Of a token: the products of queries, keys and values; the causal mask is not subtracted."""
+        self.core = Core(shape.heads, shape.key_value_heads, size, shape.sequence)
         self.rotated = shape.family == "llama"
         queries = Rows.split(shape.heads * size, groups.tensor, size)
         keys = Rows.split(shape.key_value_heads * size, groups.tensor, size)
@@ -82,6 +82,13 @@ class Attention(nn.Module):
         return at.features(2 * queries + 2 * keys).bytes + 4 * workspace_floats(
             at.tokens // at.micro_size, self.head_size
         )
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """What is done to queries and keys before the core."""
+        features = (self.core.heads + self.core.key_value_heads) * self.head_size
+        normed = [Elementwise("norm", features, True)] if self.norm is not None else []
+        return [*normed, *([Elementwise("rotation", features, True)] if self.rotated else [])]
 
     @property
     def exchanges(self) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, Rows
+from hpctrain.parallel.operations import Elementwise
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
@@ -32,6 +33,12 @@ class FeedForward(nn.Module):
             shape.hidden, [*outputs, (f"{name}.up", rows)], shape.biases, groups, shared_input
         )
         self.down = RowLinear(f"{name}.down", inner, shape.hidden, shape.biases, groups)
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """What is done between the two."""
+        inner = self.down.weights[0].shard.shape[1]
+        return [Elementwise("gate" if self.gated else "activation", inner, True)]
 
     @property
     def widest(self) -> int:

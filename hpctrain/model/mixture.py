@@ -23,6 +23,7 @@ from hpctrain.parallel.dispatch import Dispatch
 from hpctrain.parallel.experts import Experts, row_unit
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernels import apart_bytes
+from hpctrain.parallel.operations import Elementwise
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, total
 
@@ -65,6 +66,14 @@ class Mixture(nn.Module):
         whole: Tensor = _Whole.apply(combined, self.groups.tensor, sizes) if split else combined
         output = whole.view_as(x)
         return output if shared is None else output + shared
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """What is done to rows: gathered by expert and added up again, and gated within."""
+        chosen, inner = self.shape.experts_per_token, self.shape.expert_mlp
+        moved = Elementwise("add", 2 * chosen * self.shape.hidden)
+        shared = self.shared.elementwise if self.shared is not None else []
+        return [moved, Elementwise("gate", chosen * inner, True), *shared]
 
     @property
     def terms(self) -> tuple[str, ...]:

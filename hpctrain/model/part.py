@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.inputs import Inputs
 from hpctrain.parallel.linear import Multiplying
+from hpctrain.parallel.operations import Core, Elementwise, Matrix
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting
 from hpctrain.parallel.shard import Parameter
@@ -51,14 +52,13 @@ class Layer(nn.Module, ABC):
     """A layer of a part, from which everything about the part is told.
 
     `kind` names what it is: layers of one kind of a model take as long, and save as much. `is_block` says
-    that it is one of those between the first and the last, which backward may compute again; `core_flops`
-    are the FLOPs of a token's forward pass that are not products with its matrices; `terms` names what it
-    adds to the losses, see Terms.
+    that it is one of those between the first and the last, which backward may compute again; `core` is its
+    attention, if it has any; `terms` names what it adds to the losses, see Terms.
     """
 
     kind: str
     is_block: ClassVar[bool] = False
-    core_flops: int = 0
+    core: Core | None = None
     terms: tuple[str, ...] = ()
 
     def units(self) -> Iterator[list[list[Parameter]]]:
@@ -95,14 +95,30 @@ class Layer(nn.Module, ABC):
         return {p for layer in self.modules() if isinstance(layer, Multiplying) for p in layer.late}
 
     @property
+    def matrices(self) -> list[Matrix]:
+        """The whole matrices that activations are multiplied with."""
+        multiplying = (layer for layer in self.modules() if isinstance(layer, Multiplying))
+        return [matrix for layer in multiplying for matrix in layer.matrices]
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """What its forward pass does besides."""
+        return []
+
+    @property
+    def core_flops(self) -> int:
+        """FLOPs of a token's forward pass that are not products with its matrices."""
+        return 0 if self.core is None else self.core.flops
+
+    @property
     def matrix_elements(self) -> int:
         """Elements of the whole matrices that activations are multiplied with."""
-        return sum(layer.elements for layer in self.modules() if isinstance(layer, Multiplying))
+        return sum(matrix.elements for matrix in self.matrices)
 
     @property
     def idle_elements(self) -> int:
         """Elements of its whole parameters that a token does not meet: of experts that it does not go to."""
-        return sum(layer.idle_elements for layer in self.modules() if isinstance(layer, Multiplying))
+        return sum(matrix.idle_elements for matrix in self.matrices)
 
     def exchanged(self, at: Saving) -> int:  # noqa: ARG002
         """Bytes that one exchange of a micro-batch's rows with their experts takes from this rank to others,

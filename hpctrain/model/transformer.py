@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from hpctrain.model.norm import Norm
 from hpctrain.model.part import Computed, Layer, Span, leaves, own_parameters
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.operations import Elementwise, Matrix
 from hpctrain.parallel.random import dropout
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting, total
@@ -110,6 +110,12 @@ class Embedding(TransformerLayer):
         """See Layer."""
         yield None, self.own[::-1]
 
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """See Layer."""
+        added = [Elementwise("add", self.hidden)] if self.positions is not None else []
+        return [Elementwise("lookup", self.hidden), *added]
+
     def saved(self, at: Saving) -> list[Storage]:
         """Token ids, with a mark of those that other ranks look up, and the places of learned positions."""
         ids = 8 if self.tokens.groups.tensor.size == 1 else 9
@@ -137,7 +143,7 @@ class Block(TransformerLayer):
             self.terms = self.feed_forward.terms
         else:
             self.feed_forward = FeedForward(f"{name}.feed_forward", shape, groups)
-        self.core_flops, self.family = self.attention.core_flops, shape.family
+        self.core, self.family = self.attention.core, shape.family
 
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
         """[s or s/t, b, h] -> the same."""
@@ -187,10 +193,18 @@ class Block(TransformerLayer):
         return max(self.feed_forward.workspace(at), self.attention.workspace(at))
 
     @property
-    def matrix_elements(self) -> int:
+    def matrices(self) -> list[Matrix]:
         """See Layer."""
-        router = self.feed_forward.router.weight if isinstance(self.feed_forward, Mixture) else None
-        return super().matrix_elements + (prod(router.shard.shape) if router is not None else 0)
+        if not isinstance(self.feed_forward, Mixture):
+            return super().matrices
+        experts, hidden = self.feed_forward.router.weight.shard.shape
+        return [*super().matrices, Matrix(experts, hidden, "whole")]
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """See Layer."""
+        around = Elementwise("norm", 2 * self.hidden), Elementwise("add", 2 * self.hidden)
+        return [*around, *self.attention.elementwise, *self.feed_forward.elementwise]
 
     def waiting(self, at: Saving) -> Waiting:
         """See Layer: before anything of it goes, and while the core of its attention is computed again."""
@@ -247,9 +261,16 @@ class Predictor(TransformerLayer):
         yield self.norm.weight, own_parameters(self.norm)[::-1]
 
     @property
-    def matrix_elements(self) -> int:
+    def matrices(self) -> list[Matrix]:
         """See Layer."""
-        return prod(self.head.table.shard.shape)
+        rows, hidden = self.head.table.shard.shape
+        return [Matrix(rows, hidden, "outputs")]
+
+    @property
+    def elementwise(self) -> list[Elementwise]:
+        """See Layer."""
+        rows, hidden = self.head.table.shard.shape
+        return [Elementwise("norm", hidden), Elementwise("loss", rows, True)]
 
     def saved(self, at: Saving) -> list[Storage]:
         """See Layer: the gradient of the hidden states is computed in the forward pass."""

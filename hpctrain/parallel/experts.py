@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import Multiplying, Rows
+from hpctrain.parallel.operations import Matrix
 from hpctrain.parallel.saved import Saving, Storage, as_features
 from hpctrain.parallel.shard import Parameter, Shard
 
@@ -151,15 +151,13 @@ class Experts(Multiplying):
         )
 
     @property
-    def elements(self) -> int:
-        """See Multiplying: of the experts that a token goes to."""
-        of_all = sum(prod(weight.shard.shape) for weight in self.late)
-        return of_all // self.gate_up.shard.shape[0] * self.chosen
-
-    @property
-    def idle_elements(self) -> int:
-        """See Multiplying: of the experts that a token does not go to."""
-        return sum(prod(weight.shard.shape) for weight in self.late) - self.elements
+    def matrices(self) -> list[Matrix]:
+        """See Multiplying: gates with what they multiply, and what contracts."""
+        count, hidden, inner = self.down.shard.shape
+        return [
+            Matrix(2 * inner, hidden, "outputs", self.chosen, count),
+            Matrix(hidden, inner, "inputs", self.chosen, count),
+        ]
 
     @property
     def late(self) -> list[Parameter]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.operations import Cut, Matrix
 from hpctrain.parallel.product import Operand, Product, gradient_of, joined, operand_of, tensors_of
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.saved import Saving, Storage, total
@@ -71,13 +71,8 @@ class Multiplying(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def elements(self) -> int:
-        """Elements of the whole matrices with which a token is multiplied."""
-
-    @property
-    def idle_elements(self) -> int:
-        """Elements of others, of which a token is not multiplied with these."""
-        return 0
+    def matrices(self) -> list[Matrix]:
+        """Whole."""
 
     @property
     @abstractmethod
@@ -94,6 +89,8 @@ class SplitLinear(Multiplying):
 
     `shared_input` says that others keep the input for backward, too.
     """
+
+    cut: ClassVar[Cut]
 
     def __init__(self, groups: LayerGroups, shared_input: bool) -> None:
         super().__init__()
@@ -118,9 +115,10 @@ class SplitLinear(Multiplying):
         return joined([parameter.detach() for parameter in self.biases]) if self.biases else None
 
     @property
-    def elements(self) -> int:
-        """See Multiplying."""
-        return sum(prod(weight.shard.shape) for weight in self.weights)
+    def matrices(self) -> list[Matrix]:
+        """See Multiplying: one, of all that are fused."""
+        outputs = sum(weight.shard.shape[0] for weight in self.weights)
+        return [Matrix(outputs, self.weights[0].shard.shape[1], self.cut)]
 
     @property
     def late(self) -> list[Parameter]:
@@ -234,6 +232,8 @@ class ColumnLinear(SplitLinear):
     local features of each output.
     """
 
+    cut = "outputs"
+
     def __init__(
         self,
         inputs: int,
@@ -275,6 +275,8 @@ class RowLinear(SplitLinear):
     Input [s, b, k/t]; output [s, b, n], whole on every rank, or [s/t, b, n] under sequence
     parallelism. The bias is added once, after the sum.
     """
+
+    cut = "inputs"
 
     def __init__(
         self,
