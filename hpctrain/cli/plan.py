@@ -31,6 +31,11 @@ import click
 @click.option(
     "--like", type=click.Path(path_type=Path), metavar="RUN_DIR", help="A step takes as in that run, instead."
 )
+@click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    help="Also a step's seconds there: a published machine, or a file of one.",
+)
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
@@ -41,6 +46,7 @@ def command(
     link: str | None,
     step_seconds: str | None,
     like: Path | None,
+    machine: str | None,
     forms: bool,
     as_json: bool,
 ) -> None:
@@ -49,12 +55,15 @@ def command(
     And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
     machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
-    both, and at which speed of links they break even.
+    both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
+    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
 
     wish = wished_link(link, step_seconds, like)
-    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms)
+    rates = read_machine(machine) if machine is not None else None
+    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
     click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

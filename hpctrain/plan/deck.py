@@ -25,12 +25,15 @@ from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.served import plan_served
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.step import StepPlan, plan_step
 
 
 @dataclass(frozen=True)
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
-    what would save most, the most first, what ranks send each other, and of several stages their pipeline.
+    what would save most, the most first, what ranks send each other, of several stages their pipeline, and on
+    a machine whose rates are known a step.
     """
 
     deck: Deck
@@ -41,6 +44,8 @@ class DeckPlan:
     moved: FormPlan
     others: tuple[OtherForm, ...] = ()
     pipeline: PipelinePlan | None = None
+    machine: Machine | None = None
+    step: StepPlan | None = None
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -48,6 +53,9 @@ class DeckPlan:
         planned = self.memory.row() | {"communication": self.moved.row()}
         if self.pipeline is not None:
             planned |= {"pipeline": self.pipeline.row()}
+        if self.step is not None:
+            moved, held = self.moved.own.most.payload(), self.memory.largest.memory.total
+            planned |= self.step.row() | {"bytes_by_axis": moved, "total_bytes": held}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
@@ -64,17 +72,24 @@ def plan_deck(
     advised: bool = True,
     wish: LinkWish | None = None,
     forms: bool = False,
+    rates: Machine | None = None,
 ) -> DeckPlan:
     """Plan the deck in a file, and with `advised` what changes of it would save.
 
     With `forms` every other form of communication is planned too. What is sent is planned over the link of
     the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
     its vocabulary to it. A node has `ranks_per_node` ranks, else those that the deck emulates, else those of
-    its [machine], else all.
+    its [machine], else all. On a machine whose `rates` are known a step's seconds are planned too, and its
+    nodes have what the deck does not say of them.
 
     Raises HpctrainError as a run on so many ranks would.
     """
-    deck = read_deck(path, overrides, ranks, settled_keys, named_problems)
+
+    def read(*changes: str) -> Deck:
+        deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named_problems)
+        return deck if rates is None else rates.of_deck(deck)
+
+    deck = read()
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
@@ -90,9 +105,7 @@ def plan_deck(
     memory = planned(deck)
     savings: list[MemorySaving] = []
     if advised:
-        savings = find_savings(
-            deck, memory, lambda change: read_deck(path, [*overrides, change], ranks, settled_keys), planned
-        )
+        savings = find_savings(deck, memory, read, planned)
     machine = deck.machine
     # Emulated nodes have their ranks on one machine.
     together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
@@ -106,13 +119,15 @@ def plan_deck(
     moved, others = plan_form(deck, ranks, vocabulary, apart, wish, cost), list[OtherForm]()
     for name, changes in other_forms(deck, ranks) if forms else ():
         try:
-            other = read_deck(path, [*overrides, *changes], ranks, settled_keys)
+            other = read(*changes)
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
     room = _room(deck, memory, together, shared)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    return DeckPlan(with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others), pipeline)
+    step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
+    planned_deck = with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
+    return DeckPlan(*planned_deck, pipeline, rates, step)
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

@@ -1,0 +1,1 @@
+"""How long a step of a deck takes on a machine, by cause."""

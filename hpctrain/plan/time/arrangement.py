@@ -1,0 +1,114 @@
+"""How the ranks of a deck share its work, in numbers: what of a layout seconds follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.model.precision import Precision
+from hpctrain.model.shape import Recomputed
+from hpctrain.plan.time.machine import Sharing
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Ranks along each axis, tensor ranks next to each other, then those of context, data and pipeline; and
+    what else of a layout takes time. `itemsize` is that of what is stored and sent, `gradient_itemsize` that
+    of gradients' sums; `micro_size` in sequences, `micro_batches` of a data rank in a step.
+    """
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    micro_size: int
+    micro_batches: int
+    sequence: int
+    zero: int
+    recompute: Recomputed
+    sequence_parallel: bool
+    context_form: str
+    form: str
+    itemsize: int
+    gradient_itemsize: int
+    ranks_per_node: int
+
+    @staticmethod
+    def of(deck: Deck, ranks: int, ranks_per_node: int) -> Arrangement:
+        """That of a deck on so many ranks. HpctrainError where it does not fit them."""
+        sizes, layout, formats = axis_sizes(deck, ranks), deck.layout, Precision.of(deck)
+        return Arrangement(
+            tensor=sizes["tensor"],
+            context=sizes["context"],
+            data=sizes["data"],
+            pipeline=sizes["pipeline"],
+            expert=sizes.get("expert", 1),
+            expert_tensor=sizes.get("expert_tensor", 1),
+            micro_size=deck.batch.micro_size,
+            micro_batches=micro_batches(deck, sizes["data"]),
+            sequence=deck.batch.sequence,
+            zero=layout.zero,
+            recompute=deck.memory.recompute,
+            sequence_parallel=layout.sequence_parallel,
+            context_form=layout.context_form,
+            form=deck.precision.compute,
+            itemsize=formats.storage.itemsize,
+            gradient_itemsize=formats.gradient.itemsize,
+            ranks_per_node=ranks_per_node,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank."""
+        return self.sequence // self.context * self.micro_size
+
+    @property
+    def rows(self) -> float:
+        """Of these, those that a rank has between layers that tensor ranks split."""
+        return self.tokens / self.tensor if self.sequence_parallel else self.tokens
+
+    @cached_property
+    def tensor_ranks(self) -> Sharing:
+        """Those that split layers."""
+        return Sharing.of(self.tensor, 1, self.ranks_per_node)
+
+    @cached_property
+    def context_ranks(self) -> Sharing:
+        """Those that split sequences."""
+        return Sharing.of(self.context, self.tensor, self.ranks_per_node)
+
+    @cached_property
+    def data_ranks(self) -> Sharing:
+        """Those that sum gradients: data x context."""
+        return Sharing.of(self.data * self.context, self.tensor, self.ranks_per_node)
+
+    @cached_property
+    def expert_ranks(self) -> Sharing:
+        """Those over which experts are spread, in their own folding of the ranks."""
+        return Sharing.of(self.expert, self.expert_tensor, self.ranks_per_node)
+
+    @cached_property
+    def expert_tensor_ranks(self) -> Sharing:
+        """Those that split an expert."""
+        return Sharing.of(self.expert_tensor, 1, self.ranks_per_node)
+
+    @cached_property
+    def expert_data_ranks(self) -> Sharing:
+        """Those that hold the same experts."""
+        stage = self.tensor * self.context * self.data
+        folded = self.expert * self.expert_tensor
+        return Sharing.of(max(1, stage // folded), folded, self.ranks_per_node)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Of one pipeline stage."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def message_crosses(self) -> bool:
+        """Whether the next stage's ranks are on other nodes."""
+        return self.stage_ranks >= self.ranks_per_node

@@ -1,0 +1,282 @@
+"""Seconds of a layer's passes over one micro-batch on one rank, by cause, from the sizes that layers tell.
+
+Causes: `products` with the layer's matrices, the core of `attention`, what is done by `elementwise`,
+`recompute` of any of these, and what ranks of the `tensor`, `context` and `expert` axes wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from hpctrain.model.build import bare_model
+from hpctrain.model.frozen import freeze_parameters, silent_blocks
+from hpctrain.model.part import Layer
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.experts import EXPERT_AXES
+from hpctrain.parallel.operations import Core, Elementwise, Matrix
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.machine import Direction, Machine, collective_seconds
+
+Causes = Mapping[str, float]
+"""Seconds by cause."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What a layer of a model tells: its kind, whether it is a block, and what it computes. `elements` of its
+    parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole; `trained` is
+    the share of its matrices that has gradients, and no gradient comes to one that is `silent`.
+    """
+
+    kind: str
+    is_block: bool
+    hidden: int
+    matrices: tuple[Matrix, ...]
+    core: Core | None
+    elementwise: tuple[Elementwise, ...]
+    split_elements: int
+    expert_elements: int
+    whole_elements: int
+    trained: float
+    silent: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds."""
+        return not self.is_block and not self.matrices
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it predicts."""
+        return not self.is_block and bool(self.matrices)
+
+    def elements(self, at: Arrangement) -> tuple[float, float]:
+        """Elements of its parameters on a rank: of experts, and of all else."""
+        of_experts = self.expert_elements / (at.expert * at.expert_tensor)
+        return of_experts, self.split_elements / at.tensor + self.whole_elements
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one micro-batch in a layer, by cause; a whole backward takes both gradients."""
+
+    forward: Causes
+    input_gradient: Causes
+    weight_gradient: Causes
+
+
+def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerSizes, ...]:
+    """Those of a model's layers, in their order; blocks that are alike are one object."""
+    return _layer_sizes(shape, frozen)
+
+
+@lru_cache(maxsize=16)
+def _layer_sizes(shape: ModelShape, frozen: tuple[str, ...]) -> tuple[LayerSizes, ...]:
+    model = bare_model(shape)
+    freeze_parameters([model], frozen)
+    silent = silent_blocks(model)
+    found: dict[LayerSizes, LayerSizes] = {}
+    sizes = (_sizes(layer, shape, number <= silent) for number, layer in enumerate(model.layers))
+    return tuple(found.setdefault(each, each) for each in sizes)
+
+
+def _sizes(layer: Layer, shape: ModelShape, silent: bool) -> LayerSizes:
+    of_axes = {"tensor": 0, "expert": 0, "none": 0}
+    for parameter in layer.own:
+        axes = parameter.shard.split
+        where = "expert" if axes & EXPERT_AXES else "tensor" if axes else "none"
+        of_axes[where] += prod(parameter.shard.shape)
+    weights = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
+    trained = sum(prod(p.shard.shape) for p in weights if p.requires_grad)
+    return LayerSizes(
+        layer.kind,
+        layer.is_block,
+        shape.hidden,
+        tuple(layer.matrices),
+        layer.core,
+        tuple(layer.elementwise),
+        of_axes["tensor"],
+        of_axes["expert"],
+        of_axes["none"],
+        trained / max(1, sum(prod(p.shard.shape) for p in weights)),
+        layer.is_block and silent,
+    )
+
+
+def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> LayerSeconds:
+    """Of a layer that is arranged so on a machine."""
+    times = _Times(layer, at, machine)
+    forward = times.forward()
+    if layer.silent:
+        return LayerSeconds(forward, {}, {})
+    gradient, weight = times.input_gradient(), times.weight_gradient()
+    if layer.is_last:  # the head's gradients are computed with its losses
+        return LayerSeconds(added(forward, gradient, weight), {}, {})
+    if layer.is_block and at.recompute != "none":
+        again = times.core("forward") if at.recompute == "selective" else _sum(forward, times.COMPUTED)
+        messages = {} if at.recompute == "selective" else _without(forward, times.COMPUTED)
+        gradient = added(gradient, {"recompute": again}, messages)
+    return LayerSeconds(forward, gradient, weight)
+
+
+class _Times:
+    COMPUTED = ("products", "attention", "elementwise")
+
+    def __init__(self, layer: LayerSizes, at: Arrangement, machine: Machine) -> None:
+        self.layer, self.at, self.machine = layer, at, machine
+        self.rates = machine.products_of(at.form)
+
+    def forward(self) -> dict[str, float]:
+        """The whole pass."""
+        return self._pass("forward", self._products(0), self.core("forward"), self._sums("forward", 0.0))
+
+    def input_gradient(self) -> dict[str, float]:
+        """What backward passes on."""
+        products = self._products(1)
+        summed = self._sums("backward", self._products(2))
+        return self._pass("backward", products, self.core("backward"), summed)
+
+    def weight_gradient(self) -> dict[str, float]:
+        """What the optimizer needs."""
+        return {"products": self.layer.trained * self._products(2)}
+
+    def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
+        return {
+            "products": products,
+            "attention": core,
+            "elementwise": self._elementwise(direction),
+            "tensor": summed,
+            "context": self._context(direction, core),
+            "expert": self._experts(),
+        }
+
+    def _products(self, turn: int) -> float:
+        """Seconds of a pass over all matrices: forward (0), gradients of inputs (1), of matrices (2)."""
+        total = 0.0
+        for matrix in self.layer.matrices:
+            m, n, k, count = self._shape(matrix)
+            sizes = ((m, n, k), (m, k, n), (n, k, m))[turn]
+            total += count * (self.rates.seconds(*sizes) + self.machine.launch)
+        return total
+
+    def _shape(self, matrix: Matrix) -> tuple[float, float, float, float]:
+        """Rows, outputs and inputs of a product with a matrix on one rank, and how many such it makes."""
+        at, ranks = self.at, self.at.tensor
+        rows: float = at.tokens
+        count = 1.0
+        if matrix.experts > 1:
+            ranks = at.expert_tensor
+            count = matrix.experts / at.expert
+            rows = at.tokens / at.tensor * matrix.met * at.expert_tensor / count
+        elif matrix.cut == "whole":
+            rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
+        n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
+        k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
+        return rows, n, k, count
+
+    def core(self, direction: Direction) -> float:
+        """Seconds of queries, keys and values."""
+        core, at, machine = self.layer.core, self.at, self.machine
+        if core is None:
+            return 0.0
+        flops = core.flops / at.tensor * at.tokens
+        backward = direction == "backward"
+        rate = machine.attention.backward if backward else machine.attention.forward
+        if rate is not None:
+            return machine.launch + flops * (2.0 if backward else 1.0) / rate
+        heads = core.heads / at.tensor * at.micro_size
+        queries = core.sequence / at.context
+        of_one = self.rates.seconds(queries, core.sequence, core.head_size)
+        scores = heads * queries * core.sequence * at.itemsize
+        passes = machine.attention.passes or (1.0, 1.0)
+        products = (4 if backward else 2) * heads * of_one
+        return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch
+
+    def _elementwise(self, direction: Direction) -> float:
+        at, total = self.at, 0.0
+        for each in self.layer.elementwise:
+            elements = at.tokens * each.features / at.tensor if each.split else at.rows * each.features
+            itemsize = 4 if each.kind == "loss" else at.itemsize
+            total += self.machine.elements(each.kind, direction, elements, itemsize)
+        return total
+
+    def _sums(self, direction: Direction, hiding: float) -> float:
+        """Seconds that tensor ranks wait for what they sum and gather: by sequence parallelism pieces before
+        what they split by outputs, sums after what they split by inputs; in backward the other way round, of
+        which some may hide behind products that take so long.
+        """
+        at, machine = self.at, self.machine
+        if at.tensor == 1:
+            return 0.0
+        hidden = at.tokens * self.layer.hidden * at.itemsize
+        gathering = collective_seconds(machine, "all_gather", hidden, at.tensor_ranks)
+        scattering = collective_seconds(machine, "reduce_scatter", hidden, at.tensor_ranks)
+        summing = collective_seconds(machine, "all_reduce", hidden, at.tensor_ranks)
+        dense = [matrix for matrix in self.layer.matrices if matrix.experts == 1]
+        begins = sum(matrix.cut == "outputs" for matrix in dense)
+        ends = sum(matrix.cut == "inputs" for matrix in dense) + float(self.layer.is_first)
+        if any(matrix.experts > 1 for matrix in self.layer.matrices) and not at.sequence_parallel:
+            ends += 0.5  # rows that ranks had apart are gathered again
+        if at.sequence_parallel:
+            first, second = (gathering, scattering) if direction == "forward" else (scattering, gathering)
+            again = gathering if direction == "backward" else 0.0  # of inputs, which no rank keeps whole
+            return begins * first + ends * second + self._left(begins * again, hiding)
+        if direction == "forward":
+            return ends * summing
+        return self._left(begins * summing, hiding)
+
+    def _left(self, seconds: float, hiding: float) -> float:
+        """What of a communication is waited for, beside products that take so long."""
+        return max(seconds - self.machine.layer_overlap * hiding, (1 - self.machine.layer_overlap) * seconds)
+
+    def _context(self, direction: Direction, core: float) -> float:
+        """Keys and values around a ring, beside the core; or heads for parts of sequences, and back."""
+        layer, at, machine = self.layer, self.at, self.machine
+        if at.context == 1 or layer.core is None:
+            return 0.0
+        features = 2 * layer.core.key_value_heads * layer.core.head_size / at.tensor
+        if at.context_form == "ring":
+            size = at.tokens * features * at.itemsize * at.context * (2 if direction == "backward" else 1)
+            return self._left(collective_seconds(machine, "all_gather", size, at.context_ranks), core)
+        queries = 2 * layer.core.heads * layer.core.head_size / at.tensor
+        size = at.tokens * (features + queries) * at.itemsize
+        return collective_seconds(machine, "all_to_all", size, at.context_ranks)
+
+    def _experts(self) -> float:
+        """Rows to their experts and back."""
+        at = self.at
+        met = max((matrix.met for matrix in self.layer.matrices if matrix.experts > 1), default=0)
+        if not met:
+            return 0.0
+        rows = at.tokens / at.tensor * met * self.layer.hidden * at.itemsize
+        across = 2 * collective_seconds(self.machine, "all_to_all", rows, at.expert_ranks)
+        size = rows * at.expert_tensor
+        gathered = collective_seconds(self.machine, "all_gather", size, at.expert_tensor_ranks)
+        summed = collective_seconds(self.machine, "reduce_scatter", size, at.expert_tensor_ranks)
+        return across + gathered + summed
+
+
+def added(*causes: Causes) -> dict[str, float]:
+    """Sums by cause."""
+    total: dict[str, float] = {}
+    for each in causes:
+        for cause, seconds in each.items():
+            total[cause] = total.get(cause, 0.0) + seconds
+    return total
+
+
+def times(causes: Causes, factor: float) -> dict[str, float]:
+    """All of them so many times."""
+    return {cause: seconds * factor for cause, seconds in causes.items()}
+
+
+def _sum(causes: Causes, names: Iterable[str]) -> float:
+    return sum(causes.get(name, 0.0) for name in names)
+
+
+def _without(causes: Causes, names: Iterable[str]) -> dict[str, float]:
+    dropped = set(names)
+    return {cause: seconds for cause, seconds in causes.items() if cause not in dropped}

@@ -1,0 +1,254 @@
+"""The rates of a machine, from which the seconds of a step follow, in a file or published.
+
+Products go at `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))`: small ones keep no processor busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import read_text
+from hpctrain.parallel.operations import ElementwiseKind
+from hpctrain.words import either, nearest
+
+PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
+    "norm": (2, 3),
+    "add": (3, 1),
+    "activation": (2, 3),
+    "gate": (3, 5),
+    "rotation": (2, 2),
+    "loss": (4, 2),
+    "lookup": (2, 3),
+}
+"""How often memory is passed over for an element that comes out, forward and backward."""
+
+Direction = Literal["forward", "backward"]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Products(_Table):
+    """Of one format: FLOP/s at the peak, the share that the largest products reach, what small ones lose."""
+
+    peak: float = Field(gt=0)
+    efficiency: float = Field(gt=0)
+    saturation: float = Field(ge=0)
+
+    def seconds(self, m: float, n: float, k: float) -> float:
+        """Of one product [m, k] by [k, n]."""
+        return 2 * (m * n * k + self.saturation * (n * k + m * k + m * n)) / (self.peak * self.efficiency)
+
+
+class Attention(_Table):
+    """FLOP/s of the core of attention, forward and backward, the causal mask not subtracted; none where it is
+    products and passes over the matrix of scores, `passes` of them forward, and backward.
+    """
+
+    forward: float | None = Field(None, gt=0)
+    backward: float | None = Field(None, gt=0)
+    passes: tuple[float, float] | None = Field(None, strict=False)
+
+
+class Link(_Table):
+    """Between ranks: bytes a second that each has in either direction, and seconds of a message of none."""
+
+    bandwidth: float = Field(gt=0)
+    latency: float = Field(ge=0)
+
+
+class Collective(_Table):
+    """Seconds of an operation by bytes, as measured among `ranks` of a node."""
+
+    ranks: int = Field(ge=2)
+    bytes: tuple[float, ...] = Field(min_length=1, strict=False)
+    seconds: tuple[float, ...] = Field(min_length=1, strict=False)
+
+
+class Machine(_Table):
+    """One kind of rank, of node and of network, with the habits of its software.
+
+    `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
+    told. Gradients are summed as `gradient_bytes` an element, which hides behind backward by the share
+    `overlap`; what layers sum hides by `layer_overlap` behind products. Where messages between stages are
+    `blocking`, both sides wait for them; with `split_messages` a stage's tensor ranks send a part each.
+    `elementwise` are seconds of an element, forward and backward; `optimizer` is elements a second.
+    """
+
+    name: str = Field(min_length=1)
+    source: str = Field(min_length=1)
+    ranks_per_node: int = Field(ge=1)
+    memory: float = Field(gt=0)
+    memory_bandwidth: float = Field(gt=0)
+    launch: float = Field(0.0, ge=0)
+    fixed: float = Field(0.0, ge=0)
+    optimizer: float | None = Field(None, gt=0)
+    products: Mapping[str, Products]
+    attention: Attention
+    elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
+    inside: Link
+    between: Link
+    collectives: Mapping[str, Collective] = Field(default_factory=dict)
+    gradient_bytes: int | None = Field(None, ge=1)
+    overlap: float = Field(0.0, ge=0, le=1)
+    layer_overlap: float = Field(0.0, ge=0, le=1)
+    messages: Literal["blocking", "overlapped"] = "overlapped"
+    split_messages: bool = False
+    date: str = ""
+    spread: Mapping[str, float] = Field(default_factory=dict)
+    hosts: tuple[str, ...] = Field((), strict=False)
+
+    def of_deck(self, deck: Deck) -> Deck:
+        """The deck, on nodes like this machine's where it does not say what they have."""
+        told = deck.machine
+        of_node = told.ranks_per_node or told.gpus_per_node or self.ranks_per_node
+        found = {"ranks_per_node": of_node, "memory": told.memory or int(self.memory * of_node)}
+        return deck.with_keys(machine=found)
+
+    def products_of(self, form: str) -> Products:
+        """Those of a format; HpctrainError where they were not measured."""
+        found = self.products.get(form)
+        if found is None:
+            raise HpctrainError(
+                f"{self.name}: machine.products.{form} is missing: a peak in FLOP/s, the share of it that "
+                f"large products reach (efficiency), and saturation; there is {either(self.products)}"
+            )
+        return found
+
+    def elements(self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int) -> float:
+        """Seconds of what is done to so many elements."""
+        backward = direction == "backward"
+        measured = self.elementwise.get(kind)
+        if measured is not None:
+            return self.launch + count * measured[backward]
+        return self.launch + count * PASSES[kind][backward] * itemsize / self.memory_bandwidth
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of a group lie: `size` of them, `together` on each of the nodes they are spread over."""
+
+    size: int
+    together: int
+
+    @staticmethod
+    def of(size: int, stride: int, ranks_per_node: int) -> Sharing:
+        """Of ranks that lie `stride` apart in the order of ranks."""
+        together = max(1, min(size, ranks_per_node // stride))
+        while size % together:
+            together -= 1
+        return Sharing(size, together)
+
+    @property
+    def nodes(self) -> int:
+        """Over which they are spread."""
+        return self.size // self.together
+
+
+SENT: Mapping[str, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+"""How many times what an operation is of, less a rank's own part, passes each rank's link."""
+
+
+def collective_seconds(machine: Machine, operation: str, size: float, group: Sharing) -> float:
+    """Seconds of an operation of `size` bytes in all: the payload of a rank.
+
+    By what was measured, where it was, inside a node. Else pieces pass each rank's link once, twice for an
+    all-reduce; between nodes the ranks that lie together have their links together (`comm/hierarchical.py`).
+    """
+    if group.size == 1 or size <= 0:
+        return 0.0
+    link = machine.inside
+    rounds = max(1, (group.size - 1).bit_length())
+    factor = SENT[operation]
+    if group.nodes == 1:
+        measured = machine.collectives.get(operation)
+        if measured is not None:
+            scale = (group.size - 1) / group.size * measured.ranks / (measured.ranks - 1)
+            return _between(measured, size) * scale
+        return factor * size * (group.size - 1) / group.size / link.bandwidth + rounds * link.latency
+    between = machine.between
+    bandwidth = min(between.bandwidth * group.together, link.bandwidth)
+    seconds = factor * size * (group.size - 1) / group.size / bandwidth + rounds * between.latency
+    return seconds
+
+
+def message_seconds(machine: Machine, size: float, crosses: bool) -> float:
+    """Seconds of a message of `size` bytes from a rank to one of the next stage."""
+    link = machine.between if crosses else machine.inside
+    return size / link.bandwidth + link.latency
+
+
+def _between(measured: Collective, size: float) -> float:
+    """Seconds of a size, between those that were measured beside it; beyond the last one by its rate."""
+    sizes, seconds = measured.bytes, measured.seconds
+    if size <= sizes[0]:
+        return seconds[0]
+    for number in range(1, len(sizes)):
+        if size <= sizes[number]:
+            share = (size - sizes[number - 1]) / (sizes[number] - sizes[number - 1])
+            return seconds[number - 1] + share * (seconds[number] - seconds[number - 1])
+    return seconds[-1] * size / sizes[-1]
+
+
+def preset_names() -> list[str]:
+    """Machines of publications that come with hpctrain."""
+    folder = resources.files(__package__) / "machines"
+    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
+
+
+def read_machine(name: str) -> Machine:
+    """The machine of a preset's name, or of a file.
+
+    HpctrainError with every figure that is missing or wrong, InputOutputError where no file can be read.
+    """
+    names = preset_names()
+    if name in names:
+        text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text(encoding="utf-8")
+        return parse_machine(text, name)
+    try:
+        text = read_text(Path(name), DECK_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
+        near = nearest(name, names)
+        hint = f'; did you mean "{near}"?' if near else ""
+        known = f"a machine is a file with its figures, or {either(names)}"
+        raise InputOutputError(f"{name}: cannot be read: {reason}; {known}{hint}") from None
+    return parse_machine(text, name)
+
+
+def parse_machine(text: str, name: str) -> Machine:
+    """The `[machine]` table of a text. HpctrainError as `read_machine`."""
+    try:
+        values, lines = parse_toml(text)
+    except TomlError as error:
+        where = f"{name}:{error.line}" if error.line else name
+        raise HpctrainError(f"{where}: {error.reason}") from None
+    table: Any = values.get("machine")
+    if not isinstance(table, dict):
+        raise HpctrainError(f"{name}: has no [machine], the figures of a machine")
+    try:
+        return Machine.model_validate(table)
+    except ValidationError as error:
+        problems = []
+        for each in error.errors():
+            path = ("machine", *map(str, each["loc"]))
+            line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+            where = f"{name}:{line}" if line else name
+            if each["type"] == "missing":
+                sentence = "is missing"
+            elif each["type"] == "extra_forbidden":
+                sentence = "is no figure of a machine"
+            else:
+                sentence = each["msg"][:1].lower() + each["msg"][1:]
+            problems.append(f"{where}: {'.'.join(path)}: {sentence}")
+        raise HpctrainError(problems) from None

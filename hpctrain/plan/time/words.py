@@ -1,0 +1,44 @@
+"""The seconds of a step in words and a table for people."""
+
+from __future__ import annotations
+
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.step import StepPlan
+from hpctrain.table import table
+from hpctrain.units import format_count, format_seconds
+
+WHAT = {
+    "products": "products with matrices",
+    "attention": "attention",
+    "elementwise": "norms, activations, sums, losses",
+    "recompute": "what is computed again",
+    "tensor": "tensor ranks wait for each other",
+    "context": "context ranks wait for each other",
+    "expert": "rows on their way to experts and back",
+    "messages": "messages between stages",
+    "bubble": "waiting for other stages",
+    "gradients": "sums of gradients",
+    "parameters": "gathered parameters",
+    "optimizer": "optimizer",
+    "fixed": "all else",
+}
+
+_LEAST = 5e-4  # of a step: less is not worth a line
+
+
+def time_lines(step: StepPlan, machine: Machine, steps: int) -> list[str]:
+    """Where the seconds of a step go, how fast that is, and how long a run of so many steps takes."""
+    rows = [
+        (f"  {WHAT[cause]}", format_seconds(seconds), f"{100 * seconds / step.seconds:.1f}%")
+        for cause, seconds in sorted(step.seconds_by_cause.items(), key=lambda each: -each[1])
+        if seconds > _LEAST * step.seconds
+    ]
+    hours = steps * step.seconds * step.ranks / 3600
+    return [
+        f"A step takes {format_seconds(step.seconds)} on {machine.name}: "
+        f"{format_count(step.tokens / step.seconds)} tokens/s, "
+        f"{step.flops_per_rank / 1e12:.3g} TFLOP/s a rank.",
+        *table(rows),
+        f"The run's {format_count(steps)} steps take {format_seconds(steps * step.seconds)}, "
+        f"{format_count(hours)} hours of ranks.",
+    ]

@@ -1,0 +1,123 @@
+"""Machines: what files may say of them, and what follows for products, elements, collectives and messages.
+
+Tests of plan/time/machine.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.plan.time.machine import (
+    Machine,
+    Sharing,
+    collective_seconds,
+    message_seconds,
+    parse_machine,
+    preset_names,
+    read_machine,
+)
+
+FILE = """
+[machine]
+name = "ours"
+source = "made up"
+ranks_per_node = 4
+memory = 1e9
+memory_bandwidth = 1e10
+attention = { forward = 1e11, backward = 8e10 }
+inside = { bandwidth = 1e10, latency = 1e-6 }
+between = { bandwidth = 1e9, latency = 1e-5 }
+[machine.products.fp32]
+peak = 1e11
+efficiency = 0.8
+saturation = 100.0
+"""
+
+
+def test_published_machines_are_whole() -> None:
+    assert {"selene-2021", "selene-2022", "megascale-2024", "megatron-deepspeed-a100"} <= set(preset_names())
+    for name in preset_names():
+        machine = read_machine(name)
+        assert machine.name == name
+        assert machine.source
+
+
+def test_large_products_reach_the_peak_s_share_and_small_ones_lose() -> None:
+    rates = parse_machine(FILE, "ours.toml").products_of("fp32")
+    large, small = 2.0**45 / 0.8e11, rates.seconds(64, 64, 64)
+    assert rates.seconds(2**14, 2**15, 2**15) == pytest.approx(large, rel=0.02)
+    assert small == pytest.approx(2 * 64**3 / 0.8e11 * (1 + 100 * 3 / 64))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "per_node", "together"),
+    [(8, 1, 4, 4), (8, 4, 4, 1), (8, 2, 4, 2), (3, 1, 8, 3), (6, 1, 4, 3), (1, 8, 4, 1)],
+)
+def test_ranks_of_a_group_share_nodes(size: int, stride: int, per_node: int, together: int) -> None:
+    sharing = Sharing.of(size, stride, per_node)
+    assert (sharing.size, sharing.together, sharing.nodes) == (size, together, size // together)
+
+
+def test_twice_the_bandwidth_takes_half() -> None:
+    machine = parse_machine(FILE.replace("1e-6", "0.0").replace("1e-5", "0.0"), "ours.toml")
+    faster = parse_machine(
+        FILE.replace("1e-6", "0.0").replace("1e-5", "0.0").replace("bandwidth = 1e9", "bandwidth = 2e9"), ""
+    )
+    across = Sharing.of(8, 4, 4)
+    for operation in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+        once = collective_seconds(machine, operation, 1e9, across)
+        assert collective_seconds(faster, operation, 1e9, across) == pytest.approx(once / 2)
+    assert message_seconds(faster, 1e9, True) == pytest.approx(message_seconds(machine, 1e9, True) / 2)
+
+
+def test_ranks_that_lie_together_have_their_links_together() -> None:
+    machine = parse_machine(FILE.replace("1e-5", "0.0"), "ours.toml")
+    alone, pairs = (collective_seconds(machine, "all_reduce", 1e9, Sharing(8, k)) for k in (1, 2))
+    assert alone == pytest.approx(2 * 7 / 8)  # 2 S (N-1)/N over 1 GB/s
+    assert pairs == pytest.approx(alone / 2)
+
+
+def test_what_was_measured_goes_before_what_is_computed() -> None:
+    measured = "[machine.collectives.all_reduce]\nranks = 2\nbytes = [1e3, 1e6]\nseconds = [1e-5, 2e-4]\n"
+    machine = parse_machine(FILE + measured, "ours.toml")
+    two = Sharing(2, 2)
+    assert collective_seconds(machine, "all_reduce", 10, two) == 1e-5
+    assert collective_seconds(machine, "all_reduce", 1e6, two) == pytest.approx(2e-4)
+    assert collective_seconds(machine, "all_reduce", 1e7, two) == pytest.approx(2e-3)
+    assert 1e-5 < collective_seconds(machine, "all_reduce", 5e5, two) < 2e-4
+    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(4, 4)) == pytest.approx(2e-4 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "sentence"),
+    [
+        ("memory = 1e9\n", "", "ours.toml:2: machine.memory: is missing"),
+        ("peak = 1e11\n", "", "ours.toml:11: machine.products.fp32.peak: is missing"),
+        ("memory = 1e9", "memory = -1.0", "ours.toml:6: machine.memory: input should be greater than 0"),
+        ("memory = 1e9", "speed = 1", "ours.toml:6: machine.speed: is no figure of a machine"),
+        ("= 4", "= = 4", "ours.toml:5: "),
+    ],
+)
+def test_files_that_are_wrong(wrong: str, right: str, sentence: str) -> None:
+    assert wrong in FILE
+    with pytest.raises(HpctrainError) as raised:
+        parse_machine(FILE.replace(wrong, right, 1), "ours.toml")
+    assert any(problem.startswith(sentence) for problem in raised.value.problems), raised.value.problems
+
+
+def test_names_that_are_none() -> None:
+    with pytest.raises(HpctrainError, match=r"ours\.toml: has no \[machine\], the figures of a machine"):
+        parse_machine("[rank]\nmemory = 1", "ours.toml")
+    with pytest.raises(InputOutputError, match='did you mean "selene-2021"'):
+        read_machine("selene-2023")
+    with pytest.raises(HpctrainError, match=r"machine\.products\.fp32 is missing"):
+        read_machine("selene-2021").products_of("fp32")
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(FILE)
+    assert isinstance(read_machine(str(path)), Machine)
