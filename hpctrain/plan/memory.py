@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.topology import neighbours
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.rules import RULES
@@ -150,17 +151,21 @@ def plan_memory(
         return PlannedMesh(sizes, number, per_node, device=device, place=place, transport=transport)
 
     planned: dict[object, tuple[TrainedStage, Account]] = {}
-    stages = []
+    stages, of_stage = [], rank_count(sizes) // schedule.stage_count
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
-        # Stages in the middle differ, if at all, in the micro-batches whose activations they hold.
-        kind: object = tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans)
+        # Stages in the middle differ, if at all, in the micro-batches whose activations they hold, and in how
+        # they lie where nodes cut stages.
+        begins = number * of_stage % per_node if of_stage % per_node and per_node % of_stage else 0
+        kind: object = begins, tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans)
         if deck.model.frozen:
             kind = number
         if kind not in planned:
             mesh = planned_mesh(number)
             stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
-            place = fullest_place(deck, stage, sizes, number)
+            place = loneliest_place(stage, sizes, number, per_node) or fullest_place(
+                deck, stage, sizes, number
+            )
             if place:
                 mesh = planned_mesh(number, place)
                 stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
@@ -200,6 +205,26 @@ def plan_memory(
     numbers = count(shape)
     totals = numbers.parameters, numbers.active_parameters
     return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages))
+
+
+def loneliest_place(stage: TrainedStage, sizes: Mapping[str, int], number: int, ranks_per_node: int) -> int:
+    """The place, among a pipeline stage's ranks, of one with parameters in common with fewest others, where
+    nodes cut groups otherwise than the first one's.
+    """
+    cut = [bucket.sharding.group for bucket in stage.buckets if bucket.sharers > 1]
+    groups = {(group.axes, group.size) for group in cut}
+
+    def shared(place: int) -> int:
+        mesh, least = PlannedMesh(sizes, number, ranks_per_node, place=place), rank_count(sizes)
+        for axes, size in groups:
+            whole = mesh.group(*axes)
+            first = whole.rank // size * size
+            least = min(least, neighbours(mesh.nodes(whole)[first : first + size]))
+        return least
+
+    # How the groups of a rank lie follows from where it is on its node.
+    ranks = rank_count(sizes) // sizes["pipeline"]
+    return min(range(min(ranks, ranks_per_node)), key=shared) if groups else 0
 
 
 def fullest_place(deck: Deck, stage: TrainedStage, sizes: Mapping[str, int], number: int) -> int:

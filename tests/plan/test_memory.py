@@ -333,6 +333,30 @@ def test_states_of_fp32_are_16_bytes_a_parameter() -> None:
         assert once.sharers == (4 if stage else 1) and only.sharers == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "keys", "sharers"),
+    [
+        (4, 2, ("layout.zero=2", "layout.zero_group=2"), 2),
+        (4, 3, ("layout.zero=2", "layout.zero_group=2"), 1),
+        (6, 4, ("layout.zero=2", "layout.zero_group=3", "batch.global_size=12"), 1),
+        (4, 3, ("layout.zero=1", "layout.replicas=2"), 1),
+        (4, 3, ("layout.zero=2", "layout.tensor=2"), 1),
+        (6, 3, ("layout.zero=3", "layout.pipeline=3"), 1),
+    ],
+)
+def test_who_has_parameters_in_common_with_fewest_is_planned(
+    ranks: int, per_node: int, keys: tuple[str, ...], sharers: int
+) -> None:
+    """Where nodes cut groups unevenly others have fewer in common than the first rank, and hold more."""
+    wide = (*keys, "model.hidden=256", "communication.bucket_bytes=1000000")
+    planned = plan_memory(small_deck(*wide), ranks, VOCABULARY, ranks_per_node=per_node)
+    alone = plan_memory(
+        small_deck(*wide, "communication.transport=mpi"), ranks, VOCABULARY, ranks_per_node=per_node
+    )
+    most, of_one = (max(stage.memory.parameter for stage in each.stages) for each in (planned, alone))
+    assert most == of_one // sharers
+
+
 def test_stages_of_a_pipeline_hold_their_part() -> None:
     planned = plan(4, "layout.pipeline=4", "model.layers=8", "layout.schedule=1f1b", "model.tied=false")
     assert [stage.blocks for stage in planned.stages] == [2, 2, 2, 2]
