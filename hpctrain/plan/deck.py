@@ -27,13 +27,14 @@ from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.served import plan_served
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.step import StepPlan, plan_step
+from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 
 
 @dataclass(frozen=True)
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
-    what would save most, the most first, what ranks send each other, of several stages their pipeline, and on
-    a machine whose rates are known a step.
+    what would save most, the most first, what ranks send each other, of several stages their pipeline; on a
+    machine whose rates are known a step, and what is sent to any other rank.
     """
 
     deck: Deck
@@ -46,6 +47,7 @@ class DeckPlan:
     pipeline: PipelinePlan | None = None
     machine: Machine | None = None
     step: StepPlan | None = None
+    sent: TrafficPlan | None = None
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -54,8 +56,10 @@ class DeckPlan:
         if self.pipeline is not None:
             planned |= {"pipeline": self.pipeline.row()}
         if self.step is not None:
-            moved, held = self.moved.own.most.payload(), self.memory.largest.memory.total
-            planned |= self.step.row() | {"bytes_by_axis": moved, "total_bytes": held}
+            planned |= self.step.row() | {"total_bytes": self.memory.largest.memory.total}
+        if self.sent is not None:
+            planned |= {"bytes_by_axis": self.sent.most.sent()}
+            planned |= {"bytes_between_nodes_by_axis": self.moved.own.most.sent()}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
@@ -126,8 +130,9 @@ def plan_deck(
     room = _room(deck, memory, together, shared)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
     step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
+    sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
     planned_deck = with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
-    return DeckPlan(*planned_deck, pipeline, rates, step)
+    return DeckPlan(*planned_deck, pipeline, rates, step, sent)
 
 
 def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:

@@ -68,9 +68,16 @@ class StageTraffic:
 
     def payload(self) -> dict[str, float]:
         """Bytes of a step by axis, the mean over the steps."""
+        return self._by_axis(lambda moved: moved.payload)
+
+    def sent(self) -> dict[str, float]:
+        """Of a step by axis, the bytes that a rank sends to other nodes, the mean over the steps."""
+        return self._by_axis(lambda moved: moved.traffic.sent)
+
+    def _by_axis(self, size: Callable[[Moved], int]) -> dict[str, float]:
         found: dict[str, float] = {}
         for moved in (moved for step in self.steps for moved in step):
-            found[moved.axis] = found.get(moved.axis, 0.0) + moved.payload / len(self.steps)
+            found[moved.axis] = found.get(moved.axis, 0.0) + size(moved) / len(self.steps)
         return dict(sorted(found.items()))
 
 

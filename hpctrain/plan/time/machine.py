@@ -79,10 +79,11 @@ class Machine(_Table):
     """One kind of rank, of node and of network, with the habits of its software.
 
     `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
-    told. Gradients are summed as `gradient_bytes` an element, which hides behind backward by the share
-    `overlap`; what layers sum hides by `layer_overlap` behind products. Where messages between stages are
-    `blocking`, both sides wait for them; with `split_messages` a stage's tensor ranks send a part each.
-    `elementwise` are seconds of an element, forward and backward; `optimizer` is elements a second.
+    told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, hide
+    behind backward by the share `overlap`; what layers sum hides by `layer_overlap` behind products. Where
+    messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
+    ranks send a part each. `elementwise` are seconds of an element, forward and backward; `optimizer` is
+    elements a second.
     """
 
     name: str = Field(min_length=1)
@@ -99,7 +100,7 @@ class Machine(_Table):
     inside: Link
     between: Link
     collectives: Mapping[str, Collective] = Field(default_factory=dict)
-    gradient_bytes: int | None = Field(None, ge=1)
+    gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
     layer_overlap: float = Field(0.0, ge=0, le=1)
     messages: Literal["blocking", "overlapped"] = "overlapped"
@@ -109,11 +110,13 @@ class Machine(_Table):
     hosts: tuple[str, ...] = Field((), strict=False)
 
     def of_deck(self, deck: Deck) -> Deck:
-        """The deck, on nodes like this machine's where it does not say what they have."""
+        """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
         told = deck.machine
         of_node = told.ranks_per_node or told.gpus_per_node or self.ranks_per_node
         found = {"ranks_per_node": of_node, "memory": told.memory or int(self.memory * of_node)}
-        return deck.with_keys(machine=found)
+        given = "precision.gradients" in deck.sources.places
+        sums = deck.precision.gradients if given else self.gradients
+        return deck.with_keys(machine=found, precision={"gradients": sums})
 
     def products_of(self, form: str) -> Products:
         """Those of a format; HpctrainError where they were not measured."""

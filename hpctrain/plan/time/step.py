@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
+from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
@@ -37,10 +38,23 @@ CAUSES = (
 )
 
 
+TIMED: Mapping[str, object] = {
+    "communication.compress": "none",
+    "communication.local_steps": 1,
+    "memory.optimizer": "device",
+    "memory.parameters": "device",
+    "memory.activations": "keep",
+    "memory.activation_format": "exact",
+    "memory.accumulate": "whole",
+    "optimizer.name": "adamw",
+}
+"""Keys whose other values take time, or spare some, that is not told."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A step's seconds by cause, of the stage that has most to do; its tokens; FLOPs of all ranks as
-    published formulas count them, without and with what is computed again.
+    published formulas count them, without and with what is computed again; what of the deck is not told.
     """
 
     seconds_by_cause: Mapping[str, float]
@@ -48,6 +62,7 @@ class StepPlan:
     tokens: int
     flops: float
     hardware_flops: float
+    untold: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -61,6 +76,7 @@ class StepPlan:
             "tokens_per_second": self.tokens / self.seconds,
             "tflops_per_rank": self.flops_per_rank / 1e12,
             "seconds_by_cause": dict(self.seconds_by_cause),
+            "untold": list(self.untold),
         }
 
     @property
@@ -71,6 +87,9 @@ class StepPlan:
 
 def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> StepPlan:
     """A step of a deck on so many ranks of a machine. HpctrainError as a run would."""
+    if deck.communication.server != "none":
+        sentence = "how long a step with servers takes is not planned: leave --machine out"
+        raise HpctrainError(deck.problem("communication.server", sentence))
     shape = ModelShape.of(deck, vocabulary)
     at = Arrangement.of(deck, ranks, deck.machine.ranks_per_node or machine.ranks_per_node)
     placement = placed_by_flops(deck, shape, at.data)
@@ -80,7 +99,8 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
-    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens)
+    untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
+    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, untold)
 
 
 def step_seconds(
@@ -170,7 +190,7 @@ def _rest(
         sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)
     )
     causes = {"gradients": 0.0, "parameters": 0.0, "optimizer": 0.0, "fixed": machine.fixed}
-    itemsize = machine.gradient_bytes or at.gradient_itemsize
+    itemsize = at.gradient_itemsize
     hiding = machine.overlap * (sum(passes.input_gradient.values()) + sum(passes.weight_gradient.values()))
     gathers = 2 * at.micro_batches if at.zero == 3 else 1
     for elements, group in ((of_experts, at.expert_data_ranks), (of_others, at.data_ranks)):

@@ -41,4 +41,5 @@ def time_lines(step: StepPlan, machine: Machine, steps: int) -> list[str]:
         *table(rows),
         f"The run's {format_count(steps)} steps take {format_seconds(steps * step.seconds)}, "
         f"{format_count(hours)} hours of ranks.",
+        *([f"What changes with {', '.join(step.untold)} is not in it."] if step.untold else []),
     ]

@@ -35,7 +35,11 @@ class Published:
 
     @cached_property
     def arrangement(self) -> Arrangement:
-        return Arrangement.of(self.deck, self.ranks, RANKS_PER_NODE)
+        return self.on(machine("selene-2021"))
+
+    def on(self, machine: Machine) -> Arrangement:
+        """Its ranks with the habits of a machine."""
+        return Arrangement.of(machine.of_deck(self.deck), self.ranks, RANKS_PER_NODE)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -52,7 +56,7 @@ class Published:
     def causes(self, machine: Machine) -> Mapping[str, float]:
         """Seconds by cause."""
         return step_seconds(
-            layer_sizes(self.shape), self.arrangement, self.schedule, self.placement.split, machine
+            layer_sizes(self.shape), self.on(machine), self.schedule, self.placement.split, machine
         )
 
     def error(self, machine: Machine, *without: str) -> float:

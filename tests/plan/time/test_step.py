@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
+from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.time.layers import layer_sizes
-from hpctrain.plan.time.machine import Machine, parse_machine
+from hpctrain.plan.time.machine import Machine, parse_machine, read_machine
 from hpctrain.plan.time.step import CAUSES, plan_step
 from hpctrain.plan.time.words import WHAT, time_lines
 from tests.engines import LLAMA, small_deck
@@ -120,6 +122,34 @@ def test_people_are_told() -> None:
     assert set(WHAT) == set(CAUSES)
 
 
+def test_what_is_not_in_the_seconds_is_said() -> None:
+    machine = parse_machine(FILE, "")
+    deck = small_deck("communication.compress=int8", "optimizer.name=lion")
+    assert deck.model.vocabulary
+    step = plan_step(deck, 2, deck.model.vocabulary, machine)
+    assert step.untold == ("communication.compress = int8", "optimizer.name = lion")
+    assert "communication.compress = int8, optimizer.name = lion" in time_lines(step, machine, 10)[-1]
+    assert plan_step(small_deck(), 2, deck.model.vocabulary, machine).untold == ()
+    served = small_deck("communication.server=sync")
+    with pytest.raises(HpctrainError, match=r"communication\.server.*leave --machine out"):
+        plan_step(served, 2, deck.model.vocabulary, machine)
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(2, 3535), (8, 6186)])
+def test_a_rank_sends_what_rings_do(tmp_path: Path, ranks: int, sent: int) -> None:
+    """Of 3,535 MB of gradients in half precision, by 2 and by 8 data ranks (Megatron-LM)."""
+    (tmp_path / "deck.toml").write_text(
+        '[run]\ntitle = "t"\nsteps = 10\n[model]\nfamily = "gpt2"\nlayers = 24\nhidden = 2048\nheads = 16\n'
+        'vocabulary = 271600\n[data]\ntokens = "none.h5"\n[batch]\nglobal_size = 8\nsequence = 1024\n'
+        '[precision]\ncompute = "fp16"\n[optimizer]\nclip = 0\n'
+    )
+    row = plan_deck(tmp_path / "deck.toml", ranks, advised=False, rates=read_machine("selene-2021")).row()
+    assert row["parameters_total"] == pytest.approx(3535e6 / 2, rel=2e-3)
+    by_axis = row["bytes_by_axis"]
+    assert isinstance(by_axis, dict)
+    assert by_axis["data x context"] / 1e6 == pytest.approx(sent, rel=2e-3)
+
+
 def test_the_verb_tells_seconds_by_cause(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "deck.toml").write_text(
         '[run]\ntitle = "t"\nsteps = 10\n[model]\nfamily = "gpt2"\nlayers = 4\nhidden = 64\nheads = 4\n'
@@ -135,6 +165,8 @@ def test_the_verb_tells_seconds_by_cause(launch: Launch, tmp_path: Path) -> None
     assert row["total_bytes"] > 0
     assert row["bytes_by_axis"]["tensor"] > 0
     assert row["node"]["ranks"] == 8
+    assert 0 < row["bytes_between_nodes_by_axis"]["data x context"] < row["bytes_by_axis"]["data x context"]
+    assert "tensor" not in {axis for axis, sent in row["bytes_between_nodes_by_axis"].items() if sent}
     wrong = launch(0, *verb, "selen", cwd=tmp_path)
     assert wrong.returncode == 3
     assert "Traceback" not in wrong.stderr
