@@ -93,12 +93,7 @@ class Several:
         poll(self.test, 0, 10, 200e-6)
 
 
-def poll(
-    test: Callable[[], bool],
-    spins: int = 100,
-    yields: int = 10_000,
-    pause: float = 50e-6,
-) -> None:
+def poll(test: Callable[[], bool], spins: int = 100, yields: int = 10_000, pause: float = 50e-6) -> None:
     """Return when something is complete: looked at all the time, after so many looks in between others that
     want the core, after so many more now and then, with so many seconds in between.
     """

@@ -68,13 +68,9 @@ class LayerSeconds:
     weight_gradient: Causes
 
 
+@lru_cache(maxsize=16)
 def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerSizes, ...]:
     """Those of a model's layers, in their order; blocks that are alike are one object."""
-    return _layer_sizes(shape, frozen)
-
-
-@lru_cache(maxsize=16)
-def _layer_sizes(shape: ModelShape, frozen: tuple[str, ...]) -> tuple[LayerSizes, ...]:
     model = bare_model(shape)
     freeze_parameters([model], frozen)
     silent = silent_blocks(model)

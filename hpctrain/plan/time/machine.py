@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
@@ -32,6 +32,7 @@ PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
 """How often memory is passed over for an element that comes out, forward and backward."""
 
 Direction = Literal["forward", "backward"]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
 class _Table(BaseModel):
@@ -68,11 +69,19 @@ class Link(_Table):
 
 
 class Collective(_Table):
-    """Seconds of an operation by bytes, as measured among `ranks` of a node."""
+    """Seconds of an operation by bytes, the smallest first, as measured among `ranks` of a node."""
 
     ranks: int = Field(ge=2)
-    bytes: tuple[float, ...] = Field(min_length=1, strict=False)
-    seconds: tuple[float, ...] = Field(min_length=1, strict=False)
+    bytes: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
+    seconds: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Collective:
+        if len(self.bytes) != len(self.seconds):
+            raise ValueError("must have as many bytes as seconds")
+        if list(self.bytes) != sorted(set(self.bytes)):
+            raise ValueError("must have bytes that grow")
+        return self
 
 
 class Machine(_Table):
@@ -82,8 +91,8 @@ class Machine(_Table):
     told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, hide
     behind backward by the share `overlap`; what layers sum hides by `layer_overlap` behind products. Where
     messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
-    ranks send a part each. `elementwise` are seconds of an element, forward and backward; `optimizer` is
-    elements a second.
+    ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
+    are seconds of an element, forward and backward; `optimizer` is elements a second.
     """
 
     name: str = Field(min_length=1)
@@ -99,15 +108,13 @@ class Machine(_Table):
     elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
     inside: Link
     between: Link
-    collectives: Mapping[str, Collective] = Field(default_factory=dict)
+    collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
     gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
     layer_overlap: float = Field(0.0, ge=0, le=1)
     messages: Literal["blocking", "overlapped"] = "overlapped"
     split_messages: bool = False
-    date: str = ""
-    spread: Mapping[str, float] = Field(default_factory=dict)
-    hosts: tuple[str, ...] = Field((), strict=False)
+    shared_memory: bool = False
 
     def of_deck(self, deck: Deck) -> Deck:
         """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
@@ -116,7 +123,9 @@ class Machine(_Table):
         found = {"ranks_per_node": of_node, "memory": told.memory or int(self.memory * of_node)}
         given = "precision.gradients" in deck.sources.places
         sums = deck.precision.gradients if given else self.gradients
-        return deck.with_keys(machine=found, precision={"gradients": sums})
+        apart = deck.communication.transport == "auto" and not self.shared_memory
+        over = {"transport": "mpi"} if apart else {}
+        return deck.with_keys(machine=found, precision={"gradients": sums}, communication=over)
 
     def products_of(self, form: str) -> Products:
         """Those of a format; HpctrainError where they were not measured."""
@@ -158,11 +167,11 @@ class Sharing:
         return self.size // self.together
 
 
-SENT: Mapping[str, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+SENT: Mapping[Operation, float] = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 """How many times what an operation is of, less a rank's own part, passes each rank's link."""
 
 
-def collective_seconds(machine: Machine, operation: str, size: float, group: Sharing) -> float:
+def collective_seconds(machine: Machine, operation: Operation, size: float, group: Sharing) -> float:
     """Seconds of an operation of `size` bytes in all: the payload of a rank.
 
     By what was measured, where it was, inside a node. Else pieces pass each rank's link once, twice for an
@@ -181,8 +190,7 @@ def collective_seconds(machine: Machine, operation: str, size: float, group: Sha
         return factor * size * (group.size - 1) / group.size / link.bandwidth + rounds * link.latency
     between = machine.between
     bandwidth = min(between.bandwidth * group.together, link.bandwidth)
-    seconds = factor * size * (group.size - 1) / group.size / bandwidth + rounds * between.latency
-    return seconds
+    return factor * size * (group.size - 1) / group.size / bandwidth + rounds * between.latency
 
 
 def message_seconds(machine: Machine, size: float, crosses: bool) -> float:
@@ -252,6 +260,7 @@ def parse_machine(text: str, name: str) -> Machine:
             elif each["type"] == "extra_forbidden":
                 sentence = "is no figure of a machine"
             else:
-                sentence = each["msg"][:1].lower() + each["msg"][1:]
+                said = each["msg"].removeprefix("Value error, ")
+                sentence = said[:1].lower() + said[1:]
             problems.append(f"{where}: {'.'.join(path)}: {sentence}")
         raise HpctrainError(problems) from None

@@ -190,7 +190,6 @@ def _rest(
         sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)
     )
     causes = {"gradients": 0.0, "parameters": 0.0, "optimizer": 0.0, "fixed": machine.fixed}
-    itemsize = at.gradient_itemsize
     hiding = machine.overlap * (sum(passes.input_gradient.values()) + sum(passes.weight_gradient.values()))
     gathers = 2 * at.micro_batches if at.zero == 3 else 1
     for elements, group in ((of_experts, at.expert_data_ranks), (of_others, at.data_ranks)):
@@ -199,11 +198,15 @@ def _rest(
             continue
         causes["optimizer"] += _update(elements / cut, at, machine)
         if at.zero:
-            causes["gradients"] += collective_seconds(machine, "reduce_scatter", elements * itemsize, group)
+            causes["gradients"] += collective_seconds(
+                machine, "reduce_scatter", elements * at.gradient_itemsize, group
+            )
             once = collective_seconds(machine, "all_gather", elements * at.itemsize, group)
             causes["parameters"] += gathers * once
         else:
-            causes["gradients"] += collective_seconds(machine, "all_reduce", elements * itemsize, group)
+            causes["gradients"] += collective_seconds(
+                machine, "all_reduce", elements * at.gradient_itemsize, group
+            )
     hidden = min(hiding, machine.overlap * causes["gradients"])
     causes["gradients"] -= hidden
     if at.zero == 3:

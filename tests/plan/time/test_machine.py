@@ -99,6 +99,17 @@ def test_what_was_measured_goes_before_what_is_computed() -> None:
         ("memory = 1e9", "memory = -1.0", "ours.toml:6: machine.memory: input should be greater than 0"),
         ("memory = 1e9", "speed = 1", "ours.toml:6: machine.speed: is no figure of a machine"),
         ("= 4", "= = 4", "ours.toml:5: "),
+        ("memory = 1e9", "collectives.all_sum.ranks = 2", "ours.toml:6: machine.collectives.all_sum"),
+        (
+            "memory = 1e9",
+            "collectives.all_gather = { ranks = 2, bytes = [1.0, 2.0], seconds = [1.0] }",
+            "ours.toml:6: machine.collectives.all_gather: must have as many bytes as seconds",
+        ),
+        (
+            "memory = 1e9",
+            "collectives.all_gather = { ranks = 2, bytes = [2.0, 1.0], seconds = [1.0, 2.0] }",
+            "ours.toml:6: machine.collectives.all_gather: must have bytes that grow",
+        ),
     ],
 )
 def test_files_that_are_wrong(wrong: str, right: str, sentence: str) -> None:

@@ -122,6 +122,18 @@ def test_people_are_told() -> None:
     assert set(WHAT) == set(CAUSES)
 
 
+def test_a_machine_has_what_the_deck_does_not_say() -> None:
+    alone = parse_machine(FILE, "")
+    together = alone.model_copy(update={"shared_memory": True, "gradients": "compute"})
+    deck = alone.of_deck(small_deck("layout.zero=1"))
+    assert (deck.machine.ranks_per_node, deck.machine.memory) == (4, 4_000_000_000)
+    assert (deck.communication.transport, deck.precision.gradients) == ("mpi", "fp32")
+    deck = together.of_deck(small_deck("layout.zero=1"))
+    assert (deck.communication.transport, deck.precision.gradients) == ("auto", "compute")
+    said = together.of_deck(small_deck("machine.ranks_per_node=2", "precision.gradients=fp32"))
+    assert (said.machine.ranks_per_node, said.precision.gradients) == (2, "fp32")
+
+
 def test_what_is_not_in_the_seconds_is_said() -> None:
     machine = parse_machine(FILE, "")
     deck = small_deck("communication.compress=int8", "optimizer.name=lion")
