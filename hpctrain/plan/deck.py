@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import device_named, on_host
-from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
-from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
-from hpctrain.plan.room import Room, limits_of
+from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
-from hpctrain.plan.served import plan_served
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
@@ -96,23 +91,13 @@ def plan_deck(
     deck = read()
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
-    shared = shared_bytes()
-
-    def with_products(deck: Deck) -> Deck:
-        return with_kept_kernels(deck.with_keys(model={"vocabulary": vocabulary}), ranks)
-
-    def planned(deck: Deck) -> MemoryPlan:
-        plan = plan_memory if deck.communication.server == "none" else plan_served
-        return plan(with_products(deck), ranks, vocabulary, libraries, per_node)
-
-    memory = planned(deck)
+    holding = Holding(ranks, vocabulary, ranks_per_node)
+    holding.libraries(deck)
+    memory = holding.memory(deck)
     savings: list[MemorySaving] = []
     if advised:
-        savings = find_savings(deck, memory, read, planned)
+        savings = find_savings(deck, memory, read, holding.memory)
     machine = deck.machine
-    # Emulated nodes have their ranks on one machine.
-    together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
     apart = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
     if wish is None and deck.communication.link is not None:
         wish = LinkWish(deck.communication.link)
@@ -127,26 +112,9 @@ def plan_deck(
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
-    room = _room(deck, memory, together, shared)
+    room = holding.room(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
     step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
     sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
-    planned_deck = with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
+    planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
     return DeckPlan(*planned_deck, pipeline, rates, step, sent)
-
-
-def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:
-    """What `together` ranks of a node need, or on GPUs those of one, against what the deck or, where it does
-    not say, this machine has.
-    """
-    machine, device = deck.machine, device_named(deck.run.device)
-    given = machine.memory
-    if not on_host(device):
-        together, shared = -(-together // (machine.gpus_per_node or together)), 0
-        given = machine.gpu_memory
-    limits = limits_of(machine, device, os.environ)
-    if not limits:
-        return None
-    limit = min(limits, key=lambda limit: limit.bytes)
-    host = "this machine" if given is None else "a node"
-    return Room(host, together, memory.node_bytes(together, shared), limit)

@@ -109,10 +109,10 @@ def step_seconds(
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
     of_layers = {layer: layer_seconds(layer, at, machine) for layer in dict.fromkeys(layers)}
     parts = _parts(layers, split)
-    passes = [_part_seconds(part, of_layers) for part in parts]
-    message = _message(layers[0].hidden, at, machine) if schedule.stage_count > 1 else 0.0
+    passes = [part_seconds(part, of_layers) for part in parts]
+    message = boundary_seconds(layers[0].hidden, at, machine) if schedule.stage_count > 1 else 0.0
     blocking = machine.messages == "blocking"
-    waits = [message * blocking * _ends(schedule, part) for part in range(schedule.parts)]
+    waits = [message * blocking * ends_of(schedule, part) for part in range(schedule.parts)]
     simulation = simulate(
         schedule,
         Times(
@@ -133,7 +133,7 @@ def step_seconds(
             for part in held
         ),
         {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
-        _rest([layer for part in held for layer in parts[part]], passes[held[0]], at, machine),
+        rest_seconds([layer for part in held for layer in parts[part]], passes[held[0]], at, machine),
     )
     return {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
@@ -150,7 +150,8 @@ def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[Laye
     return parts
 
 
-def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, LayerSeconds]) -> LayerSeconds:
+def part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, LayerSeconds]) -> LayerSeconds:
+    """Of a micro-batch in all layers of a part."""
     alike: dict[LayerSizes, int] = {}
     for layer in part:
         alike[layer] = alike.get(layer, 0) + 1
@@ -162,7 +163,7 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
     )
 
 
-def _ends(schedule: Schedule, part: int) -> float:
+def ends_of(schedule: Schedule, part: int) -> float:
     """Half the messages that a part waits for in one direction: one comes, one goes, both sides at once."""
     stage = schedule.home(part)[0]
     others = [
@@ -173,7 +174,7 @@ def _ends(schedule: Schedule, part: int) -> float:
     return len(others) / 2
 
 
-def _message(hidden: int, at: Arrangement, machine: Machine) -> float:
+def boundary_seconds(hidden: int, at: Arrangement, machine: Machine) -> float:
     """Seconds of hidden states from a stage to the next."""
     size = at.rows * hidden * at.itemsize
     if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and at.message_crosses:
@@ -182,7 +183,7 @@ def _message(hidden: int, at: Arrangement, machine: Machine) -> float:
     return message_seconds(machine, size, at.message_crosses)
 
 
-def _rest(
+def rest_seconds(
     held: Sequence[LayerSizes], passes: LayerSeconds, at: Arrangement, machine: Machine
 ) -> dict[str, float]:
     """What follows the last micro-batch's backward on a stage that holds these layers."""
