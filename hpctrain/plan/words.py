@@ -55,7 +55,7 @@ def plan_text(plan: DeckPlan) -> str:
     lines += [*form_lines(plan.moved), *other_lines(plan.others)]
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if plan.step is not None and plan.machine is not None:
-        lines += ["", *time_lines(plan.step, plan.machine, deck.run.steps)]
+        lines += ["", *time_lines(plan.step, plan.machine)]
     if deck.found.why:
         kernels = kernels_of(deck, device_named(deck.run.device), memory.sizes["data"])
         told = introduce_kernels(deck, kernels) or [f"products are {deck.found.why}"]

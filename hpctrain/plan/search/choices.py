@@ -9,7 +9,7 @@ from itertools import product
 from hpctrain.deck.problem import divisors
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import Deck
-from hpctrain.plan.time.machine import Sharing
+from hpctrain.plan.time.machine import Machine, Sharing
 
 SEARCHED = (
     "layout.tensor",
@@ -26,6 +26,8 @@ SEARCHED = (
     "layout.zero_group",
     "batch.micro_size",
     "memory.recompute",
+    "memory.activations",
+    "memory.optimizer",
 )
 """Keys that are searched where a deck leaves them to it."""
 
@@ -123,11 +125,20 @@ class Choices:
                 assert isinstance(chunks, int)
                 yield schedule, chunks
 
-    def of_zero(self, group: Sharing) -> Iterator[Values]:
+    def of_kept(self, machine: Machine) -> Iterator[Values]:
+        """What of a block is computed again, and where the rest waits for backward."""
+        homes = [home for home in ("host", "disk") if getattr(machine, home) is not None]
+        for recompute in self.of("memory.recompute", RECOMPUTED):
+            for home in self.of("memory.activations", ["keep", *homes]):
+                yield {"memory.recompute": recompute, "memory.activations": home}
+
+    def of_states(self, group: Sharing, machine: Machine) -> Iterator[Values]:
         """What is cut over the ranks that train on other tokens: over all of these, or over those of a node,
-        which do without the links between nodes.
+        which do without the links between nodes; and where the optimizer's state lives.
         """
+        homes = [home for home in ("host", "disk") if getattr(machine, home) is not None]
         for zero in self.of("layout.zero", [0, 1, 2, 3] if group.size > 1 else [0]):
             inside = [group.together] if zero and 1 < group.together < group.size else []
             for size in self.of("layout.zero_group", [None, *inside]):
-                yield {"layout.zero": zero, "layout.zero_group": size}
+                for home in self.of("memory.optimizer", ["device", *homes]):
+                    yield {"layout.zero": zero, "layout.zero_group": size, "memory.optimizer": home}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from hpctrain.comm.device import device_named, on_host
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.rules import RULES
 from hpctrain.engine.functions import planned_functions
+from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import make_groups
 from hpctrain.memory.recompute import Recompute, segment_size
 from hpctrain.memory.saved import PartBytes, part_bytes
@@ -59,6 +59,10 @@ class LayerBytes:
         }
 
     def _kept(self, part: PartBytes, deck: Deck, saved: float, is_block: bool) -> Kept:
+        if deck.model.frozen:
+            return Kept(0.0, 0.0)  # autograd may save nothing
+        if is_block and deck.memory.activations != "keep":
+            return Kept(0.0, saved)
         if not is_block or deck.memory.recompute in {"none", "selective"}:
             return Kept(saved, 0.0)
         # Of segments that are as long as they get.
@@ -103,12 +107,16 @@ class StateBytes:
     @staticmethod
     def of(deck: Deck) -> StateBytes:
         """Of the elements that a deck trains; none of its optimizer counts what is kept by block."""
+        # What is frozen has none of the rest.
         formats, rule = Precision.of(deck), RULES[deck.optimizer.name](deck)
         kept = 0 if isinstance(rule, BlockRules) else 4 * len(rule.names)
         masters = 4 if formats.storage.itemsize < 4 and not isinstance(rule, BlockRules) else 0
         host = on_host(device_named(deck.run.device))
         common = host and deck.communication.wished_transport != "mpi"
-        return StateBytes(formats.storage.itemsize, formats.gradient.itemsize, masters + kept, common)
+        stored = formats.storage.itemsize if deck.memory.parameters == "device" else 0
+        if deck.model.frozen:
+            return StateBytes(stored, 0, 0, common)
+        return StateBytes(stored, formats.gradient.itemsize, masters + kept, common)
 
     def held(self, elements: float, zero: int, group: int, ranks_per_node: int) -> float:
         """Of so many elements of a stage's rank, those of some stage of ZeRO cut over a group."""

@@ -21,6 +21,11 @@ class PartSeconds(NamedTuple):
     weight_gradient: float
 
     @property
+    def backward(self) -> float:
+        """Both gradients."""
+        return self.input_gradient + self.weight_gradient
+
+    @property
     def total(self) -> float:
         """All three."""
         return sum(self)

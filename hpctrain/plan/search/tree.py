@@ -17,7 +17,6 @@ from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import split_by_flops
-from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
@@ -25,13 +24,14 @@ from hpctrain.pipeline.split import cut
 from hpctrain.pipeline.wanted import outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
-from hpctrain.plan.search.choices import RECOMPUTED, Choices, Values, with_values
+from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds, live
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine
-from hpctrain.plan.time.step import boundary_seconds, ends_of, part_seconds, rest_seconds, step_seconds
+from hpctrain.plan.time.step import boundary_seconds, ends_of, step_seconds
+from hpctrain.plan.time.synchronize import after_backward
 
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
@@ -113,12 +113,12 @@ Node = SplitLayers | Staged | Layout
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage by its number, its layers, those of its first part, and how many are alike."""
+    """A stage by its number, its layers, how many are alike, and the first parts of all stages like it."""
 
     number: int
     layers: tuple[LayerSizes, ...]
-    first_part: tuple[LayerSizes, ...]
     alike: tuple[tuple[LayerSizes, int], ...]
+    first_parts: list[int]
 
     def elements(self, at: Arrangement) -> tuple[float, float]:
         """Of its parameters on a rank: of experts, and of all else."""
@@ -160,7 +160,8 @@ class _Form:
             numbers = [form.part(stage, chunk) for chunk in range(form.chunks)]
             own = tuple(layer for number in numbers for layer in held[number])
             alike = tuple(Counter(own).items())
-            stages.setdefault(frozenset(alike), _Stage(stage, own, tuple(held[numbers[0]]), alike))
+            known = stages.setdefault(frozenset(alike), _Stage(stage, own, alike, []))
+            known.first_parts.append(numbers[0])
         ends = tuple(ends_of(form, part) for part in range(form.parts))
         return _Form(split, tuple(parts), ends, tuple(stages.values()))
 
@@ -193,8 +194,8 @@ class Tree:
                 continue
             of_model = ranks // (neutral.layout.tensor * neutral.layout.context)
             most = max(self.choices.of_stages(of_model), default=1)
-            for recompute in self.choices.of("memory.recompute", RECOMPUTED):
-                split = with_values(deck, of_layers | {"memory.recompute": recompute})
+            for of_kept in self.choices.of_kept(self.machine):
+                split = with_values(deck, of_layers | of_kept)
                 kept = self._bytes.of(split)
                 # Of one micro-batch, spread over as many stages as there can be.
                 waiting = sum(kept[layer.kind].waiting for layer in self.layers)
@@ -207,7 +208,7 @@ class Tree:
                     yield self._split(with_values(split, {"batch.micro_size": size}), kept, waiting)
 
     def _split(self, deck: Deck, kept: Mapping[str, Kept], waiting: float) -> SplitLayers:
-        at = _arranged(deck, self._per_node)
+        at = Arrangement.of_axes(deck, _axes(deck), self._per_node)
         of_layers = {layer: layer_seconds(layer, at, self.machine) for layer in self._kinds}
         micro = sum(many * sum(_part(of_layers[layer])) for layer, many in self._kinds.items())
         # Micro-batches of a rank over its share of the layers: the same for any number of stages.
@@ -249,11 +250,10 @@ class Tree:
     def _least_of_stages(self, node: SplitLayers, at: Arrangement) -> float:
         """Bytes of a mean rank, with all states cut as far as can be and one micro-batch under way."""
         experts, others = (each / at.pipeline for each in stage_elements(self.layers, at))
-        most = max(self.choices.of("layout.zero", [3]), key=lambda zero: int(str(zero)))
-        assert isinstance(most, int)
-        group, of_experts = at.data * at.context, at.expert_data_ranks.size
-        states = self._states.held(others, most, group, self._per_node)
-        states += self._states.held(experts, most, of_experts, self._per_node)
+        states = min(
+            self._states_of(at, each)((experts, others))
+            for each in self.choices.of_states(at.data_ranks, self.machine)
+        )
         waiting = node.waiting / at.pipeline
         return self._libraries + states + waiting
 
@@ -263,7 +263,7 @@ class Tree:
         message = boundary_seconds(self.layers[0].hidden, at, machine) if at.pipeline > 1 else 0.0
         blocking = machine.messages == "blocking"
         sent = 0.0 if blocking else message
-        zeros = [(zero, self._states_of(at, zero)) for zero in self.choices.of_zero(at.data_ranks)]
+        zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
         for schedule, chunks in self.choices.of_schedules(at.pipeline, at.micro_batches):
             form = self._form_of(node.deck, schedule, chunks)
             if form is None:
@@ -295,13 +295,24 @@ class Tree:
                 for (first, last), wait in zip(form.parts, waits, strict=True)
             ]
             span = least_seconds(schedule, at.pipeline, at.micro_batches, seconds, sent)
-            held = [(stage.layers, part_seconds(stage.first_part, layers.of_layers)) for stage in form.stages]
+            backward = [
+                max(
+                    seconds[part].input_gradient + seconds[part].weight_gradient for part in stage.first_parts
+                )
+                for stage in form.stages
+            ]
             for zero in fitting:
                 whole = with_values(node.deck, zero | {"layout.schedule": schedule, "layout.chunks": chunks})
                 if self.fell.cannot_be(world_problems(whole, self.choices.ranks), whole):
                     continue
-                cut_so = replace(at, zero=whole.layout.zero)
-                rest = min(sum(rest_seconds(*each, cut_so, machine).values()) for each in held)
+                group, home = whole.layout.zero_group, whole.memory.optimizer
+                assert group != "node"
+                states = {"zero": whole.layout.zero, "zero_group": group or 0, "optimizer_home": home}
+                cut_so = replace(at, **states)
+                rest = min(
+                    sum(after_backward(stage.layers, hiding, cut_so, machine).values())
+                    for stage, hiding in zip(form.stages, backward, strict=True)
+                )
                 # What is summed in another order here differs by rounding.
                 yield Layout((span + rest) * (1 - _ROUNDING), whole, cut_so, form.split)
 
@@ -321,14 +332,15 @@ class Tree:
     def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
         """Bytes of the states of elements, of experts and of others, under some ZeRO."""
         stage, group = zero["layout.zero"], zero["layout.zero_group"]
+        kept = self._states if zero["memory.optimizer"] == "device" else replace(self._states, optimizer=0)
         assert isinstance(stage, int)
         size = group if isinstance(group, int) else at.data_ranks.size
         of_experts = min(size, at.expert_data_ranks.size)
 
         def states(elements: tuple[float, float]) -> float:
             experts, others = elements
-            held = self._states.held(others, stage, size, self._per_node)
-            return held + self._states.held(experts, stage, of_experts, self._per_node)
+            held = kept.held(others, stage, size, self._per_node)
+            return held + kept.held(experts, stage, of_experts, self._per_node)
 
         return states
 
@@ -369,25 +381,10 @@ def _plus(one: PartSeconds, other: PartSeconds) -> PartSeconds:
     return PartSeconds(*(a + b for a, b in zip(one, other, strict=True)))
 
 
-def _arranged(deck: Deck, ranks_per_node: int) -> Arrangement:
-    """Of layers that are split so, on one data rank of one stage."""
-    layout, formats = deck.layout, Precision.of(deck)
-    return Arrangement(
-        tensor=layout.tensor,
-        context=layout.context,
-        data=1,
-        pipeline=1,
-        expert=layout.expert if deck.model.experts else 1,
-        expert_tensor=layout.expert_tensor if deck.model.experts else 1,
-        micro_size=deck.batch.micro_size,
-        micro_batches=1,
-        sequence=deck.batch.sequence,
-        zero=0,
-        recompute=deck.memory.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        context_form=layout.context_form,
-        form=deck.precision.compute,
-        itemsize=formats.storage.itemsize,
-        gradient_itemsize=formats.gradient.itemsize,
-        ranks_per_node=ranks_per_node,
+def _axes(deck: Deck) -> Mapping[str, int]:
+    """Ranks along each axis, of one data rank of one stage."""
+    layout = deck.layout
+    sizes = {"tensor": layout.tensor, "context": layout.context, "data": 1, "pipeline": 1}
+    return sizes | (
+        {"expert": layout.expert, "expert_tensor": layout.expert_tensor} if deck.model.experts else {}
     )

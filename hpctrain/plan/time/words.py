@@ -19,6 +19,7 @@ WHAT = {
     "bubble": "waiting for other stages",
     "gradients": "sums of gradients",
     "parameters": "gathered parameters",
+    "offload": "what lies elsewhere, on its way",
     "optimizer": "optimizer",
     "fixed": "all else",
 }
@@ -26,20 +27,20 @@ WHAT = {
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 
-def time_lines(step: StepPlan, machine: Machine, steps: int) -> list[str]:
-    """Where the seconds of a step go, how fast that is, and how long a run of so many steps takes."""
+def time_lines(step: StepPlan, machine: Machine) -> list[str]:
+    """Where the seconds of a step go, how fast that is, and how long the run takes."""
     rows = [
         (f"  {WHAT[cause]}", format_seconds(seconds), f"{100 * seconds / step.seconds:.1f}%")
         for cause, seconds in sorted(step.seconds_by_cause.items(), key=lambda each: -each[1])
         if seconds > _LEAST * step.seconds
     ]
-    hours = steps * step.seconds * step.ranks / 3600
     return [
         f"A step takes {format_seconds(step.seconds)} on {machine.name}: "
         f"{format_count(step.tokens / step.seconds)} tokens/s, "
-        f"{step.flops_per_rank / 1e12:.3g} TFLOP/s a rank.",
+        f"{step.flops_per_rank / 1e12:.3g} TFLOP/s a rank, {100 * step.mfu:.1f}% of the peak"
+        f"{' without what is computed again' if step.flops < step.hardware_flops else ''} (MFU).",
         *table(rows),
-        f"The run's {format_count(steps)} steps take {format_seconds(steps * step.seconds)}, "
-        f"{format_count(hours)} hours of ranks.",
+        f"The run's {format_count(step.steps)} steps take {format_seconds(step.run_seconds)}, or "
+        f"{step.run_seconds / 86400:.3g} days: {format_count(step.rank_hours)} hours of ranks.",
         *([f"What changes with {', '.join(step.untold)} is not in it."] if step.untold else []),
     ]
