@@ -53,7 +53,7 @@ TIMED: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's seconds by cause, of the stage that has most to do; its tokens; FLOPs of all ranks as
+    """A step's seconds by cause, of the `stage` that has most to do; its tokens; FLOPs of all ranks as
     published formulas count them, without and with what is computed again; what of the deck is not told.
     """
 
@@ -63,6 +63,7 @@ class StepPlan:
     flops: float
     hardware_flops: float
     untold: tuple[str, ...] = ()
+    stage: int = 0
 
     @property
     def seconds(self) -> float:
@@ -95,18 +96,25 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     placement = placed_by_flops(deck, shape, at.data)
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
-    causes = step_seconds(layers, at, schedule, placement.split, machine)
+    stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)
     counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
     untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
-    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, untold)
+    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, untold, stage)
 
 
 def step_seconds(
     layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
 ) -> dict[str, float]:
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
+    return busiest_seconds(layers, at, schedule, split, machine)[1]
+
+
+def busiest_seconds(
+    layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
+) -> tuple[int, dict[str, float]]:
+    """The stage that has most to do, and its seconds by cause: see `step_seconds`."""
     of_layers = {layer: layer_seconds(layer, at, machine) for layer in dict.fromkeys(layers)}
     parts = _parts(layers, split)
     passes = [_part_seconds(part, of_layers) for part in parts]
@@ -135,7 +143,7 @@ def step_seconds(
         {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
         _rest([layer for part in held for layer in parts[part]], passes[held[0]], at, machine),
     )
-    return {cause: causes.get(cause, 0.0) for cause in CAUSES}
+    return busiest, {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
 
 def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[LayerSizes]]:
