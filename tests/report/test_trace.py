@@ -150,6 +150,8 @@ def test_waiting_for_a_stage_and_for_its_messages() -> None:
     step = RecordedStep(1, schedule, ((0.0, 2.0, 7.0), (3.0, 5.0, 6.0)), ((2.0, 4.0, 8.0), (4.0, 5.5, 6.5)))
     assert step.waits(1) == pytest.approx((2 + 1.5, 1 + 1))
     assert step.waits(0) == pytest.approx((2.5, 0.5))
+    slow = RecordedStep(1, Schedule.parse("F0 F1\nF0 F1"), ((0.0, 1.0), (1.0, 4.0)), ((1.0, 2.0), (3.0, 5.0)))
+    assert slow.waits(1) == (1, 1)  # F1 was done at 2, where stage 1 still had F0 to do
     alone = RecordedStep(1, Schedule.parse("F0 B0"), ((0.0, 2.0),), ((1.0, 3.0),))
     assert alone.waits(0) == (0, 0)
 

@@ -59,8 +59,8 @@ def planned(folder: Path) -> dict[str, Any]:
 
 
 def traced(path: Path, rank: int) -> tuple[float, float]:
-    """Seconds of a rank's actions, and of its phases forward and backward, in the mean of the three steps that
-    a trace holds: the same ones that are measured.
+    """Seconds of a rank's actions, and of its phases forward and backward, in the mean of the three steps
+    that a trace holds: the same ones that are measured.
     """
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["pid"] == rank]
     spans = [(event["cat"], event["name"], event["dur"] * 1e-6) for event in events if event["ph"] == "X"]

@@ -78,7 +78,7 @@ def test_known_seconds_go_to_their_causes() -> None:
 def test_what_is_gathered_within_passes_is_parameters_of_zero_3_alone() -> None:
     gathers = CALLS | {("data x context", "all_gather", "forward"): 0.25}
     record = StepRecord(3, 38.0, PHASES, INSIDE, gathers, 5.0)
-    cut, whole = record.by_cause(1, 3), record.by_cause(1, 0)
+    cut, whole = record.by_cause(1, 3), record.by_cause(1, 2)
     assert cut["parameters"] == pytest.approx(1.0)
     assert cut["gradients"] == pytest.approx(1.75)
     assert whole["parameters"] == pytest.approx(0.75)  # compressed sums gather, too
