@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -21,6 +22,7 @@ from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 
@@ -78,17 +80,20 @@ def plan_deck(
     With `forms` every other form of communication is planned too. What is sent is planned over the link of
     the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
     its vocabulary to it. A node has `ranks_per_node` ranks, else those that the deck emulates, else those of
-    its [machine], else all. On a machine whose `rates` are known a step's seconds are planned too, and its
-    nodes have what the deck does not say of them.
+    its [machine], else all. On a machine whose `rates` are known, or named by the deck, a step's seconds are
+    planned too, and its nodes have what the deck does not say of them.
 
     Raises HpctrainError as a run on so many ranks would.
     """
+    named = partial(named_problems, rates=rates is None)
 
     def read(*changes: str) -> Deck:
-        deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named_problems)
-        return deck if rates is None else rates.of_deck(deck)
+        deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named)
+        machine = deck_rates(deck) if rates is None else rates
+        return deck if machine is None else machine.of_deck(deck)
 
     deck = read()
+    rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     holding = Holding(ranks, vocabulary, ranks_per_node)

@@ -307,8 +307,7 @@ class Tree:
                     continue
                 group, home = whole.layout.zero_group, whole.memory.optimizer
                 assert group != "node"
-                states = {"zero": whole.layout.zero, "zero_group": group or 0, "optimizer_home": home}
-                cut_so = replace(at, **states)
+                cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
                 rest = min(
                     sum(after_backward(stage.layers, hiding, cut_so, machine).values())
                     for stage, hiding in zip(form.stages, backward, strict=True)

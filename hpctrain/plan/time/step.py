@@ -55,7 +55,7 @@ TIMED: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's seconds by cause, of the stage that has most to do; its tokens; FLOPs of all ranks as
+    """A step's seconds by cause, of the `stage` that has most to do; its tokens; FLOPs of all ranks as
     published formulas count them, without and with what is computed again; FLOP/s of a rank at the peak; the
     run's steps; what of the deck is not told.
     """
@@ -68,6 +68,7 @@ class StepPlan:
     peak: float
     steps: int
     untold: tuple[str, ...] = ()
+    stage: int = 0
 
     @property
     def seconds(self) -> float:
@@ -118,19 +119,26 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     placement = placed_by_flops(deck, shape, at.data)
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
-    causes = step_seconds(layers, at, schedule, placement.split, machine)
+    stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)
     counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
     untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
     peak, steps = machine.products_of(at.form).peak, deck.run.steps
-    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold)
+    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
 
 
 def step_seconds(
     layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
 ) -> dict[str, float]:
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
+    return busiest_seconds(layers, at, schedule, split, machine)[1]
+
+
+def busiest_seconds(
+    layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
+) -> tuple[int, dict[str, float]]:
+    """The stage that has most to do, and its seconds by cause: see `step_seconds`."""
     of_layers = {layer: layer_seconds(layer, at, machine) for layer in dict.fromkeys(layers)}
     parts = _parts(layers, split)
     passes = [_part_seconds(part, of_layers) for part in parts]
@@ -160,7 +168,7 @@ def step_seconds(
         {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
         after_backward([layer for part in held for layer in parts[part]], backward, at, machine),
     )
-    return {cause: causes.get(cause, 0.0) for cause in CAUSES}
+    return busiest, {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
 
 def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[LayerSizes]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.measured import MeasuredStep, side_by_side
 from hpctrain.plan.time.step import StepPlan
 from hpctrain.table import table
 from hpctrain.units import format_count, format_seconds
+from hpctrain.words import counted
 
 WHAT = {
     "products": "products with matrices",
@@ -24,6 +26,7 @@ WHAT = {
     "fixed": "all else",
 }
 
+WHAT_TOGETHER = {"computing": "products, attention, all by element", "stages": WHAT["bubble"]}
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 
@@ -42,5 +45,33 @@ def time_lines(step: StepPlan, machine: Machine) -> list[str]:
         *table(rows),
         f"The run's {format_count(step.steps)} steps take {format_seconds(step.run_seconds)}, or "
         f"{step.run_seconds / 86400:.3g} days: {format_count(step.rank_hours)} hours of ranks.",
-        *([f"What changes with {', '.join(step.untold)} is not in it."] if step.untold else []),
+        *_untold(step),
     ]
+
+
+def comparison_lines(step: StepPlan, machine: Machine, measured: MeasuredStep, stages: int) -> list[str]:
+    """Seconds of a step as planned, beside those measured on that stage; by cause where that is known."""
+    holder = f"a step of stage {step.stage}" if stages > 1 else "a step"
+    pairs = list[tuple[str, float, float]]()
+    if measured.seconds_by_cause is not None:
+        pairs = side_by_side(step.seconds_by_cause, measured.seconds_by_cause)
+    least = _LEAST * max(step.seconds, measured.seconds)
+    words = WHAT | WHAT_TOGETHER
+    shown = [(words[name], there, here) for name, there, here in pairs if max(there, here) > least]
+    rows = [(holder, "predicted", "measured", "")]
+    for name, there, here in [*shown, ("the whole step", step.seconds, measured.seconds)]:
+        ratio = f"{100 * (there - here) / here:+.1f}%" if here > least else ""
+        rows.append((name, format_seconds(there), format_seconds(here), ratio))
+    mean = f"Measured is the mean of {counted(measured.steps, 'step')} and {counted(measured.ranks, 'rank')}"
+    lines = [*table(rows), f"{mean}, predicted by the rates of {machine.name}."]
+    if measured.seconds_by_cause is None:
+        lines.append(
+            "By cause nothing is measured on GPUs: the host's clock tells when work was handed over."
+        )
+    elif stages > 1 and "stages" in measured.seconds_by_cause:
+        lines.append("How long messages take, apart from that, is measured with run.trace = true.")
+    return [*lines, *_untold(step)]
+
+
+def _untold(step: StepPlan) -> list[str]:
+    return [f"What changes with {', '.join(step.untold)} is not in it."] if step.untold else []
