@@ -43,6 +43,7 @@ CAUSES = (
 
 TIMED: Mapping[str, object] = {
     "communication.compress": "none",
+    "communication.emulate": None,
     "communication.local_steps": 1,
     "layout.replicas": 1,
     "memory.activation_format": "exact",
