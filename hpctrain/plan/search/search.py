@@ -92,7 +92,7 @@ def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Miss
     is none, or it is not known what a node has.
     """
     tree = Tree(Choices(deck, ranks), machine, holding, inf)
-    found = [each for each in map(lambda node: _planned(tree, node), islice(_roomy(tree), _ROOMY))]
+    found = [_planned(tree, node) for node in islice(_roomy(tree), _ROOMY)]
     known = [Missed(candidate, room) for candidate, room in found if room is not None]
     return min(known, key=lambda each: each.room.needed, default=None)
 
