@@ -25,6 +25,7 @@ from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room, limits_of
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.served import plan_served
+from hpctrain.plan.time.advice import Advice, advise
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
@@ -34,7 +35,7 @@ from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
     what would save most, the most first, what ranks send each other, of several stages their pipeline; on a
-    machine whose rates are known a step, and what is sent to any other rank.
+    machine whose rates are known a step, what is sent to any other rank, and what limits it and would help.
     """
 
     deck: Deck
@@ -48,6 +49,7 @@ class DeckPlan:
     machine: Machine | None = None
     step: StepPlan | None = None
     sent: TrafficPlan | None = None
+    advice: Advice | None = None
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -60,6 +62,8 @@ class DeckPlan:
         if self.sent is not None:
             planned |= {"bytes_by_axis": self.sent.most.sent()}
             planned |= {"bytes_between_nodes_by_axis": self.moved.own.most.sent()}
+        if self.advice is not None:
+            planned |= {"advice": self.advice.row()}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
@@ -127,15 +131,27 @@ def plan_deck(
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
-    room = _room(deck, memory, together, shared)
+    room = node_room(deck, memory, together, shared)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
     step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
     sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
     planned_deck = with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
-    return DeckPlan(*planned_deck, pipeline, rates, step, sent)
+    if rates is None or step is None:
+        return DeckPlan(*planned_deck, pipeline)
+
+    def timed(deck: Deck, rates: Machine) -> StepPlan:
+        return plan_step(deck, ranks, vocabulary, rates)
+
+    def held(deck: Deck) -> tuple[int, bool | None]:
+        memory = planned(deck)
+        room = node_room(deck, memory, together, shared)
+        return memory.largest.memory.total, None if room is None else room.fits
+
+    advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
+    return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice)
 
 
-def _room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:
+def node_room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:
     """What `together` ranks of a node need, or on GPUs those of one, against what the deck or, where it does
     not say, this machine has.
     """
