@@ -1,7 +1,7 @@
 """What limits a step, and which single change of its deck would make it faster and still fit.
 
-What limits it is told by what is faster: of each part of the machine, how much shorter a step would be if that
-part took half its time. All of these are plans, not shares of one.
+What limits it is told by what is faster: of each part of the machine, how much shorter a step would be if
+that part took half its time. All of these are plans, not shares of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2")
 @dataclass(frozen=True)
 class Gain:
     """A change of the deck, such as "layout.tensor=4", the share of a step that it spares, and how many bytes
-    more (or less, below 0) the rank that holds most would hold. `fits` is None where nothing says what there is.
+    more (or less, below 0) the rank that holds most would hold. `fits` is None where nothing says what there
+    is.
     """
 
     change: str
