@@ -11,7 +11,7 @@ import click
 @click.command(name="plan")
 @click.argument("deck", type=click.Path(path_type=Path))
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), required=True, metavar="N", help="Ranks of the run."
+    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Ranks of the run; or --sweep ranks=N,N."
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
@@ -37,10 +37,25 @@ import click
     help="Also a step's seconds there: a published machine, or a file of one.  [default: machine.rates]",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="KEY=V,V,...",
+    help="A table over the values of a key of DECK, or of ranks; of several keys over all combinations.",
+)
+@click.option("--weak", is_flag=True, help="As ranks are swept, batch.global_size grows with them.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the sweep's seconds by cause, as .png, .svg or .pdf.",
+)
+@click.option("--pareto", is_flag=True, help="Draw memory against time instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     deck: Path,
-    ranks: int,
+    ranks: int | None,
     overrides: tuple[str, ...],
     ranks_per_node: int | None,
     link: str | None,
@@ -48,6 +63,10 @@ def command(
     like: Path | None,
     machine: str | None,
     forms: bool,
+    sweeps: tuple[str, ...],
+    weak: bool,
+    plot: Path | None,
+    pareto: bool,
     as_json: bool,
 ) -> None:
     """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
@@ -56,14 +75,21 @@ def command(
     machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
     both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
-    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs.
+    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs; what limits
+    it, and which single change would help most. With --sweep a table, a row for each value.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.sweep_options import demand_sweep, swept
     from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
 
     wish = wished_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
+    if sweeps:
+        told = swept(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, plot, pareto, as_json)
+        click.echo(told, nl=as_json)
+        return
+    ranks = demand_sweep(ranks, weak=weak, plot=plot, pareto=pareto)
     plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
     click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

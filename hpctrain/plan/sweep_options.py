@@ -1,0 +1,78 @@
+"""From what `hpctrain plan` is asked for to a sweep's table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.sweep import sweep_deck
+from hpctrain.plan.sweep_words import plot_sweep, sweep_text
+from hpctrain.plan.swept import parse_sweeps
+from hpctrain.plan.time.machine import Machine
+from hpctrain.report.figures import demand_ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def demand_sweep(ranks: int | None, *, weak: bool, plot: Path | None, pareto: bool) -> int:
+    """The ranks of a plan that is no sweep. HpctrainError where they are not given, or what only sweeps have
+    is asked for.
+    """
+    asked = [name for name, given in (("--plot", plot), ("--pareto", pareto), ("--weak", weak)) if given]
+    if asked:
+        raise HpctrainError(
+            f"{asked[0]}: is of a sweep: give --sweep KEY=V,V,... too, such as --sweep ranks=64,128"
+        )
+    if ranks is None:
+        raise HpctrainError("how many ranks the run has is not said: give --ranks N")
+    return ranks
+
+
+def swept(
+    deck: Path,
+    ranks: int | None,
+    overrides: Sequence[str],
+    arguments: Sequence[str],
+    ranks_per_node: int | None,
+    rates: Machine | None,
+    weak: bool,
+    plot: Path | None,
+    pareto: bool,
+    as_json: bool,
+) -> str:
+    """The table of a sweep, or its JSON; with `plot` its picture is written, too.
+
+    HpctrainError, before anything is planned, for options that do not go together.
+    """
+    sweeps = parse_sweeps(arguments)
+    if pareto and plot is None:
+        raise HpctrainError("--pareto: is a picture: give --plot FILE too")
+    if plot is not None:
+        demand_ending(plot)
+        if rates is None:
+            raise HpctrainError("--plot: there are no seconds to draw: give --machine NAME, or a file of one")
+    count = 1
+    for each in sweeps:
+        count *= len(each.values)
+    with _progress(count) as reached:
+        sweep = sweep_deck(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, reached)
+    if plot is not None:
+        plot_sweep(sweep, plot, pareto)
+    return json.dumps(sweep.row(), indent=1) if as_json else sweep_text(sweep)
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while points are planned, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("planned", total=count)
+        yield lambda done: bar.update(task, completed=done)
