@@ -38,6 +38,16 @@ import click
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option(
+    "--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK leaves open."
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the deck with the quickest of them there.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE where it exists.")
+@click.option(
     "--sweep",
     "sweeps",
     multiple=True,
@@ -63,6 +73,9 @@ def command(
     like: Path | None,
     machine: str | None,
     forms: bool,
+    search: bool,
+    write: Path | None,
+    force: bool,
     sweeps: tuple[str, ...],
     weak: bool,
     plot: Path | None,
@@ -77,9 +90,14 @@ def command(
     both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
     selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs; what limits
     it, and which single change would help most. With --sweep a table, a row for each value.
+
+    With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert ranks,
+    schedule, chunks, micro-batch, ZeRO, recomputation and offload. Keys that DECK gives stay as they are
+    (--set layout.tensor= opens one); a deck with layout = "auto" is run with the quickest.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.search.options import demand_search, searched
     from hpctrain.plan.sweep_options import demand_sweep, swept
     from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
@@ -90,6 +108,11 @@ def command(
         told = swept(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, plot, pareto, as_json)
         click.echo(told, nl=as_json)
         return
+    if search:
+        told = searched(deck, ranks, overrides, ranks_per_node, rates, write, as_json, force=force, plot=plot)
+        click.echo(told, nl=as_json)
+        return
+    demand_search(write, force=force)
     ranks = demand_sweep(ranks, weak=weak, plot=plot, pareto=pareto)
     plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
     click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)

@@ -21,6 +21,8 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
+from hpctrain.plan.search.candidate import Candidate
+from hpctrain.plan.search.deck import chosen_layout, with_choice
 from hpctrain.plan.time.advice import Advice, advise
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
@@ -93,9 +95,14 @@ def plan_deck(
 
     def read(*changes: str) -> Deck:
         deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named)
+        if deck.layout.auto:
+            if not chosen:
+                chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])
+            deck = with_choice(deck, chosen[0].changes, ranks)
         machine = deck_rates(deck) if rates is None else rates
         return deck if machine is None else machine.of_deck(deck)
 
+    chosen = list[Candidate]()
     deck = read()
     rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.sweep import sweep_deck
 from hpctrain.plan.sweep_words import plot_sweep, sweep_text
 from hpctrain.plan.swept import parse_sweeps
 from hpctrain.plan.time.machine import Machine
+from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def demand_sweep(ranks: int | None, *, weak: bool, plot: Path | None, pareto: bool) -> int:
@@ -59,20 +55,8 @@ def swept(
     count = 1
     for each in sweeps:
         count *= len(each.values)
-    with _progress(count) as reached:
+    with progress_bar(count) as reached:
         sweep = sweep_deck(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, reached)
     if plot is not None:
         plot_sweep(sweep, plot, pareto)
     return json.dumps(sweep.row(), indent=1) if as_json else sweep_text(sweep)
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while points are planned, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planned", total=count)
-        yield lambda done: bar.update(task, completed=done)
