@@ -37,9 +37,7 @@ import click
     help="Also a step's seconds there: a published machine, or a file of one.  [default: machine.rates]",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
-@click.option(
-    "--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK leaves open."
-)
+@click.option("--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK can have.")
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
@@ -91,9 +89,9 @@ def command(
     selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs; what limits
     it, and which single change would help most. With --sweep a table, a row for each value.
 
-    With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert ranks,
-    schedule, chunks, micro-batch, ZeRO, recomputation and offload. Keys that DECK gives stay as they are
-    (--set layout.tensor= opens one); a deck with layout = "auto" is run with the quickest.
+    With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert
+    ranks, schedule, chunks, micro-batch, ZeRO, recomputation and offload. Keys that DECK gives stay as they
+    are (--set layout.tensor= opens one); a deck with layout = "auto" is run with the quickest.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link

@@ -68,7 +68,7 @@ def search_deck(
     rates: Machine | None,
     progress: Progress | None = None,
 ) -> DeckSearch:
-    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks, or none fits."""
+    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks, or no room."""
     deck = read_deck(path, overrides, None, settled_keys, named_problems)
     machine = rates or deck_rates(deck)
     if machine is None:
@@ -86,8 +86,8 @@ NO_RATES = (
 def chosen_layout(
     deck: Deck, ranks: int, ranks_per_node: int | None = None, rates: Machine | None = None
 ) -> tuple[Candidate, Machine]:
-    """The quickest layout that fits, of a deck that leaves it open (layout.auto), by these rates or those that
-    it names. HpctrainError as above.
+    """The quickest layout that fits, of a deck that leaves it open (layout.auto), by these rates or its own.
+    HpctrainError as above.
     """
     machine = rates or deck_rates(deck)
     if machine is None:

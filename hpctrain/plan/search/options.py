@@ -14,7 +14,7 @@ from hpctrain.plan.search.phrases import assignments
 from hpctrain.plan.search.words import search_text
 from hpctrain.plan.time.machine import Machine
 from hpctrain.report.bar import progress_bar
-from hpctrain.report.figures import demand_ending, save_figure
+from hpctrain.report.figures import demand_ending, write_figure
 from hpctrain.report.pareto import Candidate, draw_pareto
 
 
@@ -58,7 +58,7 @@ def searched(
             Candidate(assignments(each.changes), each.seconds, each.memory_bytes)
             for each in (*found.found.best, *more)
         ]
-        save_figure(draw_pareto(_title(found), shown), plot)
+        write_figure(plot, lambda: draw_pareto(_title(found), shown))
     return json.dumps(found.row(), indent=1) if as_json else search_text(found)
 
 
