@@ -68,7 +68,7 @@ def search_deck(
     rates: Machine | None,
     progress: Progress | None = None,
 ) -> DeckSearch:
-    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks, or no room."""
+    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
     deck = read_deck(path, overrides, None, settled_keys, named_problems)
     machine = rates or deck_rates(deck)
     if machine is None:
