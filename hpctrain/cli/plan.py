@@ -34,7 +34,7 @@ import click
 @click.option(
     "--machine",
     metavar="NAME|FILE",
-    help="Also a step's seconds there: a published machine, or a file of one.",
+    help="Also a step's seconds there: a published machine, or a file of one.  [default: machine.rates]",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option(

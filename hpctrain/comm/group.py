@@ -329,7 +329,7 @@ class Group:
         if pending is None:
             call.release()
             return Work(result)
-        return StartedWork(result, pending, call, entry, span, self._under_way)
+        return StartedWork(result, pending, call, self.ledger, entry, span, self._under_way)
 
     def _transport(self, call: Call) -> Transport:
         """What moves this memory; a barrier is the host's."""

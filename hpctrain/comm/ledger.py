@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -31,9 +33,10 @@ class Ledger:
     """Entries of one rank, by what it does meanwhile.
 
     `phase` is forward, backward, synchronize, step, evaluation, checkpoint or other, as the run sets it.
-    `phase_seconds` is the host's time in each phase that has ended. A `timeline`, where there is one, gets
-    every call of a group and every phase with its start and end. `calls` are the newest calls of this rank,
-    which `reset` leaves.
+    `phase_seconds` is the host's time in each phase that has ended, `inside_seconds` that spent in calls in
+    each phase, whenever these were started, `again_seconds` that spent `computing_again`. A `timeline`, where
+    there is one, gets every call of a group and every phase with its start and end. `calls` are the newest
+    calls of this rank, which `reset` leaves.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,8 @@ class Ledger:
         self.timeline: Timeline | None = None
         self.calls = Calls()
         self.phase_seconds: dict[str, float] = {}
+        self.inside_seconds: dict[str, float] = {}
+        self.again_seconds = 0.0
         self._entries: dict[tuple[str, str, str], LedgerEntry] = {}
 
     @property
@@ -67,8 +72,25 @@ class Ledger:
             entry = self._entries[key] = LedgerEntry(*key)
         entry.calls += 1
         entry.bytes += bytes
-        entry.seconds += seconds
+        self.spend(entry, seconds)
         return entry
+
+    def spend(self, entry: LedgerEntry, seconds: float) -> None:
+        """Add what this rank has spent now in calls that are in an entry."""
+        entry.seconds += seconds
+        self.inside_seconds[self._phase] = self.inside_seconds.get(self._phase, 0.0) + seconds
+
+    @contextmanager
+    def computing_again(self) -> Iterator[None]:
+        """What is computed within was computed before; what is sent meanwhile counts as sending."""
+        began, inside = perf_counter(), self.inside_seconds.get(self._phase, 0.0)
+        yield
+        sent = self.inside_seconds.get(self._phase, 0.0) - inside
+        self.again_seconds += perf_counter() - began - sent
+
+    def seconds_of(self) -> Mapping[tuple[str, str, str], float]:
+        """Those of all entries, by axis, operation and phase."""
+        return {key: entry.seconds for key, entry in self._entries.items()}
 
     @property
     def seconds(self) -> float:
@@ -88,6 +110,8 @@ class Ledger:
         """Forget everything but the phase."""
         self._entries.clear()
         self.phase_seconds.clear()
+        self.inside_seconds.clear()
+        self.again_seconds = 0.0
         self._since = perf_counter()
 
     def write(self, path: str | Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from hpctrain.comm.calls import Call
-from hpctrain.comm.ledger import LedgerEntry
+from hpctrain.comm.ledger import Ledger, LedgerEntry
 from hpctrain.comm.timeline import TimelineSpan
 from hpctrain.comm.transport import Pending, poll
 
@@ -102,20 +102,22 @@ class StartedWork(Work[Result]):
     `under_way` are all such operations of this rank.
     """
 
-    __slots__ = ("_call", "_entry", "_pending", "_span", "_under_way")
+    __slots__ = ("_call", "_entry", "_ledger", "_pending", "_span", "_under_way")
 
     def __init__(
         self,
         result: Result,
         pending: Pending,
         call: Call,
+        ledger: Ledger,
         entry: LedgerEntry,
         span: TimelineSpan | None,
         under_way: set[StartedWork[Any]],
     ) -> None:
         super().__init__(result)
         self._pending: Pending | None = pending
-        self._call, self._entry, self._span, self._under_way = call, entry, span, under_way
+        self._call, self._ledger, self._entry = call, ledger, entry
+        self._span, self._under_way = span, under_way
         under_way.add(self)
 
     def wait(self) -> Result:
@@ -163,7 +165,7 @@ class StartedWork(Work[Result]):
 
     def _count(self, began: float) -> None:
         now = perf_counter()
-        self._entry.seconds += now - began
+        self._ledger.spend(self._entry, now - began)
         if self._span is not None:
             self._span.inside += now - began
             if self._pending is None:

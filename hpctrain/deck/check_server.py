@@ -78,6 +78,11 @@ def server_problems(deck: Deck) -> Iterator[Problem]:
             shown = f'"{shown}"' if isinstance(value, str) else shown
             sentence = f'does not go with {_SERVER} = "{keys.server}": {why} ({shown} would do)'
             yield Problem(name, sentence, (_SERVER,))
+    if deck.machine.rates is not None:
+        sentence = (
+            f'has no effect with {_SERVER} = "{keys.server}", whose steps are not planned (leave it out)'
+        )
+        yield Problem("machine.rates", sentence, (_SERVER,), idle=True)
     if deck.optimizer.name in IN_BLOCKS:
         sentence = f'does not go with {_SERVER} = "{keys.server}": servers cut matrices ("adamw" would do)'
         yield Problem("optimizer.name", sentence, (_SERVER,))

@@ -397,6 +397,13 @@ class Machine(Section):
         derived="measured",
         gt=0,
     )
+    rates: str | None = key(
+        "A machine's rates, by which seconds are planned: a published name, or a file of "
+        "`hpctrain calibrate`.",
+        None,
+        derived="no seconds are planned",
+        min_length=1,
+    )
     bind: bool = key(
         "Whether each rank takes its share of the node's cores, where the launcher has not bound it.", False
     )

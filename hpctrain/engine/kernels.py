@@ -38,7 +38,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
-from hpctrain.model.build import bare_model, build_parts
+from hpctrain.model.build import build_parts, layer_kinds
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernel_times import MEASUREMENT, Measured, candidates, measure, quickest
@@ -123,7 +123,7 @@ def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[Measured]:
     """The different products of a micro-batch in the whole model, as a rank computes them, but small ones."""
     assert deck.model.vocabulary is not None
     groups, shape = make_groups(deck, mesh, SavedPolicy(), device), ModelShape.of(deck, deck.model.vocabulary)
-    spans = alone(bare_model(shape).layers).values()
+    spans = alone(layer_kinds(shape)).values()
     layers = (layer for span in spans for part in build_parts(shape, groups, [span]) for layer in part.layers)
     found = dict.fromkeys(each for layer in layers for each in _products(layer, tokens_of(deck)))
     return [each for each in found if each.flops >= LEAST_FLOPS]

@@ -18,7 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage
-from hpctrain.model.build import bare_model, build_parts
+from hpctrain.model.build import build_parts, layer_kinds
 from hpctrain.model.part import Layer, Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
@@ -77,17 +77,13 @@ def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 
     return Times(forward, input_gradient, weight_gradient, communication)
 
 
-def alone(layers: Sequence[Layer]) -> dict[str, Span]:
-    """Of a model's layers one of each kind, by itself: blocks, then what embeds and what predicts."""
+def alone(kinds: Sequence[str]) -> dict[str, Span]:
+    """Of layers of these kinds one of each, by itself: blocks, then what embeds and what predicts."""
     spans: dict[str, Span] = {}
-    blocks = [layer for layer in layers if layer.is_block]
-    for number, block in enumerate(blocks):
-        spans.setdefault(block.kind, Span(number, number + 1, False, False))
-    first, last = layers[0], layers[-1]
-    return spans | {
-        first.kind: Span(0, 0, True, False),
-        last.kind: Span(len(blocks), len(blocks), False, True),
-    }
+    first, *blocks, last = kinds
+    for number, kind in enumerate(blocks):
+        spans.setdefault(kind, Span(number, number + 1, False, False))
+    return spans | {first: Span(0, 0, True, False), last: Span(len(blocks), len(blocks), False, True)}
 
 
 def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> LayerTimes:
@@ -96,7 +92,7 @@ def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mes
     Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
     or a few repetitions where they take longer, and the memory of these layers.
     """
-    world, spans = mesh.world, alone(bare_model(shape).layers)
+    world, spans = mesh.world, alone(layer_kinds(shape))
     models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)

@@ -30,7 +30,8 @@ def make_recompute(deck: Deck, world: World) -> Recompute:
     if memory.activations == "host" and on_host(world.device):
         raise HpctrainError(deck.problem("memory.activations", NO_HOST_ACTIVATIONS))
     plain = memory.activations == "keep" and memory.activation_format == "exact"
-    return Recompute(memory.recompute, None if plain else ActivationStore(memory.activation_format))
+    store = None if plain else ActivationStore(memory.activation_format)
+    return Recompute(memory.recompute, store, world.ledger.computing_again)
 
 
 def open_shelf(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import ceil, sqrt
 from typing import Any
@@ -25,16 +26,22 @@ def segment_size(recompute: Recomputed, layers: int) -> int:
     return ceil(sqrt(layers)) if recompute == "sqrt" else min(int(recompute), layers)
 
 
+Within = Callable[[], AbstractContextManager[None]]
+"""What surrounds that which is computed again."""
+
+
 class Recompute(SavedPolicy):
     """Keeps the inputs of segments of layers, or of the core of attention ("selective").
 
     Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held
     back, and parameters gathered for a while, inside of a segment as outside. With a `store`, what segments
-    (or blocks, where these are kept) save waits there.
+    (or blocks, where these are kept) save waits there. What is computed again is so `within`.
     """
 
-    def __init__(self, recompute: Recomputed, store: ActivationStore | None = None) -> None:
-        self.recompute, self.store = recompute, store
+    def __init__(
+        self, recompute: Recomputed, store: ActivationStore | None = None, within: Within = nullcontext
+    ) -> None:
+        self.recompute, self.store, self.within = recompute, store, within
         self.keeps_core = recompute != "selective"
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
@@ -42,7 +49,7 @@ class Recompute(SavedPolicy):
         size = segment_size(self.recompute, len(layers))
         if not torch.is_grad_enabled() or (not size and self.store is None):
             return super().run(layers, x, shared)
-        compute = partial(again, shared=shared) if size else super().run
+        compute = partial(again, shared=shared, within=self.within) if size else super().run
         segment: SavedSegment | None = None
         for first in range(0, len(layers), size or 1):
             layer = layers[first : first + (size or 1)]
@@ -59,12 +66,12 @@ class Recompute(SavedPolicy):
         """The core of attention; with "selective", again in its backward."""
         if self.keeps_core or not torch.is_grad_enabled():
             return compute(*inputs, *shared)
-        result: Tensor = _Again.apply(compute, *inputs, *shared)
+        result: Tensor = _Again.apply(compute, self.within, *inputs, *shared)
         return result
 
 
-def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor]) -> Tensor:
-    """The layers of x, computed again in backward."""
+def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor], within: Within) -> Tensor:
+    """The layers of x, computed again in backward, `within`."""
     if not x.requires_grad and any(p.requires_grad for layer in layers for p in layer.parameters):
         x = x.detach().requires_grad_()  # so that backward comes by
 
@@ -73,16 +80,16 @@ def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor]) -> T
             x = layer.compute(x)
         return x
 
-    result: Tensor = _Again.apply(compute, x, *shared)
+    result: Tensor = _Again.apply(compute, within, x, *shared)
     return result
 
 
 class _Again(torch.autograd.Function):
-    """`compute(*tensors)`, of which only the tensors are kept."""
+    """`compute(*tensors)`, of which only the tensors are kept; again `within`."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.compute = compute
+    def forward(ctx: Any, compute: Callable[..., Tensor], within: Within, *tensors: Tensor) -> Tensor:
+        ctx.compute, ctx.within = compute, within
         ctx.save_for_backward(*tensors)
         return compute(*tensors)
 
@@ -91,9 +98,9 @@ class _Again(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors = [
             tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(saved, ctx.needs_input_grad[1:], strict=True)
+            for tensor, needed in zip(saved, ctx.needs_input_grad[2:], strict=True)
         ]
-        with torch.enable_grad():
+        with ctx.within(), torch.enable_grad():
             end = End(ctx.compute(*tensors))
         end.backward(gradient)
-        return (None, *(tensor.grad for tensor in tensors))
+        return (None, None, *(tensor.grad for tensor in tensors))

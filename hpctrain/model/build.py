@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
@@ -35,3 +36,9 @@ def bare_model(shape: ModelShape) -> Part:
     ledger = Ledger()
     tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))
     return build_model(shape, LayerGroups(tensor, context))
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(shape: ModelShape) -> tuple[str, ...]:
+    """The kind of each of its layers: of what embeds, of all blocks, and of what predicts."""
+    return tuple(layer.kind for layer in bare_model(shape).layers)

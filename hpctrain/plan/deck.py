@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import device_named, on_host
-from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
-from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
-from hpctrain.plan.room import Room, limits_of
+from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
-from hpctrain.plan.served import plan_served
 from hpctrain.plan.time.advice import Advice, advise
 from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 
@@ -87,36 +84,29 @@ def plan_deck(
     With `forms` every other form of communication is planned too. What is sent is planned over the link of
     the `wish`, or the one that the deck emulates, too. The token file is opened only where the deck leaves
     its vocabulary to it. A node has `ranks_per_node` ranks, else those that the deck emulates, else those of
-    its [machine], else all. On a machine whose `rates` are known a step's seconds are planned too, and its
-    nodes have what the deck does not say of them.
+    its [machine], else all. On a machine whose `rates` are known, or named by the deck, a step's seconds are
+    planned too, and its nodes have what the deck does not say of them.
 
     Raises HpctrainError as a run on so many ranks would.
     """
+    named = partial(named_problems, rates=rates is None)
 
     def read(*changes: str) -> Deck:
-        deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named_problems)
-        return deck if rates is None else rates.of_deck(deck)
+        deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named)
+        machine = deck_rates(deck) if rates is None else rates
+        return deck if machine is None else machine.of_deck(deck)
 
     deck = read()
+    rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
-    shared = shared_bytes()
-
-    def with_products(deck: Deck) -> Deck:
-        return with_kept_kernels(deck.with_keys(model={"vocabulary": vocabulary}), ranks)
-
-    def planned(deck: Deck) -> MemoryPlan:
-        plan = plan_memory if deck.communication.server == "none" else plan_served
-        return plan(with_products(deck), ranks, vocabulary, libraries, per_node)
-
-    memory = planned(deck)
+    holding = Holding(ranks, vocabulary, ranks_per_node)
+    holding.libraries(deck)
+    memory = holding.memory(deck)
     savings: list[MemorySaving] = []
     if advised:
-        savings = find_savings(deck, memory, read, planned)
+        savings = find_savings(deck, memory, read, holding.memory)
     machine = deck.machine
-    # Emulated nodes have their ranks on one machine.
-    together = min(ranks, ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks)
     apart = min(ranks, per_node or machine.ranks_per_node or machine.gpus_per_node or 1)
     if wish is None and deck.communication.link is not None:
         wish = LinkWish(deck.communication.link)
@@ -131,38 +121,20 @@ def plan_deck(
         except HpctrainError:
             continue  # what this deck cannot have is no advice
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
-    room = node_room(deck, memory, together, shared)
+    room = holding.room(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
-    sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
-    planned_deck = with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
-    if rates is None or step is None:
+    planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
+    if rates is None:
         return DeckPlan(*planned_deck, pipeline)
+    step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
 
     def timed(deck: Deck, rates: Machine) -> StepPlan:
         return plan_step(deck, ranks, vocabulary, rates)
 
     def held(deck: Deck) -> tuple[int, bool | None]:
-        memory = planned(deck)
-        room = node_room(deck, memory, together, shared)
+        memory = holding.memory(deck)
+        room = holding.room(deck, memory)
         return memory.largest.memory.total, None if room is None else room.fits
 
     advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
     return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice)
-
-
-def node_room(deck: Deck, memory: MemoryPlan, together: int, shared: int) -> Room | None:
-    """What `together` ranks of a node need, or on GPUs those of one, against what the deck or, where it does
-    not say, this machine has.
-    """
-    machine, device = deck.machine, device_named(deck.run.device)
-    given = machine.memory
-    if not on_host(device):
-        together, shared = -(-together // (machine.gpus_per_node or together)), 0
-        given = machine.gpu_memory
-    limits = limits_of(machine, device, os.environ)
-    if not limits:
-        return None
-    limit = min(limits, key=lambda limit: limit.bytes)
-    host = "this machine" if given is None else "a node"
-    return Room(host, together, memory.node_bytes(together, shared), limit)

@@ -20,9 +20,8 @@ from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import PartBytes, part_bytes
-from hpctrain.model.build import bare_model
+from hpctrain.model.build import layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.copies import planned_copies
@@ -144,7 +143,7 @@ def plan_memory(
         split = placement.split if split is None else split
     counts = split
     device = device_named(deck.run.device)
-    kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
+    _, *kinds, _ = layer_kinds(shape)
     on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
     per_node, transport = on_node or ranks, deck.communication.wished_transport
 

@@ -1,5 +1,5 @@
 """What a deck names outside of itself: token file, parameters that it freezes or gives to Muon, layers that
-it leaves out of 8 bits, the file of its schedule.
+it leaves out of 8 bits, the file of its schedule, the rates of its machine.
 
 A run refuses what does not fit at its start; this tells it beforehand, with the same sentences.
 """
@@ -16,10 +16,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
 
-def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
+def named_problems(deck: Deck, ranks: int | None = None, rates: bool = True) -> Iterator[Problem]:
     """Everything in what the deck names that a run would refuse; a missing token file may still be made.
 
-    `ranks`, where it is known, is that of the run.
+    `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at.
     """
     # What a deck does not name does not cost the import of what could read it.
     if os.path.lexists(deck.data.tokens):
@@ -28,6 +28,8 @@ def named_problems(deck: Deck, ranks: int | None = None) -> Iterator[Problem]:
         yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
         yield from _schedule(deck, ranks)
+    if rates and deck.machine.rates is not None:
+        yield from _rates(deck)
 
 
 def _tokens(deck: Deck) -> Iterator[Problem]:
@@ -61,3 +63,13 @@ def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
             make_schedule(deck, data_ranks(deck, ranks))
     except HpctrainError as error:
         yield from (Problem("layout.schedule", problem.removeprefix(named)) for problem in error.problems)
+
+
+def _rates(deck: Deck) -> Iterator[Problem]:
+    from hpctrain.plan.time.rates import deck_rates
+
+    named = deck.problem("machine.rates", "")
+    try:
+        deck_rates(deck)
+    except HpctrainError as error:
+        yield from (Problem("machine.rates", problem.removeprefix(named)) for problem in error.problems)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.exchange.source import settled_keys
-from hpctrain.comm.device import device_named, on_host
-from hpctrain.comm.host_memory import shared_bytes
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.kernels import with_kept_kernels
 from hpctrain.errors import HpctrainError, InputOutputError
-from hpctrain.plan.deck import node_room
-from hpctrain.plan.libraries import library_bytes
-from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room
-from hpctrain.plan.served import plan_served
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 
 _APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "seed", "log_every"}}
@@ -39,7 +36,6 @@ class Point:
     memory: MemoryPlan | None = None
     room: Room | None = None
     step: StepPlan | None = None
-    peak: float | None = None
     problem: str = ""
 
     @property
@@ -58,20 +54,13 @@ class Point:
         """Bytes that each rank of a node could hold."""
         return None if self.room is None else self.room.limit.bytes / self.room.ranks
 
-    @property
-    def mfu(self) -> float | None:
-        """The share of a rank's peak that goes into what the model needs."""
-        if self.step is None or self.peak is None:
-            return None
-        return self.step.flops / self.step.seconds / self.ranks / self.peak
-
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         told: dict[str, object] = {"changes": dict(self.changes), "ranks": self.ranks}
         if self.memory is None:
             return told | {"problem": self.problem}
         if self.step is not None:
-            told |= self.step.row() | {"mfu": self.mfu}
+            told |= self.step.row()
         return told | {"total_bytes": self.total_bytes, "fits": self.fits}
 
 
@@ -82,7 +71,7 @@ class Sweep:
     title: str
     sweeps: tuple[Swept, ...]
     points: tuple[Point, ...]
-    machine: Machine | None
+    machine: str | None
     weak: bool
 
     @property
@@ -128,7 +117,7 @@ def sweep_deck(
         reached(number)
     if all(point.memory is None for point in found):
         raise HpctrainError(list(dict.fromkeys(planner.problems)))
-    return Sweep(planner.title, tuple(sweeps), tuple(found), rates, weak)
+    return Sweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
 
 
 class _Planner:
@@ -147,10 +136,10 @@ class _Planner:
         self.path, self.overrides, self.ranks_per_node = path, overrides, ranks_per_node
         self.rates, self.base = rates, base
         self.title = ""
+        self.machine: str | None = None
         self.problems: list[str] = []
         self.vocabularies: dict[str, int] = {}
         self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
-        self.shared = shared_bytes()
 
     def point(self, changes: Changes, ranks: int) -> Point:
         """The plan of a point; InputOutputError where files cannot be read."""
@@ -160,9 +149,7 @@ class _Planner:
             key = ranks, deck.model_dump_json(exclude=_APART)
             if key not in self.plans:
                 self.plans[key] = self.plan(deck, ranks)
-            rates, form = self.rates, deck.precision.compute
-            peak = None if rates is None else rates.products_of(form).peak
-            return Point(changes, ranks, *self.plans[key], peak)
+            return Point(changes, ranks, *self.plans[key])
         except InputOutputError:
             raise
         except HpctrainError as error:
@@ -178,8 +165,11 @@ class _Planner:
                 sentence = f"grown from {self.base} to {ranks} ranks is no whole number"
                 raise HpctrainError(f"batch.global_size = {size}: {sentence}")
             sets.append(f"batch.global_size={size * ranks // self.base}")
-        deck = read_deck(self.path, sets, ranks, settled_keys, named_problems)
-        return deck if self.rates is None else self.rates.of_deck(deck)
+        named = partial(named_problems, rates=self.rates is None)
+        deck = read_deck(self.path, sets, ranks, settled_keys, named)
+        rates = self.rates_of(deck)
+        self.machine = None if rates is None else rates.name
+        return deck if rates is None else rates.of_deck(deck)
 
     def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
         """Memory, whether it fits, and on a machine the step."""
@@ -187,15 +177,14 @@ class _Planner:
         vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
         if vocabulary is None:
             vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
-        libraries = library_bytes() if on_host(device_named(deck.run.device)) else 0
-        planned = plan_memory if deck.communication.server == "none" else plan_served
-        per_node = self.ranks_per_node or deck.communication.ranks_per_node
-        known = with_kept_kernels(deck.with_keys(model={"vocabulary": vocabulary}), ranks)
-        memory = planned(known, ranks, vocabulary, libraries, per_node)
-        machine = deck.machine
-        together = self.ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or ranks
-        room = node_room(deck, memory, min(ranks, together), self.shared)
-        return memory, room, None if self.rates is None else plan_step(deck, ranks, vocabulary, self.rates)
+        holding = Holding(ranks, vocabulary, self.ranks_per_node)
+        memory, rates = holding.memory(deck), self.rates_of(deck)
+        step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
+        return memory, holding.room(deck, memory), step
+
+    def rates_of(self, deck: Deck) -> Machine | None:
+        """Those that were asked for, or that the deck names."""
+        return deck_rates(deck) if self.rates is None else self.rates
 
 
 def short_reason(problem: str) -> str:

@@ -26,9 +26,8 @@ from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.memory.saved import part_bytes
-from hpctrain.model.build import bare_model
+from hpctrain.model.build import layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.optim.optimizer import refresh
@@ -143,7 +142,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     schedule, counts = placement.schedule_of(passes), placement.split
     device = device_named(deck.run.device)
     transport = deck.communication.wished_transport if on_host(device) else "nccl"
-    kinds = [layer.kind for layer in blocks_of(bare_model(shape))]
+    _, *kinds, _ = layer_kinds(shape)
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
     noted: dict[object, int] = {}
     stages, of_stages = [], []

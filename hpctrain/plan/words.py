@@ -56,7 +56,7 @@ def plan_text(plan: DeckPlan) -> str:
     lines += [*form_lines(plan.moved), *other_lines(plan.others)]
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if plan.step is not None and plan.machine is not None:
-        lines += ["", *time_lines(plan.step, plan.machine, deck.run.steps)]
+        lines += ["", *time_lines(plan.step, plan.machine)]
     if plan.step is not None and plan.advice is not None:
         lines += advice_lines(plan.step, plan.advice)
     if deck.found.why:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.comm.timeline import SCHEDULE
 from hpctrain.errors import HpctrainError, InputOutputError, failing_as
 from hpctrain.files import parse_json, read_text
-from hpctrain.pipeline.action import Kind, Schedule
+from hpctrain.pipeline.action import Action, Kind, Placement, Schedule
 from hpctrain.pipeline.simulate import Simulation, Times, summarize
 
 TRACE_FILE = "trace.json"
@@ -56,24 +55,50 @@ class RecordedStep:
             communication=self._message_times(),
         )
 
-    def _message_times(self) -> list[float]:
-        schedule = self.schedule
-        ends = {
-            (action.kind == "F", schedule.part(stage, action.chunk), action.micro_batch): end
-            for stage, actions in enumerate(schedule.stages)
+    def waits(self, stage: int) -> tuple[float, float]:
+        """Seconds in which a stage had nothing to do until another one was done, or at the end all were; and
+        until what it needed had come from there.
+        """
+        ends = self._ends()
+        bubble, messages = 0.0, 0.0
+        free = min(row[0] for row in self.start if row)
+        for action, start, end in zip(
+            self.schedule.stages[stage], self.start[stage], self.end[stage], strict=True
+        ):
+            sent = self._sent(ends, stage, action)
+            if sent is not None and start > free:
+                came = min(max(sent, free), start)
+                bubble, messages = bubble + came - free, messages + start - came
+            free = end
+        return bubble + max(row[-1] for row in self.end if row) - free, messages
+
+    def _ends(self) -> dict[tuple[bool, int, int], float]:
+        """When the result of each action is there, by direction, part and micro-batch."""
+        return {
+            (action.kind == "F", self.schedule.part(stage, action.chunk), action.micro_batch): end
+            for stage, actions in enumerate(self.schedule.stages)
             for action, end in zip(actions, self.end[stage], strict=True)
             if action.kind != "W"
         }
+
+    def _sent(self, ends: Mapping[tuple[bool, int, int], float], stage: int, action: Action) -> float | None:
+        """When another stage was done with what an action needs; None where it needs nothing of another."""
+        forward, part = action.kind == "F", self.schedule.part(stage, action.chunk)
+        other = part - 1 if forward else part + 1
+        if action.kind == "W" or not 0 <= other < self.schedule.parts:
+            return None
+        return None if self.schedule.home(other)[0] == stage else ends[forward, other, action.micro_batch]
+
+    def _message_times(self) -> list[float]:
+        schedule, ends = self.schedule, self._ends()
         seen: list[list[float]] = [[] for _ in range(schedule.parts - 1)]
         for stage, actions in enumerate(schedule.stages):
             free = -math.inf
             for action, start, end in zip(actions, self.start[stage], self.end[stage], strict=True):
-                forward, part = action.kind == "F", schedule.part(stage, action.chunk)
-                other = part - 1 if forward else part + 1
-                if action.kind != "W" and 0 <= other < schedule.parts:
-                    sent = ends[forward, other, action.micro_batch]
-                    if schedule.home(other)[0] != stage and sent >= free:
-                        seen[min(part, other)].append(start - sent)
+                sent = self._sent(ends, stage, action)
+                if sent is not None and sent >= free:
+                    part = schedule.part(stage, action.chunk)
+                    seen[part - 1 if action.kind == "F" else part].append(start - sent)
                 free = end
         every = [time for boundary in seen for time in boundary]
         overall = max(0.0, math.fsum(every) / len(every)) if every else 0.0
@@ -103,24 +128,28 @@ def read_trace(path: Path) -> list[RecordedStep]:
                 stages = steps.setdefault(event["args"]["step"], {stage: [] for stage in pipeline.values()})
                 start, end = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
                 stages[pipeline[event["pid"]]].append((start, end, event["name"]))
-        return [_recorded(step, stages, about) for step, stages in sorted(steps.items())]
+        name, placement = about["schedule"], about["placement"]
+        return [recorded_step(step, stages, name, placement) for step, stages in sorted(steps.items())]
     except (KeyError, TypeError, AttributeError, HpctrainError) as error:
         raise InputOutputError(
             f"{path}: not the trace of a run; one is written by a run with run.trace = true"
         ) from error
 
 
-def _recorded(
-    step: int, stages: Mapping[int, list[tuple[float, float, str]]], about: Mapping[str, Any]
+def recorded_step(
+    step: int, stages: Mapping[int, Sequence[tuple[float, float, str]]], name: str, placement: Placement
 ) -> RecordedStep:
+    """The step in which every stage did actions of these starts, ends and texts, by the schedule's name and
+    placement.
+    """
     rows = [sorted(stages[stage]) for stage in sorted(stages)]
     zero = min(row[0][0] for row in rows if row)
     return RecordedStep(
         step,
         Schedule(
-            tuple(tuple(Schedule.parse(name, "trace").stages[0][0] for _, _, name in row) for row in rows),
-            about["schedule"],
-            about["placement"],
+            tuple(tuple(Schedule.parse(text, "trace").stages[0][0] for _, _, text in row) for row in rows),
+            name,
+            placement,
         ),
         tuple(tuple(start - zero for start, _, _ in row) for row in rows),
         tuple(tuple(end - zero for _, end, _ in row) for row in rows),

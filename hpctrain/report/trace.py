@@ -17,6 +17,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.timeline import EVALUATION, PHASES, SCHEDULE, Timeline, TimelineSpan, lanes
 from hpctrain.errors import InputOutputError
 from hpctrain.pipeline.action import Schedule
+from hpctrain.report.recorded import RecordedStep, recorded_step
 
 _PIECE = 16 * 2**20
 _ROWS = (SCHEDULE, EVALUATION, PHASES)
@@ -55,6 +56,23 @@ def write_trace(path: Path, timeline: Timeline, mesh: Mesh, schedule: Schedule) 
     with world.agreement():
         if error is not None:
             raise InputOutputError(f"{path}: the trace cannot be written: {error.strerror or error}")
+
+
+def gather_steps(timeline: Timeline, mesh: Mesh, schedule: Schedule) -> list[RecordedStep]:
+    """The steps of a timeline as this rank's pipeline made them. Collective; the timeline pauses."""
+    timeline.pause()
+    ahead = clock_offset(mesh.world.everyone, mesh.world.node)
+    own = [
+        [(span.start - ahead, span.end - ahead, span.name) for span in step.spans if span.row == SCHEDULE]
+        for step in timeline.steps
+    ]
+    stages = mesh.group("pipeline").all_gather_object(own)
+    return [
+        recorded_step(
+            step.step, dict(enumerate(each[number] for each in stages)), schedule.name, schedule.placement
+        )
+        for number, step in enumerate(timeline.steps)
+    ]
 
 
 def rank_events(timeline: Timeline, mesh: Mesh, zero: float) -> Iterator[dict[str, Any]]:

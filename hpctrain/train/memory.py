@@ -24,6 +24,7 @@ from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook
+from hpctrain.train.seconds import StepSeconds
 
 PLAN_FILE = "plan.json"
 
@@ -61,7 +62,8 @@ def _fullness(account: Account) -> tuple[int, int]:
 
 class MemoryLedger(Hook):
     """Enters what this rank holds, by kind; `predicted` is what its deck's plan says of all ranks of `world`,
-    of which this one is in a `stage`; where these are not given, the engine's.
+    of which this one is in a `stage`; where these are not given, the engine's. `seconds`, where a step's are
+    planned, stand beside it in `plan.json`.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class MemoryLedger(Hook):
         folder: Path,
         world: World | None = None,
         stage: int | None = None,
+        seconds: StepSeconds | None = None,
     ) -> None:
+        self.seconds = seconds
         self.world = engine.world if world is None else world
         self.stage = engine.mesh.coordinate("pipeline") if stage is None else stage
         self.engine, self.activations, self.predicted, self.folder = engine, activations, predicted, folder
@@ -118,7 +122,8 @@ class MemoryLedger(Hook):
     def write(self) -> None:
         """Write `plan.json`: what was predicted, and what was measured once it is known."""
         measured = {"measured": [account.row() for account in self.accounts]} if self.accounts else {}
-        text = json.dumps({"predicted": self.predicted.row(), **measured}, indent=1)
+        time = {} if self.seconds is None else {"time": self.seconds.row()}
+        text = json.dumps({"predicted": self.predicted.row(), **measured, **time}, indent=1)
         path = self.folder / PLAN_FILE
         with failing_as(f"{path}: cannot be written"):
             path.write_text(text + "\n", encoding="utf-8")

@@ -37,6 +37,7 @@ from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.routing import Routing, read_given
+from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
 from hpctrain.train.server.trainer import ServedTrainer
 from hpctrain.train.signals import Signals
@@ -68,7 +69,8 @@ class Run:
     """What a run of a deck is, on the ranks of the world: what it computes with, from `trainer.state` on.
 
     `heeded` are sentences of what was noticed on the way here, said at the start; `limit` is the clock's;
-    `routing` is there where routers' choices are written down or followed.
+    `routing` is there where routers' choices are written down or followed, `planned` where a step's seconds
+    are.
     """
 
     deck: Deck
@@ -79,6 +81,7 @@ class Run:
     limit: TimeLimit | None
     heeded: tuple[str, ...]
     routing: Routing | None = None
+    planned: PlannedSeconds | None = None
 
     @property
     def world(self) -> World:
@@ -95,8 +98,9 @@ class Run:
         with world.agreement():
             lock = take_folder(folder) if world.rank == 0 else None
         check_run_folder(world, folder)
+        seconds = None if self.planned is None else StepSeconds(self.trainer, self.planned)
         memory = MemoryLedger(
-            engine, self.trainer.activations, self.predicted, folder, world, self.trainer.stage
+            engine, self.trainer.activations, self.predicted, folder, world, self.trainer.stage, seconds
         )
         with world.agreement():
             if world.rank == 0:
@@ -154,6 +158,7 @@ class Loop:
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
             self.pace,
             self.evaluation,
+            *([] if memory.seconds is None else [memory.seconds]),
             memory,
             StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
             *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
@@ -230,6 +235,7 @@ def open_run(
     deck, mesh = with_functions(deck, world), make_mesh(deck, world)
     assert deck.model.vocabulary is not None
     shape = ModelShape.of(deck, deck.model.vocabulary)
+    planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
     given = None if replayed is None else read_given(world, replayed, shape)
     checked = verify_layout(deck, world, mesh) if deck.stability.verify_layout else ""
     stays = ""
@@ -250,8 +256,8 @@ def open_run(
         routing = Routing(engine, trainer.state, deck.model.record_routing, given)
         trainer.step.choices = routing.choices
     follows = routing.sentence(replayed) if routing is not None and replayed is not None else ""
-    heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared)
-    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing)
+    heeded = (stays, checked, started_from, *checkpoints.heeded, follows, *compared, seconds)
+    return Run(deck, corpus, trainer, checkpoints, predicted, limit, heeded, routing, planned)
 
 
 def _open_served(

@@ -181,6 +181,7 @@ class StepReport(Hook):
                 reporter.say(outcome(self.folder, run.trace, newest, self.state.skipped))
                 reporter.say(self.trainer.outcome)
                 reporter.say(self.memory.table())
+                reporter.say([] if self.memory.seconds is None else self.memory.seconds.table())
         if order.stop:
             step = f"after step {self.state.step} of {run.steps}"
             reporter.say([f"stopped {step}: {order.why}; go on with `{way_on(self.folder, newest)}`"])

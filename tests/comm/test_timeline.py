@@ -79,7 +79,7 @@ def test_a_started_operation_lasts_until_it_is_seen_complete() -> None:
 
     span = TimelineSpan("data", "all_reduce", 1.0, 2.0)
     entry = LedgerEntry("data", "all_reduce", "other")
-    work = StartedWork(torch.zeros(1), Later(), Call("barrier"), entry, span, set())
+    work = StartedWork(torch.zeros(1), Later(), Call("barrier"), Ledger(), entry, span, set())
     assert not work.test()
     assert span.end == 2.0
     before = perf_counter()

@@ -149,6 +149,7 @@ VALUES: dict[str, list[str]] = {
     "stability.z_loss": ["1e-4", "1"],
     "stability.verify_layout": ["true"],
     "machine.bind": ["true"],
+    "machine.rates": ['"selene-2021"'],
     "machine.ranks_per_node": ["1"],
     "machine.compile": ["false", "true"],
     "machine.products": ['"library"', '"onednn"', '"fp32"', '"fp32-onednn"'],

@@ -142,6 +142,33 @@ def test_boundaries_without_waiting_take_the_mean_of_the_others() -> None:
     assert alone.times().communication == []
 
 
+def test_waiting_for_a_stage_and_for_its_messages() -> None:
+    """Stage 1 waits until 2 for F0 of stage 0, and 1 until that has come; 1 for F1 to come; its B0 is late by
+    0.5, which no other causes; at the end 1.5 for B0 of stage 0.
+    """
+    schedule = Schedule.parse("F0 F1 B0\nF0 F1 B0")
+    step = RecordedStep(1, schedule, ((0.0, 2.0, 7.0), (3.0, 5.0, 6.0)), ((2.0, 4.0, 8.0), (4.0, 5.5, 6.5)))
+    assert step.waits(1) == pytest.approx((2 + 1.5, 1 + 1))
+    assert step.waits(0) == pytest.approx((2.5, 0.5))
+    slow = RecordedStep(1, Schedule.parse("F0 F1\nF0 F1"), ((0.0, 1.0), (1.0, 4.0)), ((1.0, 2.0), (3.0, 5.0)))
+    assert slow.waits(1) == (1, 1)  # F1 was done at 2, where stage 1 still had F0 to do
+    alone = RecordedStep(1, Schedule.parse("F0 B0"), ((0.0, 2.0),), ((1.0, 3.0),))
+    assert alone.waits(0) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_a_simulated_stage_works_or_waits(name: str) -> None:
+    schedule = generate(name, 4, 8, 2 if name in {"zb-v", "interleaved"} else 1)
+    for message in (0.0, 0.25):
+        step = recorded(schedule, Times(2.0, 2.0, 1.0, message))
+        finish = max(row[-1] for row in step.end)
+        waits = [step.waits(stage) for stage in range(4)]
+        assert (max(messages for _, messages in waits) > 0) == (message > 0)
+        for (bubble, messages), starts, ends in zip(waits, step.start, step.end, strict=True):
+            worked = sum(ends) - sum(starts)
+            assert bubble + messages == pytest.approx(finish - worked)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

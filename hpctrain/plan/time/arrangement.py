@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,14 +10,16 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import Recomputed
-from hpctrain.plan.time.machine import Sharing
+from hpctrain.plan.time.machine import Home, Sharing
+from hpctrain.plan.time.update import ADAMW, Update
 
 
 @dataclass(frozen=True)
 class Arrangement:
     """Ranks along each axis, tensor ranks next to each other, then those of context, data and pipeline; and
     what else of a layout takes time. `itemsize` is that of what is stored and sent, `gradient_itemsize` that
-    of gradients' sums; `micro_size` in sequences, `micro_batches` of a data rank in a step.
+    of gradients' sums; `micro_size` in sequences, `micro_batches` of a data rank in a step. ZeRO cuts over
+    `zero_group` ranks, over all with 0, and with `sliced` sums every micro-batch's gradients.
     """
 
     tensor: int
@@ -36,11 +39,28 @@ class Arrangement:
     itemsize: int
     gradient_itemsize: int
     ranks_per_node: int
+    zero_group: int = 0
+    sliced: bool = False
+    keep_gathered: int = 0
+    bucket_bytes: int = 25_000_000
+    update: Update = ADAMW
+    optimizer_home: Home = "device"
+    parameters_home: Home = "device"
+    activations_home: Home = "device"
 
     @staticmethod
     def of(deck: Deck, ranks: int, ranks_per_node: int) -> Arrangement:
         """That of a deck on so many ranks. HpctrainError where it does not fit them."""
-        sizes, layout, formats = axis_sizes(deck, ranks), deck.layout, Precision.of(deck)
+        return Arrangement.of_axes(deck, axis_sizes(deck, ranks), ranks_per_node)
+
+    @staticmethod
+    def of_axes(deck: Deck, sizes: Mapping[str, int], ranks_per_node: int) -> Arrangement:
+        """That of a deck with so many ranks along each axis."""
+        layout, formats, memory = deck.layout, Precision.of(deck), deck.memory
+        stride = sizes["tensor"]
+        group = layout.zero_group
+        if group == "node":
+            group = Sharing.of(sizes["data"] * sizes["context"], stride, ranks_per_node).together
         return Arrangement(
             tensor=sizes["tensor"],
             context=sizes["context"],
@@ -59,6 +79,14 @@ class Arrangement:
             itemsize=formats.storage.itemsize,
             gradient_itemsize=formats.gradient.itemsize,
             ranks_per_node=ranks_per_node,
+            zero_group=group or 0,
+            sliced=memory.accumulate == "sliced",
+            keep_gathered=memory.keep_gathered,
+            bucket_bytes=deck.communication.bucket_bytes,
+            update=Update.of(deck),
+            optimizer_home=memory.optimizer,
+            parameters_home=memory.parameters,
+            activations_home="device" if memory.activations == "keep" else memory.activations,
         )
 
     @property
@@ -102,6 +130,26 @@ class Arrangement:
         stage = self.tensor * self.context * self.data
         folded = self.expert * self.expert_tensor
         return Sharing.of(max(1, stage // folded), folded, self.ranks_per_node)
+
+    @cached_property
+    def data_cut(self) -> tuple[Sharing, Sharing]:
+        """The ranks that sum gradients: those over which ZeRO cuts, and those that have the same pieces."""
+        return self._cut(self.data_ranks.size, self.tensor)
+
+    @cached_property
+    def expert_cut(self) -> tuple[Sharing, Sharing]:
+        """As `data_cut`, of those that hold the same experts."""
+        return self._cut(self.expert_data_ranks.size, self.expert * self.expert_tensor)
+
+    def _cut(self, size: int, stride: int) -> tuple[Sharing, Sharing]:
+        within = min(self.zero_group or size, size) if self.zero else size
+        copies = Sharing.of(size // within, stride * within, self.ranks_per_node)
+        return Sharing.of(within, stride, self.ranks_per_node), copies
+
+    @property
+    def sums(self) -> int:
+        """How often gradients are summed in a step."""
+        return self.micro_batches if self.sliced else 1
 
     @property
     def stage_ranks(self) -> int:

@@ -17,18 +17,23 @@ from hpctrain.model.part import Layer
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.experts import EXPERT_AXES
 from hpctrain.parallel.operations import Core, Elementwise, Matrix
+from hpctrain.parallel.saved import Saving, total
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.machine import Direction, Machine, collective_seconds
 
 Causes = Mapping[str, float]
 """Seconds by cause."""
 
+_TOKENS = 1 << 12
+
 
 @dataclass(frozen=True)
 class LayerSizes:
     """What a layer of a model tells: its kind, whether it is a block, and what it computes. `elements` of its
-    parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole; `trained` is
-    the share of its matrices that has gradients, and no gradient comes to one that is `silent`.
+    parameters that tensor ranks split, that experts' ranks split, and that all ranks have whole, and `shapes`
+    of these matrices, experts' or not; `trained` is the share of its matrices that has gradients, and no
+    gradient comes to one that is `silent`. `saved` are bytes that autograd saves of a token, see `_saved`;
+    `tied_elements` are those of the table that the first and the last layer have in common.
     """
 
     kind: str
@@ -40,8 +45,11 @@ class LayerSizes:
     split_elements: int
     expert_elements: int
     whole_elements: int
+    shapes: tuple[tuple[bool, tuple[int, ...]], ...]
     trained: float
     silent: bool
+    saved: tuple[tuple[float, float], ...]
+    tied_elements: int
 
     @property
     def is_first(self) -> bool:
@@ -81,10 +89,13 @@ def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerS
 
 def _sizes(layer: Layer, shape: ModelShape, silent: bool) -> LayerSizes:
     of_axes = {"tensor": 0, "expert": 0, "none": 0}
+    shapes = []
     for parameter in layer.own:
         axes = parameter.shard.split
         where = "expert" if axes & EXPERT_AXES else "tensor" if axes else "none"
         of_axes[where] += prod(parameter.shard.shape)
+        if len(parameter.shard.shape) > 1:
+            shapes.append((where == "expert", tuple(parameter.shard.shape)))
     weights = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
     trained = sum(prod(p.shard.shape) for p in weights if p.requires_grad)
     return LayerSizes(
@@ -97,24 +108,42 @@ def _sizes(layer: Layer, shape: ModelShape, silent: bool) -> LayerSizes:
         of_axes["tensor"],
         of_axes["expert"],
         of_axes["none"],
+        tuple(shapes),
         trained / max(1, sum(prod(p.shard.shape) for p in weights)),
         layer.is_block and silent,
+        tuple(_saved(layer, itemsize, selective) for itemsize in (2, 4) for selective in (False, True)),
+        shape.vocabulary * shape.hidden if shape.tied and not layer.is_block else 0,
     )
+
+
+def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
+    """Bytes of a token that it saves of features which tensor ranks split, and of those that all have unless
+    sequences are split too.
+    """
+    features, rows = (
+        Saving(tokens, _TOKENS - tokens, 1, itemsize, itemsize, True, selective) for tokens in (_TOKENS, 0)
+    )
+    return total(layer.saved(features)) / _TOKENS, total(layer.saved(rows)) / _TOKENS
 
 
 def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> LayerSeconds:
     """Of a layer that is arranged so on a machine."""
-    times = _Times(layer, at, machine)
-    forward = times.forward()
+    of_layer = _Times(layer, at, machine)
+    forward = of_layer.forward()
     if layer.silent:
         return LayerSeconds(forward, {}, {})
-    gradient, weight = times.input_gradient(), times.weight_gradient()
+    gradient, weight = of_layer.input_gradient(), of_layer.weight_gradient()
     if layer.is_last:  # the head's gradients are computed with its losses
         return LayerSeconds(added(forward, gradient, weight), {}, {})
     if layer.is_block and at.recompute != "none":
-        again = times.core("forward") if at.recompute == "selective" else _sum(forward, times.COMPUTED)
-        messages = {} if at.recompute == "selective" else _without(forward, times.COMPUTED)
+        again = of_layer.core("forward") if at.recompute == "selective" else _sum(forward, of_layer.COMPUTED)
+        messages = {} if at.recompute == "selective" else _without(forward, of_layer.COMPUTED)
         gradient = added(gradient, {"recompute": again}, messages)
+    if layer.is_block and at.activations_home != "device":
+        moving = of_layer.saved() / machine.away(at.activations_home, "memory.activations")
+        back = max(0.0, moving - sum(gradient.values()) - sum(weight.values()))
+        gradient = added(gradient, {"offload": back})
+        forward["offload"] = max(0.0, moving - sum(forward.values()))
     return LayerSeconds(forward, gradient, weight)
 
 
@@ -191,6 +220,15 @@ class _Times:
         products = (4 if backward else 2) * heads * of_one
         return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch
 
+    def saved(self) -> float:
+        """Bytes that it keeps for backward: what autograd saves, or its input where it is computed again."""
+        layer, at = self.layer, self.at
+        if at.recompute not in {"none", "selective"}:
+            blocks = at.recompute if isinstance(at.recompute, int) else 1
+            return at.rows * layer.hidden * at.itemsize / blocks
+        split, whole = layer.saved[2 * (at.itemsize == 4) + (at.recompute == "selective")]
+        return at.tokens * split / at.tensor + at.rows * whole
+
     def _elementwise(self, direction: Direction) -> float:
         at, total = self.at, 0.0
         for each in self.layer.elementwise:
@@ -218,7 +256,8 @@ class _Times:
             ends += 0.5  # rows that ranks had apart are gathered again
         if at.sequence_parallel:
             first, second = (gathering, scattering) if direction == "forward" else (scattering, gathering)
-            again = gathering if direction == "backward" else 0.0  # of inputs, which no rank keeps whole
+            kept = direction == "forward" or self.layer.is_last
+            again = 0.0 if kept else gathering  # of inputs, which no rank keeps whole
             return begins * first + ends * second + self._left(begins * again, hiding)
         if direction == "forward":
             return ends * summing

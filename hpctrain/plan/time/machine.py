@@ -32,6 +32,9 @@ PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
 """How often memory is passed over for an element that comes out, forward and backward."""
 
 Direction = Literal["forward", "backward"]
+Home = Literal["device", "host", "disk"]
+"""Where something lives."""
+
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
@@ -68,6 +71,15 @@ class Link(_Table):
     latency: float = Field(ge=0)
 
 
+class Host(_Table):
+    """The host of a device that computes: bytes a second that a rank moves to it, or from it, and those that
+    its processor passes over for a rank.
+    """
+
+    bandwidth: float = Field(gt=0)
+    memory_bandwidth: float = Field(gt=0)
+
+
 class Collective(_Table):
     """Seconds of an operation by bytes, the smallest first, as measured among `ranks` of a node."""
 
@@ -88,11 +100,13 @@ class Machine(_Table):
     """One kind of rank, of node and of network, with the habits of its software.
 
     `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
-    told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, hide
-    behind backward by the share `overlap`; what layers sum hides by `layer_overlap` behind products. Where
+    told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, go
+    on beside backward at the share `overlap` of their speed, with none after it; what layers sum hides by
+    `layer_overlap` behind products. `host` is there where ranks compute on devices with memory of their own;
+    `disk` are bytes a second that a rank reads from its files, and writes at the same time. Where
     messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
     ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
-    are seconds of an element, forward and backward; `optimizer` is elements a second.
+    are seconds of an element, forward and backward; `optimizer` is elements a second that AdamW updates.
     """
 
     name: str = Field(min_length=1)
@@ -108,6 +122,8 @@ class Machine(_Table):
     elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
     inside: Link
     between: Link
+    host: Host | None = None
+    disk: float | None = Field(None, gt=0)
     collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
     gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
@@ -137,6 +153,31 @@ class Machine(_Table):
                 f"large products reach (efficiency), and saturation; there is {either(self.products)}"
             )
         return found
+
+    def host_for(self, key: str) -> Host:
+        """That of the device; HpctrainError where it was not measured, and the deck's `key` asks for it."""
+        if self.host is None:
+            raise HpctrainError(
+                f"{self.name}: machine.host is missing, which {key} = host needs: bytes a second between a "
+                "rank's device and its host (bandwidth), and that this passes over (memory_bandwidth)"
+            )
+        return self.host
+
+    def disk_for(self, key: str) -> float:
+        """Bytes a second; HpctrainError where they were not measured, and the deck's `key` asks for them."""
+        if self.disk is None:
+            raise HpctrainError(
+                f"{self.name}: machine.disk is missing, which {key} = disk needs: bytes a second that a rank "
+                "reads from its files, and writes"
+            )
+        return self.disk
+
+    def away(self, home: Home, key: str) -> float:
+        """Bytes a second to where something lives by the deck's `key`, and back; HpctrainError as above."""
+        if home == "host":
+            return self.host_for(key).bandwidth
+        disk = self.disk_for(key)
+        return disk if self.host is None else min(disk, self.host.bandwidth)
 
     def elements(self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int) -> float:
         """Seconds of what is done to so many elements."""

@@ -2,7 +2,8 @@
 
 The schedule is simulated, not told by a formula. Beside the causes of layers there are `messages` between
 stages and the `bubble` in which the stage that has most to do waits; sums of `gradients` and `parameters`
-that are gathered, as far as they do not hide behind backward; the `optimizer`; and what is `fixed`.
+that are gathered, as far as they do not hide behind backward; what lies elsewhere and is waited for
+(`offload`); the `optimizer`; and what is `fixed`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_seconds, layer_sizes, times
 from hpctrain.plan.time.machine import Machine, collective_seconds, message_seconds
+from hpctrain.plan.time.synchronize import after_backward
 
 CAUSES = (
     "products",
@@ -33,6 +35,7 @@ CAUSES = (
     "bubble",
     "gradients",
     "parameters",
+    "offload",
     "optimizer",
     "fixed",
 )
@@ -40,21 +43,22 @@ CAUSES = (
 
 TIMED: Mapping[str, object] = {
     "communication.compress": "none",
+    "communication.emulate": None,
     "communication.local_steps": 1,
-    "memory.optimizer": "device",
-    "memory.parameters": "device",
-    "memory.activations": "keep",
+    "layout.replicas": 1,
     "memory.activation_format": "exact",
-    "memory.accumulate": "whole",
-    "optimizer.name": "adamw",
+    "optimizer.matrices": ("blocks.*",),
+    "precision.fp8_gather": False,
+    "precision.fp8_messages": False,
 }
 """Keys whose other values take time, or spare some, that is not told."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's seconds by cause, of the stage that has most to do; its tokens; FLOPs of all ranks as
-    published formulas count them, without and with what is computed again; what of the deck is not told.
+    """A step's seconds by cause, of the `stage` that has most to do; its tokens; FLOPs of all ranks as
+    published formulas count them, without and with what is computed again; FLOP/s of a rank at the peak; the
+    run's steps; what of the deck is not told.
     """
 
     seconds_by_cause: Mapping[str, float]
@@ -62,7 +66,10 @@ class StepPlan:
     tokens: int
     flops: float
     hardware_flops: float
+    peak: float
+    steps: int
     untold: tuple[str, ...] = ()
+    stage: int = 0
 
     @property
     def seconds(self) -> float:
@@ -75,6 +82,9 @@ class StepPlan:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "tflops_per_rank": self.flops_per_rank / 1e12,
+            "mfu": self.mfu,
+            "run_seconds": self.run_seconds,
+            "rank_hours": self.rank_hours,
             "seconds_by_cause": dict(self.seconds_by_cause),
             "untold": list(self.untold),
         }
@@ -83,6 +93,21 @@ class StepPlan:
     def flops_per_rank(self) -> float:
         """FLOP/s of a rank, what is computed again counted."""
         return self.hardware_flops / self.seconds / self.ranks
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak in which a rank computes what is not computed again (arXiv 2204.02311)."""
+        return self.flops / self.seconds / self.ranks / self.peak
+
+    @property
+    def run_seconds(self) -> float:
+        """Of all steps."""
+        return self.steps * self.seconds
+
+    @property
+    def rank_hours(self) -> float:
+        """Hours of all ranks in these."""
+        return self.run_seconds * self.ranks / 3600
 
 
 def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> StepPlan:
@@ -95,24 +120,32 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     placement = placed_by_flops(deck, shape, at.data)
     schedule = placement.schedule_of(at.micro_batches)
     layers = layer_sizes(shape, tuple(deck.model.frozen))
-    causes = step_seconds(layers, at, schedule, placement.split, machine)
+    stage, causes = busiest_seconds(layers, at, schedule, placement.split, machine)
     counted, tokens = count(shape), deck.batch.global_size * deck.batch.sequence
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
     untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
-    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, untold)
+    peak, steps = machine.products_of(at.form).peak, deck.run.steps
+    return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
 
 
 def step_seconds(
     layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
 ) -> dict[str, float]:
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
+    return busiest_seconds(layers, at, schedule, split, machine)[1]
+
+
+def busiest_seconds(
+    layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
+) -> tuple[int, dict[str, float]]:
+    """The stage that has most to do, and its seconds by cause: see `step_seconds`."""
     of_layers = {layer: layer_seconds(layer, at, machine) for layer in dict.fromkeys(layers)}
     parts = _parts(layers, split)
     passes = [_part_seconds(part, of_layers) for part in parts]
-    message = _message(layers[0].hidden, at, machine) if schedule.stage_count > 1 else 0.0
+    message = boundary_seconds(layers[0].hidden, at, machine) if schedule.stage_count > 1 else 0.0
     blocking = machine.messages == "blocking"
-    waits = [message * blocking * _ends(schedule, part) for part in range(schedule.parts)]
+    waits = [message * blocking * ends_of(schedule, part) for part in range(schedule.parts)]
     simulation = simulate(
         schedule,
         Times(
@@ -124,7 +157,8 @@ def step_seconds(
     )
     busiest = min(range(schedule.stage_count), key=lambda stage: simulation.idle[stage])
     held = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
-    count = schedule.micro_batches
+    count, first = schedule.micro_batches, passes[held[0]]
+    backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
     causes = added(
         *(
             times(
@@ -133,9 +167,9 @@ def step_seconds(
             for part in held
         ),
         {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
-        _rest([layer for part in held for layer in parts[part]], passes[held[0]], at, machine),
+        after_backward([layer for part in held for layer in parts[part]], backward, at, machine),
     )
-    return {cause: causes.get(cause, 0.0) for cause in CAUSES}
+    return busiest, {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
 
 def _parts(layers: Sequence[LayerSizes], split: Sequence[int]) -> list[list[LayerSizes]]:
@@ -162,7 +196,7 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
     )
 
 
-def _ends(schedule: Schedule, part: int) -> float:
+def ends_of(schedule: Schedule, part: int) -> float:
     """Half the messages that a part waits for in one direction: one comes, one goes, both sides at once."""
     stage = schedule.home(part)[0]
     others = [
@@ -173,50 +207,10 @@ def _ends(schedule: Schedule, part: int) -> float:
     return len(others) / 2
 
 
-def _message(hidden: int, at: Arrangement, machine: Machine) -> float:
+def boundary_seconds(hidden: int, at: Arrangement, machine: Machine) -> float:
     """Seconds of hidden states from a stage to the next."""
     size = at.rows * hidden * at.itemsize
     if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and at.message_crosses:
         gathered = collective_seconds(machine, "all_gather", size, at.tensor_ranks)
         return message_seconds(machine, size / at.tensor, at.message_crosses) + gathered
     return message_seconds(machine, size, at.message_crosses)
-
-
-def _rest(
-    held: Sequence[LayerSizes], passes: LayerSeconds, at: Arrangement, machine: Machine
-) -> dict[str, float]:
-    """What follows the last micro-batch's backward on a stage that holds these layers."""
-    of_experts, of_others = (
-        sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)
-    )
-    causes = {"gradients": 0.0, "parameters": 0.0, "optimizer": 0.0, "fixed": machine.fixed}
-    hiding = machine.overlap * (sum(passes.input_gradient.values()) + sum(passes.weight_gradient.values()))
-    gathers = 2 * at.micro_batches if at.zero == 3 else 1
-    for elements, group in ((of_experts, at.expert_data_ranks), (of_others, at.data_ranks)):
-        cut = group.size if at.zero else 1
-        if not elements:
-            continue
-        causes["optimizer"] += _update(elements / cut, at, machine)
-        if at.zero:
-            causes["gradients"] += collective_seconds(
-                machine, "reduce_scatter", elements * at.gradient_itemsize, group
-            )
-            once = collective_seconds(machine, "all_gather", elements * at.itemsize, group)
-            causes["parameters"] += gathers * once
-        else:
-            causes["gradients"] += collective_seconds(
-                machine, "all_reduce", elements * at.gradient_itemsize, group
-            )
-    hidden = min(hiding, machine.overlap * causes["gradients"])
-    causes["gradients"] -= hidden
-    if at.zero == 3:
-        causes["parameters"] *= 1 - machine.overlap
-    return causes
-
-
-def _update(elements: float, at: Arrangement, machine: Machine) -> float:
-    """Seconds of the optimizer: gradient, master and two moments are read, all but the first written."""
-    if machine.optimizer is not None:
-        return elements / machine.optimizer
-    moved = 4 * (4 + 3) + (at.itemsize if at.itemsize < 4 else 0)
-    return elements * moved / machine.memory_bandwidth

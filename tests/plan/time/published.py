@@ -119,6 +119,14 @@ def megatron_deepspeed() -> Iterator[Published]:
         )
 
 
+def megatron_deepspeed_one_node() -> Iterator[Published]:
+    """vTrain's measurements of small models on up to 8 GPUs, in which nothing is computed again."""
+    for row in _rows("megatron_deepspeed_a100_one_node"):
+        deck = _deck(row, chunks=1, recompute="none", sequence=1024)
+        ranks, seconds = int(row["gpus"]), float(row["milliseconds"]) / 1000
+        yield Published(False, f"hidden {row['hidden']}", deck, ranks, 51200, seconds)
+
+
 def machine(name: str) -> Machine:
     """A published one."""
     return read_machine(name)
@@ -129,7 +137,9 @@ def _rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-def _deck(row: Mapping[str, str], chunks: int, recompute: str, vocabulary: int = 51200) -> Deck:
+def _deck(
+    row: Mapping[str, str], chunks: int, recompute: str, vocabulary: int = 51200, sequence: int = 2048
+) -> Deck:
     schedule = "interleaved" if chunks > 1 else "1f1b"
     return parse_deck(f"""
 [run]
@@ -153,7 +163,7 @@ sequence_parallel = {str(recompute == "selective").lower()}
 [batch]
 global_size = {row["batch"]}
 micro_size = {row["micro"]}
-sequence = 2048
+sequence = {sequence}
 [precision]
 compute = "fp16"
 [memory]

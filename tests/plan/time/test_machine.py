@@ -38,11 +38,19 @@ saturation = 100.0
 
 
 def test_published_machines_are_whole() -> None:
-    assert {"selene-2021", "selene-2022", "megascale-2024", "megatron-deepspeed-a100"} <= set(preset_names())
+    assert {"selene-2021", "megascale-2024", "megatron-deepspeed-a100", "h100-eos"} <= set(preset_names())
     for name in preset_names():
         machine = read_machine(name)
         assert machine.name == name
         assert machine.source
+
+
+def test_h100_has_all_formats_and_homes() -> None:
+    machine = read_machine("h100-eos")
+    assert (
+        machine.products_of("fp8").peak > machine.products_of("bf16").peak == machine.products_of("fp16").peak
+    )
+    assert machine.away("host", "memory.optimizer") > machine.away("disk", "memory.optimizer") > 0
 
 
 def test_large_products_reach_the_peak_s_share_and_small_ones_lose() -> None:

@@ -20,6 +20,7 @@ from tests.plan.time.published import (
     machine,
     megascale_2024,
     megatron_deepspeed,
+    megatron_deepspeed_one_node,
     recompute_2022,
     selene,
 )
@@ -53,19 +54,62 @@ def test_one_number_is_that_of_the_row_it_is_fitted_to(table: Callable[[], Itera
     assert refitted == pytest.approx(rates.products_of("fp16").efficiency, rel=1e-3)
 
 
+REGRET = {"3.6": 0.05, "18.4": 0.05, "39.1": 0.11, "175": 0.05}
+"""Of each model's layouts the slowdown of that which is planned to be the fastest, the model itself left out.
+
+Of 39.1B the one that is chosen has rows that no cost of a micro-batch is true of, see below.
+"""
+
+
 def test_a_model_is_predicted_from_three_others() -> None:
     """66 layouts on one cluster, in the mean over all that were left out, and with what the preset has."""
     rates, rows = machine("megatron-deepspeed-a100"), list(megatron_deepspeed())
-    assert fmean(abs(row.error(rates)) for row in rows) < 0.085
+    assert fmean(abs(row.error(rates)) for row in rows) < 0.07
     parts, measured = np.array([linear(row, rates) for row in rows]), np.array([row.measured for row in rows])
     errors = []
-    for left_out in sorted({row.name for row in rows}):
+    for left_out, regret in REGRET.items():
         others = np.array([row.name != left_out for row in rows])
         one, two = least_deviations(parts[others], measured[others])
-        planned = parts[~others] @ (1, one, two)
-        errors += list(np.abs(planned / measured[~others] - 1))
+        planned, real = parts[~others] @ (1, one, two), measured[~others]
+        errors += list(np.abs(planned / real - 1))
+        assert real[planned.argmin()] / real.min() - 1 < regret, left_out
     assert len(errors) == len(rows)
-    assert fmean(errors) < 0.10
+    assert fmean(errors) < 0.08
+
+
+def test_what_is_chosen_is_measured_with_noise() -> None:
+    """In m micro-batches of b sequences p stages take (m + p - 1) (x + y b) seconds. With x and y that are
+    as good as any for that layout alone, and no less than nothing, most layouts are off by less than 2%; that
+    of 39.1B which the test above chooses, by 6%, so that none can say which of its rows are right.
+    """
+    layouts: dict[tuple[object, ...], list[Published]] = {}
+    for row in megatron_deepspeed():
+        at = row.arrangement
+        layouts.setdefault((row.name, at.tensor, at.data, at.pipeline), []).append(row)
+    least = {layout: least_miss(rows) for layout, rows in layouts.items() if len(rows) > 2}
+    assert np.median(list(least.values())) < 0.02
+    assert least["39.1", 4, 16, 8] > 0.05
+
+
+def least_miss(rows: list[Published]) -> float:
+    """The largest error that is left of a layout's rows, see above."""
+    turns = np.array([row.arrangement.micro_batches + row.arrangement.pipeline - 1 for row in rows])
+    sizes = np.array([row.arrangement.micro_size for row in rows])
+    seconds = np.array([row.measured for row in rows]) / turns
+    fixed, each = np.linspace(0, seconds.max(), 200), np.linspace(0, (seconds / sizes).max(), 400)
+    planned = fixed[:, None, None] + each[None, :, None] * sizes
+    return float(np.abs(planned / seconds - 1).max(axis=-1).min())
+
+
+def test_small_models_on_one_node_are_planned_where_devices_are_busy() -> None:
+    """In micro-batches of 8 sequences and 2048 features, whatever the layout: by up to a quarter too fast."""
+    rates = machine("megatron-deepspeed-a100")
+    rows = [row for row in megatron_deepspeed_one_node() if row.name == "hidden 2048"]
+    busy = [row for row in rows if row.arrangement.micro_size == 8]
+    assert {row.arrangement.tensor for row in busy} == {1, 2, 4}
+    errors = [row.error(rates) for row in busy]
+    assert -0.25 < min(errors) <= max(errors) < 0.05
+    assert fmean(map(abs, errors)) < 0.18
 
 
 def linear(row: Published, rates: Machine) -> tuple[float, float, float]:

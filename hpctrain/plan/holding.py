@@ -1,0 +1,102 @@
+"""What the ranks of a deck hold, against what their nodes have: of one deck after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.host_memory import Limit, shared_bytes
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.kernels import with_kept_kernels
+from hpctrain.pipeline.action import Schedule
+from hpctrain.plan.libraries import library_bytes
+from hpctrain.plan.memory import MemoryPlan, plan_memory
+from hpctrain.plan.room import Room, limits_of
+from hpctrain.plan.served import plan_served
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of so many ranks, with a vocabulary that is settled. A node has `ranks_per_node`, else those that a
+    deck emulates, else those of its [machine], else all.
+    """
+
+    ranks: int
+    vocabulary: int
+    ranks_per_node: int | None = None
+
+    @cached_property
+    def _shared(self) -> int:
+        """Bytes that ranks of a node have in common."""
+        return shared_bytes()
+
+    @cached_property
+    def _libraries(self) -> int:
+        return library_bytes()
+
+    def libraries(self, deck: Deck) -> int:
+        """Bytes of a process that has no model, where they count; to be asked for before others are made."""
+        return self._libraries if on_host(device_named(deck.run.device)) else 0
+
+    def shared(self, deck: Deck) -> int:
+        """Of these, what ranks of a node have in common."""
+        return self._shared if on_host(device_named(deck.run.device)) else 0
+
+    def together(self, deck: Deck) -> int:
+        """Ranks that share a node's memory; emulated nodes have theirs on one machine."""
+        machine = deck.machine
+        return min(
+            self.ranks, self.ranks_per_node or machine.ranks_per_node or machine.gpus_per_node or self.ranks
+        )
+
+    def with_products(self, deck: Deck) -> Deck:
+        """The deck with what is known to multiply quickest here."""
+        return with_kept_kernels(deck.with_keys(model={"vocabulary": self.vocabulary}), self.ranks)
+
+    def memory(self, deck: Deck) -> MemoryPlan:
+        """What every rank holds. HpctrainError as a run would."""
+        plan = plan_memory if deck.communication.server == "none" else plan_served
+        return plan(
+            self.with_products(deck), self.ranks, self.vocabulary, self.libraries(deck), self._nodes(deck)
+        )
+
+    def memory_of(self, deck: Deck, schedule: Schedule, split: Sequence[int]) -> MemoryPlan:
+        """As `memory`, where its schedule and the blocks of each part are known."""
+        known, libraries = self.with_products(deck), self.libraries(deck)
+        return plan_memory(known, self.ranks, self.vocabulary, libraries, self._nodes(deck), split, schedule)
+
+    def _nodes(self, deck: Deck) -> int | None:
+        return self.ranks_per_node or deck.communication.ranks_per_node
+
+    def limit(self, deck: Deck) -> tuple[Limit, int] | None:
+        """What ranks that share memory may hold together, and how many they are: those of a node, or on GPUs
+        of one. By the deck or, where it does not say, this machine; None where that is not known.
+        """
+        machine, device = deck.machine, device_named(deck.run.device)
+        together = self.together(deck)
+        if not on_host(device):
+            together = -(-together // (machine.gpus_per_node or together))
+        limits = limits_of(machine, device, os.environ)
+        return (min(limits, key=lambda limit: limit.bytes), together) if limits else None
+
+    def of_mean_rank(self, deck: Deck) -> float:
+        """Bytes that a rank may hold, in the mean over those that share memory; endless if not known."""
+        limit = self.limit(deck)
+        if limit is None:
+            return inf
+        (most, together), shared = (limit[0].bytes, limit[1]), self.shared(deck)
+        return (most + shared * (together - 1)) / together
+
+    def room(self, deck: Deck, memory: MemoryPlan) -> Room | None:
+        """What the ranks that share memory need, against what they may have; None where that is not known."""
+        limit = self.limit(deck)
+        if limit is None:
+            return None
+        on_cpu = on_host(device_named(deck.run.device))
+        given = deck.machine.memory if on_cpu else deck.machine.gpu_memory
+        host = "this machine" if given is None else "a node"
+        return Room(host, limit[1], memory.node_bytes(limit[1], self.shared(deck)), limit[0])

@@ -1,0 +1,109 @@
+"""What a schedule takes at the least, without making it: what its order has stages wait for in any case.
+
+A stage begins when the first micro-batch has come through the stages before, does all its work, and when it
+has given away the last gradient, the stages before still have theirs to do. Where times are alike and
+messages take none, 1F1B and interleaving take no more: a bubble of (p - 1) (F + B), or of that over the
+chunks (Narayanan and others, arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class PartSeconds(NamedTuple):
+    """Of a micro-batch in a part of the model: forward, and the gradients of inputs and of weights."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def backward(self) -> float:
+        """Both gradients."""
+        return self.input_gradient + self.weight_gradient
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return sum(self)
+
+
+_KNOWN = frozenset({"1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v"})
+
+SPLITTING = frozenset({"zb-h1", "zb-h2"})
+"""Of these, those that put the gradients of weights off, each by so many micro-batches on a stage."""
+
+_LAGS: Mapping[str, int] = {"zb-h1": 1, "zb-h2": 2}
+
+
+def least_seconds(
+    schedule: str, stages: int, micro_batches: int, parts: Sequence[PartSeconds], message: float
+) -> float:
+    """The longest span of a stage at the least: from its first action to its last.
+
+    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of an unknown
+    schedule no more is told than the work of the stage that has most.
+    """
+    chunks = len(parts) // stages
+    v_shaped = schedule == "dualpipe-v"
+    work = [0.0] * stages
+    for number, part in enumerate(parts):
+        chunk, stage = divmod(number, stages)
+        work[stages - 1 - stage if v_shaped and chunk % 2 else stage] += part.total
+    longest = max(work) * micro_batches
+    if schedule not in _KNOWN or stages == 1:
+        return longest
+    # Through the first parts of all stages there, and back again.
+    there = [0.0, *accumulate(part.forward + message for part in parts[: stages - 1])]
+    back_of = [
+        part.input_gradient + message + (0.0 if schedule in SPLITTING or v_shaped else part.weight_gradient)
+        for part in parts[: stages - 1]
+    ]
+    back = [0.0, *accumulate(back_of)]
+    for stage in range(stages):
+        own = micro_batches * work[stage]
+        if schedule in SPLITTING:
+            # Gradients of weights that come after the last gradient of inputs.
+            left = min(micro_batches, _LAGS[schedule] * stage + 1)
+            own -= left * parts[stage].weight_gradient
+        elif v_shaped:
+            own -= micro_batches * (
+                parts[stage].weight_gradient + parts[2 * stages - 1 - stage].weight_gradient
+            )
+        longest = max(longest, there[stage] + own + back[stage])
+    if schedule == "1f1b" and message:
+        longest = max(longest, _round_trips(stages, micro_batches, parts, message, there))
+    assert chunks * stages == len(parts)
+    return longest
+
+
+def _round_trips(
+    stages: int, micro_batches: int, parts: Sequence[PartSeconds], message: float, there: Sequence[float]
+) -> float:
+    """A stage takes a micro-batch after the warm-up only when one has come back from the last stage."""
+    longest, trip = 0.0, 0.0
+    for stage in reversed(range(stages)):
+        trip += parts[stage].total + (2 * message if stage < stages - 1 else 0.0)
+        under_way = stages - stage
+        if micro_batches > under_way:
+            longest = max(longest, there[stage] + ((micro_batches - 1) // under_way + 1) * trip)
+    return longest
+
+
+def live(schedule: str, stages: int, micro_batches: int, chunks: int, stage: int) -> float:
+    """Micro-batches of whose activations a stage holds all its chunks' at once, at the least."""
+    if stages == 1:
+        return 1.0
+    after = stages - stage
+    most: Mapping[str, float] = {
+        "1f1b": after,
+        "zb-h1": after,
+        "zb-h2": 2 * after - 1,
+        "dualpipe-v": min(stages + 0.5, (micro_batches + 1) / 2),
+        "interleaved": (2 * (after - 1) + (chunks - 1) * stages + 1) / chunks,
+        "gpipe": micro_batches,
+    }
+    return min(micro_batches, most.get(schedule, 1.0))

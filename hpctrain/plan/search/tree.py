@@ -1,0 +1,389 @@
+"""Layouts as a tree: how layers are split, over how many stages, in which order and with which ZeRO.
+
+Each node knows seconds that no layout below it undercuts; the nearer to a layout, the closer. A layout's own
+seconds are those of `plan/time/step.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from hpctrain.deck.check_layout import layout_problems
+from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.place import split_by_flops
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.action import Schedule, accumulation
+from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.wanted import outline
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
+from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds, live
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.step import boundary_seconds, ends_of, step_seconds
+from hpctrain.plan.time.synchronize import after_backward
+
+_ROUNDING = 1e-9
+_NONE = PartSeconds(0.0, 0.0, 0.0)
+
+_NEUTRAL: Values = {
+    "layout.data": None,
+    "layout.pipeline": 1,
+    "layout.schedule": "1f1b",
+    "layout.chunks": 1,
+    "layout.split": None,
+    "layout.zero": 0,
+    "layout.zero_group": None,
+    "layout.replicas": 1,
+}
+"""What of a layout layers do not ask for: any model has it."""
+
+
+@dataclass(frozen=True)
+class Fell:
+    """What became of other layouts: how many cannot be, and the first reason of each kind; how many whole
+    ones were looked at, and what did not fit into memory, by its least need and by its plan.
+    """
+
+    impossible: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def cannot_be(self, problems: Sequence[Problem], deck: Deck) -> bool:
+        """Whether there are any."""
+        if problems:
+            first = problems[0]
+            self.impossible[first.key] += 1
+            self.reasons.setdefault(first.key, f"{first.key} = {deck.value(first.key)}: {first.sentence}")
+        return bool(problems)
+
+
+@dataclass(frozen=True)
+class SplitLayers:
+    """How layers are split, and what each kind of layer then takes and keeps of a micro-batch."""
+
+    bound: float
+    deck: Deck
+    at: Arrangement
+    of_layers: Mapping[LayerSizes, LayerSeconds]
+    kept: Mapping[str, Kept]
+    waiting: float
+    """Bytes of a micro-batch in all layers."""
+    layers: tuple[LayerSizes, ...]
+
+    @cached_property
+    def prefix(self) -> list[PartSeconds]:
+        """Seconds of the layers before each."""
+        of_kinds = {layer: _part(passes) for layer, passes in self.of_layers.items()}
+        return list(accumulate((of_kinds[layer] for layer in self.layers), _plus, initial=_NONE))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Layers split so over a number of stages."""
+
+    bound: float
+    deck: Deck
+    at: Arrangement
+    layers: SplitLayers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a layout."""
+
+    bound: float
+    deck: Deck
+    at: Arrangement
+    split: tuple[int, ...]
+
+
+Node = SplitLayers | Staged | Layout
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage by its number, its layers, how many are alike, and the first parts of all stages like it."""
+
+    number: int
+    layers: tuple[LayerSizes, ...]
+    alike: tuple[tuple[LayerSizes, int], ...]
+    first_parts: list[int]
+
+    def elements(self, at: Arrangement) -> tuple[float, float]:
+        """Of its parameters on a rank: of experts, and of all else."""
+        experts = others = 0.0
+        for layer, count in self.alike:
+            of_experts, of_others = layer.elements(at)
+            experts, others = experts + count * of_experts, others + count * of_others
+        return experts, others
+
+    def waiting(self, kept: Mapping[str, Kept], under_way: float) -> float:
+        """Bytes of activations, of so many micro-batches."""
+        waiting = under_way * sum(count * kept[layer.kind].waiting for layer, count in self.alike)
+        # While a block is computed again, the head's part is gone.
+        gone = sum(kept[layer.kind].waiting for layer, _ in self.alike if layer.is_last)
+        again = max(kept[layer.kind].again for layer, _ in self.alike)
+        return max(waiting, waiting - gone + again)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a schedule's stages hold a model: the blocks of each part, its first and last layer, at how many of
+    its ends others are half waited for; and the stages that hold other layers than all those before them.
+    """
+
+    split: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
+    ends: tuple[float, ...]
+    stages: tuple[_Stage, ...]
+
+    @staticmethod
+    def of(form: Schedule, split: tuple[int, ...], layers: Sequence[LayerSizes]) -> _Form:
+        """Of a form of schedule with blocks split so."""
+        held, parts, begin = cut(layers, split), [], 0
+        for part in held:
+            parts.append((begin, begin + len(part)))
+            begin += len(part)
+        stages: dict[object, _Stage] = {}
+        for stage in range(form.stage_count):
+            numbers = [form.part(stage, chunk) for chunk in range(form.chunks)]
+            own = tuple(layer for number in numbers for layer in held[number])
+            alike = tuple(Counter(own).items())
+            known = stages.setdefault(frozenset(alike), _Stage(stage, own, alike, []))
+            known.first_parts.append(numbers[0])
+        ends = tuple(ends_of(form, part) for part in range(form.parts))
+        return _Form(split, tuple(parts), ends, tuple(stages.values()))
+
+
+class Tree:
+    """Of a deck on so many ranks of a machine; a rank may hold
+    `limit` bytes, in the mean over those of a node."""
+
+    def __init__(self, choices: Choices, machine: Machine, holding: Holding, limit: float) -> None:
+        self.choices, self.machine, self.holding = choices, machine, holding
+        self.limit = limit
+        deck = choices.deck
+        self.shape = ModelShape.of(deck, holding.vocabulary)
+        self.layers = layer_sizes(self.shape, tuple(deck.model.frozen))
+        self._kinds = Counter(self.layers)
+        self.fell = Fell()
+        self._per_node = deck.machine.ranks_per_node or machine.ranks_per_node
+        self._bytes = LayerBytes(self.shape, self.layers, self._per_node)
+        self._states = StateBytes.of(deck)
+        self._libraries, self._together = holding.libraries(deck), holding.together(deck)
+        self._forms: dict[object, _Form | None] = {}
+        self._schedule = lru_cache(maxsize=16)(_schedule)
+
+    def roots(self) -> Iterator[SplitLayers]:
+        """Every way to split layers whose micro-batches have room."""
+        deck, ranks = self.choices.deck, self.choices.ranks
+        for of_layers in self.choices.of_layers():
+            neutral = with_values(deck, of_layers | _NEUTRAL)
+            if self.fell.cannot_be(layout_problems(neutral), neutral):
+                continue
+            of_model = ranks // (neutral.layout.tensor * neutral.layout.context)
+            most = max(self.choices.of_stages(of_model), default=1)
+            for of_kept in self.choices.of_kept(self.machine):
+                split = with_values(deck, of_layers | of_kept)
+                kept = self._bytes.of(split)
+                # Of one micro-batch, spread over as many stages as there can be.
+                waiting = sum(kept[layer.kind].waiting for layer in self.layers)
+                least = waiting / most
+                room = self.limit - self._libraries
+                for size in self.choices.of_micro_batches(deck.batch.global_size * most // of_model):
+                    if size * least > room:
+                        self.fell.counts["memory"] += 1
+                        break
+                    yield self._split(with_values(split, {"batch.micro_size": size}), kept, waiting)
+
+    def _split(self, deck: Deck, kept: Mapping[str, Kept], waiting: float) -> SplitLayers:
+        at = Arrangement.of_axes(deck, _axes(deck), self._per_node)
+        of_layers = {layer: layer_seconds(layer, at, self.machine) for layer in self._kinds}
+        micro = sum(many * sum(_part(of_layers[layer])) for layer, many in self._kinds.items())
+        # Micro-batches of a rank over its share of the layers: the same for any number of stages.
+        share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
+        own = {
+            kind: Kept(at.micro_size * each.waiting, at.micro_size * each.again)
+            for kind, each in kept.items()
+        }
+        return SplitLayers(
+            micro * share + self.machine.fixed, deck, at, of_layers, own, at.micro_size * waiting, self.layers
+        )
+
+    def children(self, node: Node) -> Iterator[Node]:
+        """What a node that is no layout yet can become."""
+        return self._stages(node) if isinstance(node, SplitLayers) else self._layouts(node)
+
+    def _stages(self, node: Node) -> Iterator[Staged]:
+        assert isinstance(node, SplitLayers)
+        at, ranks = node.at, self.choices.ranks // (node.at.tensor * node.at.context)
+        batch = node.deck.batch.global_size
+        for stages in self.choices.of_stages(ranks):
+            data = ranks // stages
+            asked = self.choices.deck.layout.data
+            deck = with_values(node.deck, {"layout.pipeline": stages})
+            checked = with_values(deck, {"layout.zero": 0, "layout.zero_group": None})
+            if (asked is not None and asked != data) or self.fell.cannot_be(
+                world_problems(checked, self.choices.ranks), checked
+            ):
+                continue
+            staged = replace(at, pipeline=stages, data=data, micro_batches=batch // (at.micro_size * data))
+            message = boundary_seconds(self.layers[0].hidden, staged, self.machine) if stages > 1 else 0.0
+            waits = 2 * message * (stages - 1) / stages * (self.machine.messages == "blocking")
+            bound = node.bound + waits * staged.micro_batches
+            if self._least_of_stages(node, staged) > self.limit:
+                self.fell.counts["memory"] += 1
+                continue
+            yield Staged(bound, deck, staged, node)
+
+    def _least_of_stages(self, node: SplitLayers, at: Arrangement) -> float:
+        """Bytes of a mean rank, with all states cut as far as can be and one micro-batch under way."""
+        experts, others = (each / at.pipeline for each in stage_elements(self.layers, at))
+        states = min(
+            self._states_of(at, each)((experts, others))
+            for each in self.choices.of_states(at.data_ranks, self.machine)
+        )
+        waiting = node.waiting / at.pipeline
+        return self._libraries + states + waiting
+
+    def _layouts(self, node: Node) -> Iterator[Layout]:
+        assert isinstance(node, Staged)
+        at, machine, layers = node.at, self.machine, node.layers
+        message = boundary_seconds(self.layers[0].hidden, at, machine) if at.pipeline > 1 else 0.0
+        blocking = machine.messages == "blocking"
+        sent = 0.0 if blocking else message
+        zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
+        for schedule, chunks in self.choices.of_schedules(at.pipeline, at.micro_batches):
+            form = self._form_of(node.deck, schedule, chunks)
+            if form is None:
+                continue
+            waiting = [
+                stage.waiting(
+                    layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, stage.number)
+                )
+                for stage in form.stages
+            ]
+            elements = [stage.elements(at) for stage in form.stages]
+            fitting = [
+                zero
+                for zero, states in zeros
+                if self._least(at, waiting, map(states, elements)) <= self.limit
+            ]
+            self.fell.counts["layouts"] += len(zeros)
+            self.fell.counts["memory"] += len(zeros) - len(fitting)
+            if not fitting:
+                continue
+            waits = [message * blocking * ends for ends in form.ends]
+            prefix = layers.prefix
+            seconds = [
+                PartSeconds(
+                    prefix[last].forward - prefix[first].forward + wait,
+                    prefix[last].input_gradient - prefix[first].input_gradient + wait,
+                    prefix[last].weight_gradient - prefix[first].weight_gradient,
+                )
+                for (first, last), wait in zip(form.parts, waits, strict=True)
+            ]
+            span = least_seconds(schedule, at.pipeline, at.micro_batches, seconds, sent)
+            backward = [
+                max(
+                    seconds[part].input_gradient + seconds[part].weight_gradient for part in stage.first_parts
+                )
+                for stage in form.stages
+            ]
+            for zero in fitting:
+                whole = with_values(node.deck, zero | {"layout.schedule": schedule, "layout.chunks": chunks})
+                if self.fell.cannot_be(world_problems(whole, self.choices.ranks), whole):
+                    continue
+                group, home = whole.layout.zero_group, whole.memory.optimizer
+                assert group != "node"
+                cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
+                rest = min(
+                    sum(after_backward(stage.layers, hiding, cut_so, machine).values())
+                    for stage, hiding in zip(form.stages, backward, strict=True)
+                )
+                # What is summed in another order here differs by rounding.
+                yield Layout((span + rest) * (1 - _ROUNDING), whole, cut_so, form.split)
+
+    def _form_of(self, deck: Deck, schedule: str, chunks: int) -> _Form | None:
+        """The parts of the model, as a run has them; None where it cannot have them."""
+        key = deck.layout.pipeline, chunks, schedule, deck.memory.recompute
+        if key not in self._forms:
+            values: Values = {"layout.schedule": schedule, "layout.chunks": chunks}
+            plain = with_values(deck, values | {"layout.zero": 0, "layout.zero_group": None})
+            if self.fell.cannot_be(layout_problems(plain), plain):
+                self._forms[key] = None
+            else:
+                form = outline(plain)
+                self._forms[key] = _Form.of(form, split_by_flops(plain, self.shape, form), self.layers)
+        return self._forms[key]
+
+    def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
+        """Bytes of the states of elements, of experts and of others, under some ZeRO."""
+        stage, group = zero["layout.zero"], zero["layout.zero_group"]
+        kept = self._states if zero["memory.optimizer"] == "device" else replace(self._states, optimizer=0)
+        assert isinstance(stage, int)
+        size = group if isinstance(group, int) else at.data_ranks.size
+        of_experts = min(size, at.expert_data_ranks.size)
+
+        def states(elements: tuple[float, float]) -> float:
+            experts, others = elements
+            held = kept.held(others, stage, size, self._per_node)
+            return held + kept.held(experts, stage, of_experts, self._per_node)
+
+        return states
+
+    def _least(self, at: Arrangement, waiting: Sequence[float], states: Iterable[float]) -> float:
+        """Bytes of the rank that holds most, or, where a node has several stages, of that which holds least:
+        at least so much has the mean rank of some node.
+        """
+        held = [one + other for one, other in zip(waiting, states, strict=True)]
+        return self._libraries + (max(held) if self._together <= at.stage_ranks else min(held))
+
+    def schedule(self, layout: Layout) -> Schedule:
+        """That of a layout's step."""
+        keys, at = layout.deck.layout, layout.at
+        return self._schedule(keys.schedule, at.pipeline, at.micro_batches, keys.chunks)
+
+    def seconds(self, layout: Layout) -> Mapping[str, float]:
+        """Of a layout's step, by cause."""
+        return step_seconds(self.layers, layout.at, self.schedule(layout), layout.split, self.machine)
+
+    def memory(self, layout: Layout) -> MemoryPlan:
+        """What its ranks hold."""
+        return self.holding.memory_of(layout.deck, self.schedule(layout), layout.split)
+
+
+def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    if stages == 1:
+        return accumulation(micro_batches)
+    return generate(name, stages, micro_batches, chunks if name == "interleaved" else None)
+
+
+def _part(passes: LayerSeconds) -> PartSeconds:
+    return PartSeconds(
+        *(sum(each.values()) for each in (passes.forward, passes.input_gradient, passes.weight_gradient))
+    )
+
+
+def _plus(one: PartSeconds, other: PartSeconds) -> PartSeconds:
+    return PartSeconds(*(a + b for a, b in zip(one, other, strict=True)))
+
+
+def _axes(deck: Deck) -> Mapping[str, int]:
+    """Ranks along each axis, of one data rank of one stage."""
+    layout = deck.layout
+    sizes = {"tensor": layout.tensor, "context": layout.context, "data": 1, "pipeline": 1}
+    return sizes | (
+        {"expert": layout.expert, "expert_tensor": layout.expert_tensor} if deck.model.experts else {}
+    )

@@ -1,0 +1,105 @@
+"""Seconds of sums of gradients and of gathered parameters, and of the update, on a rank of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.layers import LayerSizes
+from hpctrain.plan.time.machine import Machine, Operation, Sharing, collective_seconds, message_seconds
+from hpctrain.plan.time.update import update_seconds
+
+
+def after_backward(
+    held: Sequence[LayerSizes], backward: float, at: Arrangement, machine: Machine
+) -> dict[str, float]:
+    """By cause, what a stage that holds these layers waits for beside its passes, of which the backward of a
+    micro-batch through the part that ends last takes `backward` seconds.
+    """
+    held, exchanged = _with_tied(held, at, machine)
+    causes = {"gradients": exchanged, "parameters": 0.0, "offload": 0.0, "fixed": machine.fixed}
+    (expert_group, expert_replicas), (group, replicas) = at.expert_cut, at.data_cut
+    elements = [sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)]
+    gathers = _gathers(held, at)
+    for index, (cut, copies) in enumerate(((expert_group, expert_replicas), (group, replicas))):
+        if not elements[index]:
+            continue
+        size = elements[index] * at.gradient_itemsize
+        operation: Operation = "reduce_scatter" if at.zero else "all_reduce"
+        buckets = _buckets(held, elements[index], at)
+        causes["gradients"] += at.sums * waited_for(machine, operation, size, cut, buckets, backward)
+        if not at.zero:
+            continue
+        # Between the copies of what ZeRO cuts within a group, once all of it is there.
+        causes["gradients"] += collective_seconds(machine, "all_reduce", size / cut.size, copies)
+        size = gathers[index] * at.itemsize
+        hiding = 1 - machine.overlap if at.zero == 3 else 1.0
+        causes["parameters"] += hiding * collective_seconds(machine, "all_gather", size, cut)
+        causes["offload"] += _read(size / cut.size, at, machine)
+    if at.sequence_parallel:  # of what tensor ranks have whole, each has the gradients of its tokens
+        size = sum(layer.whole_elements for layer in held) * at.gradient_itemsize
+        causes["tensor"] = collective_seconds(machine, "all_reduce", size, at.tensor_ranks)
+    cuts = (expert_group.size, group.size) if at.zero else (1, 1)
+    for cause, seconds in update_seconds(held, cuts, at, machine).items():
+        causes[cause] = causes.get(cause, 0.0) + seconds
+    return causes
+
+
+def _with_tied(
+    held: Sequence[LayerSizes], at: Arrangement, machine: Machine
+) -> tuple[Sequence[LayerSizes], float]:
+    """The layers with the table that the last one has of its own where the first one is on another stage, and
+    seconds in which gradients of the two are exchanged.
+    """
+    ends = [layer for layer in held if layer.tied_elements]
+    if at.pipeline == 1 or len(ends) != 1:
+        return held, 0.0
+    (end,) = ends
+    size = end.tied_elements / at.tensor * at.gradient_itemsize
+    seconds = message_seconds(machine, size, at.message_crosses)
+    if end.is_first:
+        return held, seconds
+    own = replace(end, split_elements=end.split_elements + end.tied_elements)
+    return [layer if layer is not end else own for layer in held], seconds
+
+
+def waited_for(
+    machine: Machine, operation: Operation, size: float, group: Sharing, buckets: int, backward: float
+) -> float:
+    """Seconds of a sum in so many buckets that do not hide behind a micro-batch's backward.
+
+    Buckets are final one after the other, evenly, and are summed in their turn; beside backward at the share
+    `overlap` of their speed. The last is final when backward ends, and hides behind nothing. Without overlap
+    all are one sum.
+    """
+    if not machine.overlap:
+        return collective_seconds(machine, operation, size, group)
+    one = collective_seconds(machine, operation, size / buckets, group)
+    return max(one, buckets * one - machine.overlap * backward * (1 - 1 / buckets))
+
+
+def _buckets(held: Sequence[LayerSizes], elements: float, at: Arrangement) -> int:
+    """Of about so many bytes in fp32, or with ZeRO-3 one of each layer (`sharding/bucket_layout.py`)."""
+    return max(1, len(held) if at.zero == 3 else round(4 * elements / at.bucket_bytes))
+
+
+def _gathers(held: Sequence[LayerSizes], at: Arrangement) -> tuple[float, float]:
+    """Elements of experts and of all else that are gathered in a step: all once, or with ZeRO-3 of each
+    micro-batch twice, but for blocks that stay.
+    """
+    found, stay = [0.0, 0.0], at.keep_gathered
+    for layer in held:
+        times = 2 * at.micro_batches if at.zero == 3 else 1
+        if at.zero == 3 and layer.is_block and stay:
+            times, stay = 1, stay - 1
+        for index, elements in enumerate(layer.elements(at)):
+            found[index] += times * elements
+    return found[0], found[1]
+
+
+def _read(size: float, at: Arrangement, machine: Machine) -> float:
+    """Seconds of parameters that lie elsewhere, before they are gathered."""
+    if at.parameters_home == "device":
+        return 0.0
+    return size / machine.away(at.parameters_home, "memory.parameters")

@@ -1,0 +1,167 @@
+"""The seconds of a run's steps: what was planned, what was measured by cause, and both side by side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, TypeVar
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.measured import MeasuredStep, StepRecord, mean, middle, told_apart
+from hpctrain.plan.time.rates import deck_rates
+from hpctrain.plan.time.step import StepPlan, plan_step
+from hpctrain.plan.time.words import comparison_lines
+from hpctrain.report.trace import gather_steps
+from hpctrain.train.control import Order
+from hpctrain.train.hook import Hook, StepDone
+from hpctrain.units import format_seconds
+
+if TYPE_CHECKING:
+    from hpctrain.train.trainer import Trainer
+
+KEPT = 64
+"""Steps that are looked at in the end: the newest."""
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class PlannedSeconds:
+    """A step as it is planned on the machine whose rates a deck names; these are known to rank 0 alone."""
+
+    on_first: tuple[Machine, StepPlan] | None
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON, on rank 0."""
+        if self.on_first is None:
+            return {}
+        machine, step = self.on_first
+        return {"machine": machine.name, "stage": step.stage, "predicted": step.row()}
+
+
+def plan_seconds(world: World, deck: Deck, *, goes_on: bool) -> tuple[PlannedSeconds | None, str]:
+    """What `machine.rates` say of a step on these ranks and nodes, and what is to be said of it; None where
+    the deck names none. Collective.
+
+    HpctrainError on all ranks where the rates cannot be used; of a run that `goes_on`, by a deck that named
+    them earlier, that is only said.
+    """
+    if deck.machine.rates is None:
+        return None, ""
+    found, said = None, ""
+    nodes = {"ranks_per_node": deck.machine.ranks_per_node or world.local_size}
+    with world.agreement():
+        if world.rank == 0:
+            try:
+                machine = deck_rates(deck)
+                assert machine is not None and deck.model.vocabulary is not None
+                step = plan_step(deck.with_keys(machine=nodes), world.size, deck.model.vocabulary, machine)
+                found, said = (
+                    (machine, step),
+                    f"a step is to take {format_seconds(step.seconds)} ({machine.name})",
+                )
+            except HpctrainError as error:
+                if not goes_on or deck.sources.place("machine.rates").override is not None:
+                    raise
+                said = f"seconds of a step are not planned: {error.problems[0]}"
+    planned = world.everyone.broadcast_object(found is not None)
+    return PlannedSeconds(found) if planned else None, said
+
+
+class StepSeconds(Hook):
+    """Keeps what the ledger says of the newest steps; at the end, what a step took by cause beside its plan.
+
+    The first step is left out where there are others: it counts what backward keeps, and makes what stays.
+    """
+
+    def __init__(self, trainer: Trainer, planned: PlannedSeconds) -> None:
+        self.engine, self.planned = trainer.engine, planned
+        self.full = trainer.deck.batch.global_size
+        self.zero = trainer.deck.layout.zero
+        self.records: deque[StepRecord] = deque(maxlen=KEPT)
+        self.measured: MeasuredStep | None = None
+        """Of the stage that was planned, on rank 0; None before the end."""
+        self._first: int | None = None
+        self._of_step: StepRecord | None = None
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """Take what the ledger adds within."""
+        if self._first is None:
+            self._first = step
+        ledger = self.engine.world.ledger
+        phases, inside = dict(ledger.phase_seconds), dict(ledger.inside_seconds)
+        calls, again = ledger.seconds_of(), ledger.again_seconds
+        yield
+        self._of_step = StepRecord(
+            step,
+            0.0,
+            _since(phases, ledger.phase_seconds),
+            _since(inside, ledger.inside_seconds),
+            _since(calls, ledger.seconds_of()),
+            ledger.again_seconds - again,
+        )
+
+    def after_step(self, done: StepDone) -> None:
+        """Keep the step, if it was one of a whole batch."""
+        record, self._of_step = self._of_step, None
+        if record is None or done.result.batch != self.full:
+            return
+        if len(self.records) == 1 and self.records[0].step == self._first:
+            self.records.clear()
+        self.records.append(
+            StepRecord(record.step, done.seconds, record.phases, record.inside, record.calls, record.again)
+        )
+
+    def at_end(self, order: Order) -> None:  # noqa: ARG002
+        """Measure, of the stage that is planned: the mean over its ranks and steps that nothing disturbed."""
+        world, mesh = self.engine.world, self.engine.mesh
+        everyone, timeline = world.everyone, world.ledger.timeline
+        if not self.records:
+            return
+        steps = set(everyone.broadcast_object([each.step for each in middle(self.records)]))
+        chosen = [each for each in self.records if each.step in steps]
+        stages = mesh.size("pipeline")
+        causes = mean([each.by_cause(stages, self.zero) for each in chosen])
+        if timeline is not None and stages > 1:
+            waits = [
+                step.waits(mesh.coordinate("pipeline"))
+                for step in gather_steps(timeline, mesh, self.engine.schedule)
+            ]
+            causes = told_apart(causes, fsum(wait for wait, _ in waits), fsum(sent for _, sent in waits))
+        seconds = fsum(each.seconds for each in chosen) / len(chosen)
+        ranks = everyone.all_gather_object((mesh.coordinate("pipeline"), seconds, causes))
+        if self.planned.on_first is None:
+            return
+        _, step = self.planned.on_first
+        of_stage = [(seconds, causes) for stage, seconds, causes in ranks if stage == step.stage]
+        self.measured = MeasuredStep(
+            fsum(seconds for seconds, _ in of_stage) / len(of_stage),
+            mean([causes for _, causes in of_stage]) if on_host(world.device) else None,
+            len(chosen),
+            len(of_stage),
+        )
+
+    def table(self) -> list[str]:
+        """Predicted beside measured, on rank 0."""
+        if self.planned.on_first is None or self.measured is None:
+            return []
+        machine, step = self.planned.on_first
+        return comparison_lines(step, machine, self.measured, self.engine.mesh.size("pipeline"))
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON, on rank 0."""
+        measured = {} if self.measured is None else {"measured": self.measured.row()}
+        return self.planned.row() | measured
+
+
+def _since(before: Mapping[Key, float], now: Mapping[Key, float]) -> dict[Key, float]:
+    """What was added to each."""
+    return {key: seconds - before.get(key, 0.0) for key, seconds in now.items()}

@@ -1,0 +1,49 @@
+"""The ledger's seconds: where they were spent, whenever what took them was started.
+
+Tests of comm/ledger.py; what it counts is tested in comm/test_group.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm import ledger as module
+from hpctrain.comm.ledger import Ledger
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the ledger reads."""
+    now = [0.0]
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_seconds_are_those_of_the_phase_they_were_spent_in(clock: list[float]) -> None:
+    ledger = Ledger()
+    ledger.phase = "backward"
+    clock[0] = 10
+    entry = ledger.enter("data", "all_reduce", 8, 0.5)
+    ledger.phase = "synchronize"
+    clock[0] = 13
+    ledger.spend(entry, 2.0)
+    ledger.phase = "step"
+    assert ledger.seconds_of() == {("data", "all_reduce", "backward"): 2.5}
+    assert ledger.inside_seconds == {"backward": 0.5, "synchronize": 2.0}
+    assert ledger.phase_seconds == {"other": 0, "backward": 10, "synchronize": 3}
+    ledger.reset()
+    assert not ledger.inside_seconds
+    assert not ledger.seconds_of()
+
+
+def test_what_is_sent_while_computing_again_is_sending(clock: list[float]) -> None:
+    ledger = Ledger()
+    ledger.phase = "backward"
+    entry = ledger.enter("tensor", "all_reduce", 8, 7.0)
+    for _ in range(2):
+        with ledger.computing_again():
+            clock[0] += 5
+            ledger.spend(entry, 2.0)
+    assert ledger.again_seconds == 6
+    ledger.reset()
+    assert ledger.again_seconds == 0
