@@ -130,11 +130,10 @@ def plan_deck(
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
     room = holding.room(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
-    sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
     planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
-    if rates is None or step is None:
+    if rates is None:
         return DeckPlan(*planned_deck, pipeline)
+    step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
 
     def timed(deck: Deck, rates: Machine) -> StepPlan:
         return plan_step(deck, ranks, vocabulary, rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room
 from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
 
 _APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "seed", "log_every"}}
@@ -52,11 +54,6 @@ class Point:
         """Bytes that each rank of a node could hold."""
         return None if self.room is None else self.room.limit.bytes / self.room.ranks
 
-    @property
-    def mfu(self) -> float | None:
-        """The share of a rank's peak that goes into what the model needs."""
-        return None if self.step is None else self.step.mfu
-
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         told: dict[str, object] = {"changes": dict(self.changes), "ranks": self.ranks}
@@ -74,7 +71,7 @@ class Sweep:
     title: str
     sweeps: tuple[Swept, ...]
     points: tuple[Point, ...]
-    machine: Machine | None
+    machine: str | None
     weak: bool
 
     @property
@@ -120,7 +117,7 @@ def sweep_deck(
         reached(number)
     if all(point.memory is None for point in found):
         raise HpctrainError(list(dict.fromkeys(planner.problems)))
-    return Sweep(planner.title, tuple(sweeps), tuple(found), rates, weak)
+    return Sweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
 
 
 class _Planner:
@@ -139,6 +136,7 @@ class _Planner:
         self.path, self.overrides, self.ranks_per_node = path, overrides, ranks_per_node
         self.rates, self.base = rates, base
         self.title = ""
+        self.machine: str | None = None
         self.problems: list[str] = []
         self.vocabularies: dict[str, int] = {}
         self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
@@ -167,8 +165,11 @@ class _Planner:
                 sentence = f"grown from {self.base} to {ranks} ranks is no whole number"
                 raise HpctrainError(f"batch.global_size = {size}: {sentence}")
             sets.append(f"batch.global_size={size * ranks // self.base}")
-        deck = read_deck(self.path, sets, ranks, settled_keys, named_problems)
-        return deck if self.rates is None else self.rates.of_deck(deck)
+        named = partial(named_problems, rates=self.rates is None)
+        deck = read_deck(self.path, sets, ranks, settled_keys, named)
+        rates = self.rates_of(deck)
+        self.machine = None if rates is None else rates.name
+        return deck if rates is None else rates.of_deck(deck)
 
     def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
         """Memory, whether it fits, and on a machine the step."""
@@ -177,9 +178,13 @@ class _Planner:
         if vocabulary is None:
             vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
         holding = Holding(ranks, vocabulary, self.ranks_per_node)
-        memory = holding.memory(deck)
-        room = holding.room(deck, memory)
-        return memory, room, None if self.rates is None else plan_step(deck, ranks, vocabulary, self.rates)
+        memory, rates = holding.memory(deck), self.rates_of(deck)
+        step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
+        return memory, holding.room(deck, memory), step
+
+    def rates_of(self, deck: Deck) -> Machine | None:
+        """Those that were asked for, or that the deck names."""
+        return deck_rates(deck) if self.rates is None else self.rates
 
 
 def short_reason(problem: str) -> str:

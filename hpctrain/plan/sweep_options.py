@@ -50,8 +50,6 @@ def swept(
         raise HpctrainError("--pareto: is a picture: give --plot FILE too")
     if plot is not None:
         demand_ending(plot)
-        if rates is None:
-            raise HpctrainError("--plot: there are no seconds to draw: give --machine NAME, or a file of one")
     count = 1
     for each in sweeps:
         count *= len(each.values)

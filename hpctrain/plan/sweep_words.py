@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from hpctrain.errors import HpctrainError
 from hpctrain.plan.sweep import Point, Sweep, short_reason
 from hpctrain.plan.swept import RANKS
 from hpctrain.plan.time.words import WHAT
@@ -23,7 +24,7 @@ _TOKENS = 1_000_000  # whose time is drawn where steps are of unlike many
 
 def sweep_text(sweep: Sweep) -> str:
     """A table with a row a point, and the fastest of those that fit."""
-    where = "" if sweep.machine is None else f" on {sweep.machine.name}"
+    where = "" if sweep.machine is None else f" on {sweep.machine}"
     grows = ", batch.global_size grows with the ranks" if sweep.weak else ""
     lines = [f"{sweep.title}: {counted(len(sweep.points), 'point')}{where}{grows}", ""]
     timed = sweep.machine is not None
@@ -64,7 +65,7 @@ def _step_cells(point: Point) -> list[str]:
         format_seconds(step.seconds),
         format_count(step.tokens / step.seconds),
         f"{step.flops_per_rank / 1e12:.3g}",
-        "" if point.mfu is None else f"{100 * point.mfu:.1f}%",
+        f"{100 * step.mfu:.1f}%",
     ]
 
 
@@ -89,10 +90,12 @@ def point_name(point: Point) -> str:
 def plot_sweep(sweep: Sweep, path: Path, pareto: bool = False) -> None:
     """Draw a sweep's seconds by cause, over ranks or for each point, or with `pareto` memory against time.
 
-    HpctrainError for an ending that is no picture's; InputOutputError where nothing can be written.
+    HpctrainError where no machine is known, or for an ending that is no picture's; InputOutputError where
+    nothing can be written.
     """
-    assert sweep.machine is not None, "there are no seconds to draw"
-    title = f"{sweep.title} on {sweep.machine.name}"
+    if sweep.machine is None:
+        raise HpctrainError("--plot: there are no seconds to draw: give --machine NAME, or a file of one")
+    title = f"{sweep.title} on {sweep.machine}"
     if pareto:
         timed = [(point, point.step) for point in sweep.planned if point.step is not None]
         alike = len({step.tokens for _, step in timed}) == 1

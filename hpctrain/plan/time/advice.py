@@ -13,7 +13,7 @@ from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Link, Machine
+from hpctrain.plan.time.machine import Host, Link, Machine
 from hpctrain.plan.time.step import StepPlan
 
 LEAST_GAIN = 0.005  # of a step; less is no advice
@@ -107,20 +107,23 @@ def estimate(deck: Deck, ranks: int, machine: Machine, timed: Callable[[Deck, Ma
     """
     data = axis_sizes(deck, ranks)["data"]
     passes, enough = micro_batches(deck, data), 2 * deck.layout.pipeline
-    if passes <= enough or deck.batch.ramp_from or deck.layout.schedule not in NAMES:
+    moved = (deck.memory.parameters, deck.memory.activations) != ("device", "keep")
+    each_time = deck.layout.zero == 3 or moved  # what is gathered or fetched for each micro-batch
+    if passes <= enough or each_time or deck.batch.ramp_from or deck.layout.schedule not in NAMES:
         return timed(deck, machine).seconds
     fewer = deck.with_keys(batch={"global_size": enough * data * deck.batch.micro_size})
-    once = {*OF_A_STEP, "parameters"} if deck.layout.zero < 3 else OF_A_STEP
     causes = timed(fewer, machine).seconds_by_cause
-    return sum(seconds if cause in once else seconds * passes / enough for cause, seconds in causes.items())
+    return sum(
+        seconds if cause in OF_A_STEP else seconds * passes / enough for cause, seconds in causes.items()
+    )
 
 
-OF_A_STEP = frozenset({"bubble", "gradients", "optimizer", "fixed"})
+OF_A_STEP = frozenset({"bubble", "gradients", "parameters", "offload", "optimizer", "fixed"})
 """Causes that do not grow with the micro-batches of a step."""
 
-PARTS = ("computing", "memory", "inside", "between", "fixed")
-"""Products and attention at their rates, the bandwidth of memory, links inside nodes and between them, and
-what operations and steps take at least.
+PARTS = ("computing", "memory", "inside", "between", "away", "fixed")
+"""Products and attention at their rates, the bandwidth of memory, links inside nodes and between them, ways
+to hosts and disks, and what operations and steps take at least.
 """
 
 
@@ -148,6 +151,14 @@ def faster(machine: Machine, part: str) -> Machine:
         return machine.model_copy(update={"inside": _faster(machine.inside), "collectives": measured})
     if part == "between":
         return machine.model_copy(update={"between": _faster(machine.between)})
+    if part == "away":
+        host, disk = machine.host, machine.disk
+        fast = (
+            None
+            if host is None
+            else Host(bandwidth=2 * host.bandwidth, memory_bandwidth=2 * host.memory_bandwidth)
+        )
+        return machine.model_copy(update={"host": fast, "disk": None if disk is None else 2 * disk})
     return machine.model_copy(update={"launch": machine.launch / 2, "fixed": machine.fixed / 2})
 
 

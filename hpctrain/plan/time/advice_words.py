@@ -12,6 +12,7 @@ LIMITS = {
     "memory": "memory bandwidth",
     "inside": "links inside nodes",
     "between": "links between nodes",
+    "away": "ways to hosts and disks",
     "fixed": "what operations and steps take at least",
     "waiting": "waiting for other stages",
 }
