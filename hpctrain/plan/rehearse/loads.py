@@ -48,7 +48,7 @@ class EvenLoads(TorchDispatchMode):
         whole = numbers.numel()
         if length == self.experts + 1:
             whole = int(whole * self.taken)
-        counts = torch.full((length,), whole // kinds, dtype=torch.int64)
+        counts = torch.full((length,), whole // kinds, dtype=torch.int64, device="cpu")
         counts[: whole % kinds] += 1
         counts[kinds:] = numbers.numel() - whole
         return counts

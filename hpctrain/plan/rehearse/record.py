@@ -43,10 +43,23 @@ class Recorder:
 
     def __call__(self, call: Call, _: Traffic) -> Pending | None:
         """See Heard."""
+        self._give(call)
         if not self.listening:
             return None
         pending = self.note(self.event(call))
         return None if pending is None else _UnderWay(call, pending)
+
+    def _give(self, call: Call) -> None:
+        """Where there is memory, such as that of counts: what comes where all ranks give the same."""
+        given, received = call.tensor, call.output
+        if given is None or received is None or not given.is_cpu or given is received:
+            return
+        named = self.groups[call.group]
+        if call.operation == "all_to_all" and call.counts is None:
+            own = given.view(len(named.ranks), -1)[named.rank]
+            received.view(len(named.ranks), -1).copy_(own)
+        elif call.operation == "all_gather" and call.counts is None:
+            received.view(len(named.ranks), -1).copy_(given.reshape(-1))
 
     def add(self, event: Event) -> Pending | None:
         """Add an event; what is waited for where it is only started."""
