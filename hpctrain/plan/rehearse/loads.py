@@ -19,7 +19,7 @@ class EvenLoads(TorchDispatchMode):
     one more of the first ones where that leaves some. Nothing for a model without experts.
 
     A count is in memory of the host, from where layers read it. What is computed of both kinds of memory has
-    none.
+    none; products by groups are so of any format.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -37,8 +37,10 @@ class EvenLoads(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if "grouped_mm" in func.name():
+            return _grouped(*args[:2], args[2] if len(args) > 2 else kwargs["offs"])
         tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
-        if any(each.is_meta for each in tensors) and any(each.is_cpu and each.dim() for each in tensors):
+        if any(each.is_meta for each in tensors) and any(each.is_cpu for each in tensors):
             args, kwargs = tree_map(_without_values, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -54,8 +56,15 @@ class EvenLoads(TorchDispatchMode):
         return counts
 
 
+def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Rows [m, k] by [e, k, n], or [n, m] by [m, k] for each of e groups of m."""
+    if right.dim() == 3:
+        return left.new_empty((left.shape[0], right.shape[2]))
+    return left.new_empty((len(ends), left.shape[0], right.shape[1]))
+
+
 def _without_values(each: Any) -> Any:
-    return each.to(META) if isinstance(each, Tensor) and each.is_cpu and each.dim() else each
+    return each.to(META) if isinstance(each, Tensor) and each.is_cpu else each
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

@@ -17,9 +17,11 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import plan_stage
 from hpctrain.model.count import count
+from hpctrain.model.part import Part
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.noted import Noted
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import EvenLoads
@@ -82,15 +84,7 @@ class RankStep:
         for kinds in ("FB", "FIW") if halved else ("FB",):
             steps = plain_of(schedule, NOTED_MICRO_BATCHES, kinds)
             notes = TouchNotes(self.recorder, steps, found)
-            executor = Executor(
-                stage.models,
-                self.mesh.group("pipeline"),
-                stage.groups.weight_gradients,
-                self.mesh.ledger,
-                self.objective.figures,
-                count(self.shape).terms,
-                stage.groups.noted,
-            )
+            executor = self._executor(stage.models, self.mesh, stage.groups.noted)
             found.forget("F")
             with META, EvenLoads(self.shape):
                 stage.synchronizer.start(steps.micro_batches)
@@ -175,10 +169,8 @@ class RankStep:
         recorder, stage, first = self.recorder, self.stage, len(self.recorder.events)
         recorder.action = ""
         self.touches.begin()
-        group = self._mesh(number).group("pipeline")
-        executor = Executor(
-            self._parts, group, stage.groups.weight_gradients, self.mesh.ledger, self.objective.figures
-        )
+        mesh = self._mesh(number)
+        group, executor = mesh.group("pipeline"), self._executor(self._parts, mesh, None)
         with self._timed(_Labels(recorder, schedule, number)):
             executor.run(schedule, [self._batch] * schedule.micro_batches)
         recorder.done = recorder.carried = ""
@@ -193,6 +185,12 @@ class RankStep:
                 come = next(orders[event.step])
                 what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
                 recorder.events[place] = replace(event, what=what)
+
+    def _executor(self, parts: Sequence[Part], mesh: RecordedMesh, noted: Noted | None) -> Executor:
+        """The run's own, over these parts, of which layers note what they do there."""
+        figures, terms = self.objective.figures, count(self.shape).terms
+        queue = self.stage.groups.weight_gradients
+        return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, noted)
 
     @contextmanager
     def _timed(self, timeline: object) -> Iterator[None]:
