@@ -90,7 +90,7 @@ class _Run:
                 if not state.started:
                     state.started = True
                     runnable |= dict.fromkeys(self._start(number, event))
-                if any(self._lacking(number, event)):
+                if next(self._lacking(number, event), None) is not None:
                     break
                 state.at += 1
                 state.started = False

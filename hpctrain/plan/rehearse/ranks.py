@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 
+from hpctrain.comm.device import device_named
 from hpctrain.comm.mesh import AXES, coordinates, expert_sizes, rank_count
 from hpctrain.comm.topology import neighbours
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
+from hpctrain.engine.stage import TrainedStage
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
@@ -118,6 +121,15 @@ class RankProgrammes:
         """Numbers that all ranks together note: those of every stage, where each has its own."""
         of_kind = {kind: self._first_step(kind).noted() for kind in self.kinds}
         return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in ("max", "sum")}
+
+    def stage_of(self, number: int) -> TrainedStage:
+        """What the first rank of a stage holds, or one of a stage with layers of the same kinds."""
+        return self._first_step(self.kinds[number]).stage
+
+    @property
+    def device(self) -> torch.device:
+        """What a run computes on."""
+        return device_named(self.deck.run.device)
 
     def _first_step(self, kind: object) -> RankStep:
         """Of the first rank of the first stage of a kind."""
