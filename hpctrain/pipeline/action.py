@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from hpctrain.errors import HpctrainError
 from hpctrain.words import counted
@@ -37,6 +37,26 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+class Wire(NamedTuple):
+    """An action by numbers: the result that it needs and that it gives, the boundary between parts that the
+    first one comes over, -1 for none, and where its time is among those of F, I, W and B of all parts.
+    """
+
+    need: int
+    delay: int
+    duration: int
+    result: int
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Those of all stages, over so many `results`, of which one is `nothing`: known from the beginning."""
+
+    of_stages: tuple[tuple[Wire, ...], ...]
+    results: int
+    nothing: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,36 @@ class Schedule:
     def parts(self) -> int:
         """Pieces that the model is cut into: chunks x stages."""
         return self.chunks * self.stage_count
+
+    @cached_property
+    def most_alive(self) -> tuple[int, ...]:
+        """Most chunks' micro-batches whose activations each stage holds at once."""
+        return tuple(max(live_activations(actions), default=0) for actions in self.stages)
+
+    @cached_property
+    def wires(self) -> Wires:
+        """What each action needs and gives."""
+        parts, count = self.parts, self.micro_batches
+        nothing, last = 2 * parts * count, parts - 1
+        stages = []
+        for stage, actions in enumerate(self.stages):
+            of_chunk = [self.part(stage, chunk) for chunk in range(self.chunks)]
+            wires = []
+            for action in actions:
+                part, number = of_chunk[action.chunk], action.micro_batch
+                forward, backward = part * count + number, (parts + part) * count + number
+                if action.kind == "F":
+                    need = forward - count if part else nothing
+                    wires.append(Wire(need, part - 1, part, forward))
+                elif action.kind == "W":
+                    wires.append(Wire(backward, -1, 2 * parts + part, nothing))
+                else:
+                    duration = part + (parts if action.kind == "I" else 3 * parts)
+                    ends = part == last
+                    need = forward if ends else backward + count
+                    wires.append(Wire(need, -1 if ends else part, duration, backward))
+            stages.append(tuple(wires))
+        return Wires(tuple(stages), nothing + 1, nothing)
 
     def part(self, stage: int, chunk: int) -> int:
         """Which part of the model, counted from the input, is chunk `chunk` of stage `stage`."""

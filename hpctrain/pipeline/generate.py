@@ -6,7 +6,7 @@ gradients add up in the same order, and to the same bits, whatever the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hpctrain.deck.schedules import NAMES
 from hpctrain.errors import HpctrainError
@@ -38,8 +38,10 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
 
     As quick as GPipe, but a stage holds the activations of at most `stages - stage` micro-batches.
     """
-    order = [(index, 0) for index in range(micro_batches)]
-    orders = (_in_turn(order, order, warm_up=stages - stage - 1) for stage in range(stages))
+    forwards, backwards = (
+        [Action(kind, index) for index in range(micro_batches)] for kind in _FORWARD_BACKWARD
+    )
+    orders = (_in_turn(forwards, backwards, warm_up=stages - stage - 1) for stage in range(stages))
     return Schedule(tuple(orders), "1f1b")
 
 
@@ -50,8 +52,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
     stage. `micro_batches` is to be a multiple of `stages`.
     """
     rounds = range(0, micro_batches, stages)
-    forwards = [(r + i, chunk) for r in rounds for chunk in range(chunks) for i in range(stages)]
-    backwards = [(r + i, chunk) for r in rounds for chunk in reversed(range(chunks)) for i in range(stages)]
+    up, down = range(chunks), range(chunks)[::-1]
+    forwards = [Action("F", r + i, chunk) for r in rounds for chunk in up for i in range(stages)]
+    backwards = [Action("B", r + i, chunk) for r in rounds for chunk in down for i in range(stages)]
     warm_ups = (2 * (stages - stage - 1) + (chunks - 1) * stages for stage in range(stages))
     return Schedule(tuple(_in_turn(forwards, backwards, each) for each in warm_ups), "interleaved")
 
@@ -59,17 +62,11 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
 _FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
 
 
-def _in_turn(
-    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
-) -> tuple[Action, ...]:
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
     """`warm_up` forwards, one forward and one backward in turn, and the backwards that are left."""
-    actions = [Action("F", *work) for work in forwards[:warm_up]]
     left = forwards[warm_up:]
-    for number, work in enumerate(backwards):
-        if number < len(left):
-            actions.append(Action("F", *left[number]))
-        actions.append(Action("B", *work))
-    return tuple(actions)
+    pairs = (each for pair in zip(left, backwards, strict=False) for each in pair)
+    return (*forwards[:warm_up], *pairs, *backwards[len(left) :])
 
 
 # One chunk a stage.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hpctrain.errors import HpctrainError
-from hpctrain.pipeline.action import Schedule, live_activations
+from hpctrain.pipeline.action import Schedule
 
 
 @dataclass(frozen=True)
@@ -82,48 +82,33 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
 def reached(schedule: Schedule, times: Times) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each action of every stage, up to the first one whose data never comes."""
     forward, input_gradient, weight_gradient, communication = spread(times, schedule)
-    chunks, last = range(schedule.chunks), schedule.parts - 1
-    ends: dict[tuple[bool, int, int], float] = {}  # (forward?, part, micro-batch): when its result is there
-    waiting: dict[tuple[bool, int, int], int] = {}  # what is waited for, and the stage that waits
+    whole = [one + other for one, other in zip(input_gradient, weight_gradient, strict=True)]
+    durations = [*forward, *input_gradient, *weight_gradient, *whole]  # as a Wire counts them
+    delays = [*communication, 0.0]
+    wires = schedule.wires
+    ends: list[float | None] = [None] * wires.results
+    ends[wires.nothing] = 0.0
+    waiting: dict[int, int] = {}  # the result that is waited for, and the stage that waits
     starts_by_stage: list[list[float]] = [[] for _ in schedule.stages]
     ends_by_stage: list[list[float]] = [[] for _ in schedule.stages]
-    part_of = [[schedule.part(stage, chunk) for chunk in chunks] for stage in range(schedule.stage_count)]
     runnable = list(range(schedule.stage_count))
     while runnable:
         stage = runnable.pop()
-        actions, parts = schedule.stages[stage], part_of[stage]
         starts, finishes = starts_by_stage[stage], ends_by_stage[stage]
         now = finishes[-1] if finishes else 0.0
-        for action in actions[len(starts) :]:
-            kind, micro_batch, part = action.kind, action.micro_batch, parts[action.chunk]
-            delay = 0.0
-            need: tuple[bool, int, int] | None
-            if kind == "W":
-                need, duration = (False, part, micro_batch), weight_gradient[part]
-            elif kind == "F":
-                duration = forward[part]
-                need = (True, part - 1, micro_batch) if part else None
-                delay = communication[part - 1] if part else 0.0
-            else:
-                duration = input_gradient[part] + (weight_gradient[part] if kind == "B" else 0.0)
-                need = (False, part + 1, micro_batch) if part < last else (True, part, micro_batch)
-                delay = communication[part] if part < last else 0.0
-            begin = now
-            if need is not None:
-                ready = ends.get(need)
-                if ready is None:
-                    waiting[need] = stage
-                    break
-                begin = max(begin, ready + delay)
-            now = begin + duration
+        for need, delay, duration, result in wires.of_stages[stage][len(starts) :]:
+            ready = ends[need]
+            if ready is None:
+                waiting[need] = stage
+                break
+            begin = max(now, ready + delays[delay])
+            now = begin + durations[duration]
             starts.append(begin)
             finishes.append(now)
-            if kind != "W":
-                result = (kind == "F", part, micro_batch)
-                ends.setdefault(result, now)
-                waiter = waiting.pop(result, None)
-                if waiter is not None:
-                    runnable.append(waiter)
+            if ends[result] is None:
+                ends[result] = now
+                if result in waiting:
+                    runnable.append(waiting.pop(result))
     return starts_by_stage, ends_by_stage
 
 
@@ -133,7 +118,7 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     A micro-batch in one chunk counts 1/chunks, so that the unit is always what one micro-batch leaves in the
     whole stage.
     """
-    return tuple(max(live_activations(actions), default=0) / schedule.chunks for actions in schedule.stages)
+    return tuple(most / schedule.chunks for most in schedule.most_alive)
 
 
 def spread(times: Times, schedule: Schedule) -> tuple[list[float], list[float], list[float], list[float]]:

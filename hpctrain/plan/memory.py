@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -196,8 +197,8 @@ def plan_memory(
             buffer=states.buffer + buffer,
             other=other,
         )
-        forwards = [action.chunk for action in schedule.stages[number] if action.kind == "F"]
-        exchanged = sum(parts[chunk].exchanged for chunk in forwards)
+        forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
+        exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
         sharers = max(bucket.sharers for bucket in stage.buckets)
         blocks = sum(span.blocks for span in spans)
         stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers))

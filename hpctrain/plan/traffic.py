@@ -7,6 +7,7 @@ run counts it; `Traffic` is what passes a rank's link.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -315,9 +316,11 @@ def _further(first: Moved, second: Moved, passes: int) -> Moved:
 def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int) -> list[Moved]:
     """What goes to other ranks' experts and back, where all have as many rows."""
     parts = part_bytes(deck, stage.models, False, deck.memory.recompute)
-    forwards = [action.chunk for action in schedule.stages[number] if action.kind == "F"]
-    exchanged = sum(parts[chunk].exchanged for chunk in forwards)
-    calls = 4 * len(forwards) * sum(layer.kind == "mixture" for part in stage.models for layer in part.layers)
+    forwards = Counter(action.chunk for action in schedule.stages[number] if action.kind == "F")
+    exchanged = sum(count * parts[chunk].exchanged for chunk, count in forwards.items())
+    calls = (
+        4 * forwards.total() * sum(layer.kind == "mixture" for part in stage.models for layer in part.layers)
+    )
     return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 
