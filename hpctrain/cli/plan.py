@@ -37,6 +37,7 @@ import click
     help="Also a step's seconds there: a published machine, or a file of one.",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
+@click.option("--rehearse", is_flag=True, help="Also every message of a step of all ranks, made and matched.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     deck: Path,
@@ -48,6 +49,7 @@ def command(
     like: Path | None,
     machine: str | None,
     forms: bool,
+    rehearse: bool,
     as_json: bool,
 ) -> None:
     """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
@@ -57,13 +59,28 @@ def command(
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
     both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
     selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs.
+
+    With --rehearse every rank's programme of one step is made and matched with all others: no message without
+    its other end, of another size or in another order, nobody waiting in a circle, memory never over. The
+    exit code is 2 where memory does not do, and 70 where programmes do not fit each other.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
     from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
+    from hpctrain.report.terminal import stderr_console
 
     wish = wished_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
     plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
-    click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+    if not rehearse:
+        click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+        return
+    if not as_json:
+        click.echo(plan_text(plan))
+    with stderr_console().status("rehearsing") as status:
+        rehearsal = rehearse_deck(plan, ranks_per_node, status.update)
+    row = plan.row() | {"rehearsal": rehearsal.row()}
+    click.echo(json.dumps(row, indent=1) if as_json else rehearsal_text(rehearsal), nl=as_json)
+    click.get_current_context().exit(rehearsal.exit_code)

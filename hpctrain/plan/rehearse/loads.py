@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ class EvenLoads(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG002
+        func: Any,
+        types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -38,7 +38,7 @@ class EvenLoads(TorchDispatchMode):
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
         if "grouped_mm" in func.name():
-            return _grouped(*args[:2], args[2] if len(args) > 2 else kwargs["offs"])
+            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
         if any(each.is_meta for each in tensors) and any(each.is_cpu for each in tensors):
             args, kwargs = tree_map(_without_values, (args, kwargs))

@@ -211,7 +211,6 @@ def _difference(one: Sequence[Event], other: Sequence[Event]) -> int | None:
 
 def _same(one: Sequence[Event], other: Sequence[Event]) -> bool:
     """Whether they are the same events in another order."""
-
     return Counter(_sizes(one)) == Counter(_sizes(other))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.comm.device import on_host
 from hpctrain.memory.saved import PartBytes, part_bytes
@@ -41,9 +41,7 @@ def find_peaks(programmes: RankProgrammes, memory: MemoryPlan) -> list[Peak]:
         actions = programmes.schedule.stages[planned.stage]
         most = activation_peak(programmes.deck, parts, actions)
 
-        def held(
-            count: int, actions: Sequence[Action] = actions, parts: Sequence[PartBytes] = parts
-        ) -> int:
+        def held(count: int, actions: Sequence[Action] = actions, parts: Sequence[PartBytes] = parts) -> int:
             return activation_peak(programmes.deck, parts, actions[:count])
 
         last = bisect_left(range(len(actions) + 1), most, key=held)
@@ -63,6 +61,7 @@ def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[Peak]) ->
     for peak in over:
         stage = memory.stages[peak.stage]
         kind, size = max(stage.memory.kinds().items(), key=lambda item: item[1])
+        needed = replace(room, needed=peak.total * room.ranks)
         first = sum(memory.ranks[: peak.stage])
         faults.append(
             Fault(
@@ -70,7 +69,7 @@ def over_memory(memory: MemoryPlan, room: Room | None, peaks: Sequence[Peak]) ->
                 first,
                 memory.ranks[peak.stage],
                 f"stage {peak.stage}, from rank {first}: at {peak.action} a rank holds most, "
-                f"{format_bytes(peak.total)}, of which {format_bytes(size)} are {KINDS[kind]}; {room} "
+                f"{format_bytes(peak.total)}, of which {format_bytes(size)} are {KINDS[kind]}; {needed} "
                 f"({format_bytes(room.limit.bytes // room.ranks)} a rank would do)",
             )
         )

@@ -83,11 +83,13 @@ class Membership:
 
     def of(self, rank: int) -> Numbers:
         """The ranks of one rank's group."""
-        return self.rows[self.row_of[rank]]
+        row: Numbers = self.rows[self.row_of[rank]]
+        return row
 
     def peers(self, ranks: Numbers, step: int) -> Numbers:
         """Of each of some ranks the one `step` places further in its group."""
-        return self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
+        found: Numbers = self.rows[self.row_of[ranks], (self.place_of[ranks] + step) % self.size]
+        return found
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 import torch
@@ -24,14 +25,18 @@ from hpctrain.engine.stage import TrainedStage
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of
 from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.noted import How
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.rehearse.programme import Job, Membership, Numbers, Programme
 from hpctrain.plan.rehearse.record import Named, membership
 from hpctrain.plan.rehearse.step import RankStep
-from hpctrain.plan.traffic import steady
+from hpctrain.plan.traffic import plain, steady
 
 Progress = Callable[[str], None]
+
+ASKED_MICRO_BATCHES = 2
+"""Of steps that are compared from place to place."""
 
 
 @dataclass
@@ -117,10 +122,10 @@ class RankProgrammes:
         return f"rank {rank}" + (f" ({there})" if there else "")
 
     @cached_property
-    def _noted(self) -> Mapping[str, int]:
+    def _noted(self) -> Mapping[How, int]:
         """Numbers that all ranks together note: those of every stage, where each has its own."""
         of_kind = {kind: self._first_step(kind).noted() for kind in self.kinds}
-        return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in ("max", "sum")}
+        return {how: sum(of_kind[kind][how] for kind in self.kinds) for how in get_args(How)}
 
     def stage_of(self, number: int) -> TrainedStage:
         """What the first rank of a stage holds, or one of a stage with layers of the same kinds."""
@@ -158,14 +163,15 @@ class RankProgrammes:
         for number, kind in enumerate(dict.fromkeys(self.kinds), 1):
             progress(f"kind {number} of stages")
             stage = self.kinds.index(kind)
-            first = stage * self.of_stage
-            usual = self.programme(stage, 0, kind)
+            first, few = stage * self.of_stage, plain(self.schedule, ASKED_MICRO_BATCHES)
+            usual = self._first_step(kind).programme(few, stage, self._noted)
             for axis, stride in strides.items():
                 for coordinate in sorted({self.sizes[axis] // 2, self.sizes[axis] - 1} - {0}):
                     place = coordinate * stride
                     if axis in found or nodes[first + place] != nodes[first]:
                         continue
-                    if self.programme(stage, place, (kind, "asked")) != usual:
+                    other = self._step(stage, place, (kind, "asked"))
+                    if other.programme(few, stage, self._noted) != usual:
                         found[axis] = None
         return list(found)
 

@@ -31,7 +31,8 @@ class Recorder:
     """Notes every call of a rank that it is told of while it is `listening`, and every wait.
 
     `action` is that in which calls are made, where it is known by then; `carried` says what the message that
-    is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of one that is started.
+    is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
+    one that is started.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Recorder:
             what, action = (self.carried, self.done or self.action) if sends else ("", self.action)
             message = call.operation, named.name, call.bytes, step, call.tag
             return Event(*message, what, form, call.blocking, action)
-        details = [call.reduced or ""]
+        details: list[str] = [call.reduced or ""]
         details += [f"root {call.root}"] if call.root >= 0 else []
         sent = received = None
         if call.received is not None and call.counts is not None:
@@ -206,6 +207,5 @@ def _lattice(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Numbers:
     lattice = np.arange(rank_count(sizes)).reshape([along[axis] for axis in folding])
     inner = [folding.index(axis) for axis in folding if axis in axes]
     outer = [place for place in range(len(folding)) if place not in inner]
-    return lattice.transpose([*outer, *inner]).reshape(-1, prod(along[axis] for axis in axes))
-
-
+    rows: Numbers = lattice.transpose([*outer, *inner]).reshape(-1, prod(along[axis] for axis in axes))
+    return rows

@@ -13,7 +13,7 @@ from hpctrain.plan.rehearse.match import Matched, match
 from hpctrain.plan.rehearse.memory import Peak, find_peaks, over_memory
 from hpctrain.plan.rehearse.ranks import RankProgrammes
 from hpctrain.report.terminal import columns, fit
-from hpctrain.units import format_bytes, format_duration
+from hpctrain.units import format_bytes, format_seconds
 from hpctrain.words import counted
 
 FAULTS_SHOWN = 10
@@ -36,7 +36,7 @@ class Rehearsal:
 
     @property
     def exit_code(self) -> int:
-        """70 where programmes do not fit each other, which is no user's mistake; 2 where memory is lacking."""
+        """70 where programmes do not fit each other, no user's mistake; 2 where memory is lacking."""
         return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over else EXIT_DONE
 
     def row(self) -> dict[str, object]:
@@ -86,10 +86,10 @@ def rehearse_deck(
 def rehearsal_text(rehearsal: Rehearsal) -> str:
     """What was rehearsed, and what is wrong with it, in words."""
     matched, peak = rehearsal.matched, rehearsal.peak
-    alike = counted(matched.classes, "class").replace("classs", "classes")
+    kinds = counted(matched.classes, "kind")
     lines = [
-        f"Rehearsed a step of {counted(matched.ranks, 'rank')}, {alike} of alike ones, in "
-        f"{format_duration(rehearsal.seconds)}: {counted(matched.events, 'event')}, of which "
+        f"Rehearsed a step of {counted(matched.ranks, 'rank')} of {kinds}, in "
+        f"{format_seconds(rehearsal.seconds)}: {counted(matched.events, 'event')}, of which "
         f"{counted(matched.messages, 'message')}, {format_bytes(matched.bytes)} given to them."
     ]
     if matched.faults:

@@ -5,9 +5,10 @@ What is done in a step besides, and in which order, is that of `train/step.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,17 +18,16 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import plan_stage
 from hpctrain.model.count import count
-from hpctrain.model.part import Part
 from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.context import context_positions
-from hpctrain.parallel.noted import Noted
+from hpctrain.parallel.noted import How, Noted
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import EvenLoads
 from hpctrain.plan.rehearse.programme import RECEIVE, Event, Programme
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
-from hpctrain.plan.rehearse.touches import StandIn, TouchNotes, Touches
+from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
 from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
 
 NOTED_MICRO_BATCHES = 2
@@ -88,19 +88,23 @@ class RankStep:
             found.forget("F")
             with META, EvenLoads(self.shape):
                 stage.synchronizer.start(steps.micro_batches)
-                with stage.weight_maxima.known(), stage.residency.step(("noted", kinds)):
-                    with notes.of(stage), self._timed(notes):
-                        executor.run(steps, [self._batch] * steps.micro_batches)
+                with (
+                    stage.weight_maxima.known(),
+                    stage.residency.step(("noted", kinds)),
+                    notes.of(stage),
+                    self._timed(notes),
+                ):
+                    executor.run(steps, [self._batch] * steps.micro_batches)
                 stage.synchronizer.finish()
                 stage.synchronizer.after_step(True, 1.0)
         return found
 
-    def noted(self) -> dict[str, int]:
+    def noted(self) -> dict[How, int]:
         """Numbers that the rank notes of a step, the largest values and sums."""
         noted = self.stage.groups.noted
         return {"max": noted.numbers("max"), "sum": noted.numbers("sum")}
 
-    def programme(self, schedule: Schedule, number: int, noted: dict[str, int]) -> Programme:
+    def programme(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> Programme:
         """That of the rank in stage `number`, in a step like all others, in which all ranks together note so
         many numbers.
 
@@ -120,7 +124,7 @@ class RankStep:
         events, recorder.events = tuple(recorder.events), []
         return events
 
-    def _step(self, schedule: Schedule, number: int, noted: dict[str, int]) -> None:
+    def _step(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> None:
         recorder, stage = self.recorder, self.stage
         everyone = self.mesh.group(*EVERYONE)
         self._agreement("read")
@@ -137,8 +141,7 @@ class RankStep:
             recorder.action = "agree"
             for how, numbers in noted.items():
                 if numbers:
-                    operation = "max" if how == "max" else "sum"
-                    everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), operation)
+                    everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), how)
             figures = len(self.objective.figures) + len(count(self.shape).terms) + stage.replica[1]
             everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
             if stage.synchronizer.measured and stage.synchronizer.first is None:
@@ -166,7 +169,7 @@ class RankStep:
         """The actions of a stage, and what messages carry: what is sent by the action after which it is, what
         is received by who waits for it, in the order of its sender.
         """
-        recorder, stage, first = self.recorder, self.stage, len(self.recorder.events)
+        recorder, first = self.recorder, len(self.recorder.events)
         recorder.action = ""
         self.touches.begin()
         mesh = self._mesh(number)
@@ -186,7 +189,7 @@ class RankStep:
                 what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
                 recorder.events[place] = replace(event, what=what)
 
-    def _executor(self, parts: Sequence[Part], mesh: RecordedMesh, noted: Noted | None) -> Executor:
+    def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: Noted | None) -> Executor:
         """The run's own, over these parts, of which layers note what they do there."""
         figures, terms = self.objective.figures, count(self.shape).terms
         queue = self.stage.groups.weight_gradients

@@ -21,6 +21,7 @@ from torch import Tensor
 from hpctrain.comm.planned import META
 from hpctrain.comm.transport import Pending
 from hpctrain.engine.stage import TrainedStage
+from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Part, parameter_list
 from hpctrain.objective.objective import Losses
 from hpctrain.parallel.shard import Parameter
@@ -184,14 +185,14 @@ class StandIn:
         self.trained = any(parameter.requires_grad for parameter in parameter_list(self.part))
         self._given = torch.zeros((), device=META, requires_grad=True)
 
-    def __call__(self, inputs: object, hidden: Tensor | None = None) -> Tensor:
+    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """See Part; that of the last part is a number."""
         given = hidden if hidden is not None else self._given if self.trained else self._given.detach()
         shape = () if self.part.span.predicts else self.hidden_shape(inputs.tokens.shape[1])
         result: Tensor = _Again.apply(given, self, shape)
         return result
 
-    def predict(self, hidden: Tensor, _: object) -> Losses:
+    def predict(self, hidden: Tensor, compute: object) -> Losses:  # noqa: ARG002
         """See Part."""
         return Losses(hidden, (hidden.detach(),) * self.figures)
 

@@ -311,7 +311,7 @@ def mutated(random: random.Random, programmes: list[list[Event]]) -> list[list[E
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 30), ranks=st.integers(2, 5), length=st.integers(1, 12))
 def test_random_jobs_are_healthy_and_mutations_are_found(seed: int, ranks: int, length: int) -> None:
     source = random.Random(seed)
