@@ -136,7 +136,8 @@ def _collectives(job: Job, classes: Classes) -> Iterator[Fault]:
             for each, events in called.items():
                 rank = int(members[np.flatnonzero(of_rows[row] == each)[0]])
                 yield from _of_group(job, classes, group, (reference, called[usual]), (rank, events))
-        for row in np.unique(of_rows, axis=0, return_index=True)[1]:
+        uneven = any(event.sent for of_class in calls for event in of_class.get(group, []))
+        for row in np.unique(of_rows, axis=0, return_index=True)[1] if uneven else ():
             yield from _exchanges(job, classes, group, membership.rows[row], calls)
 
 

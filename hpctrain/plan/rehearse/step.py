@@ -6,7 +6,7 @@ What is done in a step besides, and in which order, is that of `train/step.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class RankStep:
             notes = TouchNotes(self.recorder, steps, found)
             executor = self._executor(stage.models, self.mesh, stage.groups.noted)
             found.forget("F")
-            with META, EvenLoads(self.shape):
+            with META, EvenLoads(self.shape) if self.shape.experts else nullcontext():
                 stage.synchronizer.start(steps.micro_batches)
                 with (
                     stage.weight_maxima.known(),
