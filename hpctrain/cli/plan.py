@@ -87,8 +87,8 @@ def command(
     And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
     machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
-    both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
-    a published machine, or of a file that hpctrain calibrate measures; what limits it, and which single change
+    both, and at which speed of links they break even. With --machine, one of a publication or a file that
+    hpctrain calibrate measures, also the seconds of a step by cause, what limits it, and which single change
     would help most. With --sweep a table, a row for each value.
 
     With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert
