@@ -46,53 +46,74 @@ def cut(layers: Sequence[Item], counts: Sequence[int]) -> list[Sequence[Item]]:
 
 
 def balanced_split(times: Sequence[float], schedule: Schedule) -> list[int]:
+    """As `split_over`, where every stage takes as long for a layer."""
+    return split_over([times] * schedule.stage_count, schedule)
+
+
+def split_over(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
     """Blocks of each part so that the longest stage, all its chunks together, is as short as can be.
 
-    `times` are those of every layer: what the first part does besides its blocks (it embeds), all blocks, and
-    what the last part does besides (it predicts). Among all such placements, one whose longest part is
-    shortest; the even one where it is as good. Every part has a block at least, but for these two.
+    `times` are those of every layer on each stage: what the first part does besides its blocks (it embeds),
+    all blocks, and what the last part does besides (it predicts). Among all such placements, one whose
+    longest part is shortest; the even one where it is as good. Every part has a block at least, but for these
+    two.
 
-    Exact with blocks all alike; see `_of_unlike` for others.
+    Exact where blocks are all alike on a stage, and with one chunk; see `_of_unlike` for others.
     """
-    blocks = times[1:-1]
-    assert len(blocks) >= sum(fewest_blocks(schedule.parts)) and min(times) >= 0, (times, schedule.parts)
-    split = _of_alike(times, schedule) if len(set(blocks)) == 1 else _of_unlike(times, schedule)
-    even = even_split(len(blocks), schedule.parts)
+    known = list({id(each): each for each in times}.values())
+    blocks = len(times[0]) - 2
+    assert blocks >= sum(fewest_blocks(schedule.parts)), (blocks, schedule.parts)
+    assert len(times) == schedule.stage_count and min(map(min, known)) >= 0, times
+    alike = all(len(set(each[1:-1])) == 1 for each in known)
+    split = (_of_alike if alike else _of_unlike)(times, schedule)
+    even = even_split(blocks, schedule.parts)
     both = zip(_longest(times, even, schedule), _longest(times, split, schedule), strict=True)
     return even if all(one <= other * (1 + _ROUNDING) for one, other in both) else split
 
 
-def _longest(times: Sequence[float], counts: Sequence[int], schedule: Schedule) -> tuple[float, float]:
+def _longest(
+    times: Sequence[Sequence[float]], counts: Sequence[int], schedule: Schedule
+) -> tuple[float, float]:
     """Of the longest stage, and of the longest part."""
-    parts = [sum(part) for part in cut(times, counts)]
     stages: list[float] = [0] * schedule.stage_count
-    for part, seconds in enumerate(parts):
-        stages[schedule.home(part)[0]] += seconds
-    return max(stages), max(parts)
+    longest = 0.0
+    for part, layers in enumerate(cut(range(len(times[0])), counts)):
+        stage = schedule.home(part)[0]
+        seconds = sum(times[stage][layer] for layer in layers)
+        stages[stage] += seconds
+        longest = max(longest, seconds)
+    return max(stages), longest
 
 
-def _of_alike(times: Sequence[float], schedule: Schedule) -> list[int]:
-    """Stages take blocks one by one, each time the shortest one; then so do the parts, up to the
+def _of_alike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
+    """Stages take blocks one by one, each time the one that is then the shortest; so do the parts, up to the
     blocks that their stage has room for. With blocks all alike no other choice is shorter.
     """
-    block, split = times[1], fewest_blocks(schedule.parts)
+    split = fewest_blocks(schedule.parts)
     stage_of = [schedule.home(part)[0] for part in range(schedule.parts)]
-    parts = [sum(part) for part in cut([times[0], *[block] * sum(split), times[-1]], split)]
+    block = [of_stage[1] for of_stage in times]
+    parts = [many * block[stage] for many, stage in zip(split, stage_of, strict=True)]
+    parts[0] += times[stage_of[0]][0]
+    parts[-1] += times[stage_of[-1]][-1]
     stages = [0.0] * schedule.stage_count
     for part, stage in enumerate(stage_of):
         stages[stage] += parts[part]
-    shortest_first = stages.copy()
-    heapify(shortest_first)
-    blocks_left = range(len(times) - 2 - sum(split))
+    limit = max(stages)
+    with_one_more = [(stages[stage] + block[stage], stage) for stage in range(schedule.stage_count)]
+    heapify(with_one_more)
+    blocks_left = range(len(times[0]) - 2 - sum(split))
     for _ in blocks_left:
-        heapreplace(shortest_first, shortest_first[0] + block)
-    limit = max(shortest_first) * (1 + _ROUNDING)
+        seconds, stage = with_one_more[0]
+        limit = max(limit, seconds)
+        heapreplace(with_one_more, (seconds + block[stage], stage))
+    limit *= 1 + _ROUNDING
     for _ in blocks_left:
-        roomy = [part for part, stage in enumerate(stage_of) if stages[stage] + block <= limit]
-        part = min(roomy, key=parts.__getitem__)
+        roomy = [part for part, stage in enumerate(stage_of) if stages[stage] + block[stage] <= limit]
+        part = min(roomy, key=lambda part: (parts[part] + block[stage_of[part]], parts[part]))
+        stage = stage_of[part]
         split[part] += 1
-        parts[part] += block
-        stages[stage_of[part]] += block
+        parts[part] += block[stage]
+        stages[stage] += block[stage]
     return split
 
 
@@ -109,33 +130,39 @@ class _Way(NamedTuple):
     split: tuple[int, ...]
 
 
-def _of_unlike(times: Sequence[float], schedule: Schedule) -> list[int]:
+def _of_unlike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]:
     """Part by part: of all ways to place so many blocks that leave the open stages alike, the best one; of
     these the `_MOST_WAYS` best, and where there never are more, none has a shorter longest stage.
     """
-    parts, blocks, fewest = schedule.parts, len(times) - 2, fewest_blocks(schedule.parts)
+    parts, blocks, fewest = schedule.parts, len(times[0]) - 2, fewest_blocks(schedule.parts)
     stage_of = [schedule.home(part)[0] for part in range(parts)]
     # Whole numbers, so that sums are alike in any order.
-    layers = [round(seconds / max(times) * _UNITS) for seconds in times]
+    known = {id(each): each for each in times}
+    most_seconds = max(map(max, known.values()))
+    units = {key: [round(seconds / most_seconds * _UNITS) for seconds in each] for key, each in known.items()}
+    layers = [units[id(each)] for each in times]
     even = even_split(blocks, parts)
     limit = _longest(layers, even, schedule)[0]
-    until, whole = list(accumulate(layers[:-1])), sum(layers)  # with so many blocks, and what comes before
-    mean = whole // parts
+    # With so many blocks, and what comes before them: on each stage, and where each layer is quickest.
+    sums = {key: list(accumulate(each)) for key, each in units.items()}
+    until = [sums[id(each)] for each in times]
+    least = list(accumulate(map(min, zip(*units.values(), strict=True))))
+    mean = least[-1] // parts
     ways = {(0, (0,) * schedule.stage_count): _Way(0, 0, 0, ())}
     for part, stage in enumerate(stage_of):
         following: dict[tuple[int, tuple[int, ...]], _Way] = {}
         later = set(stage_of[part + 1 :])
         for (placed, loads), way in ways.items():
-            before = until[placed] if part else 0
+            before = until[stage][placed] if part else 0
             most = blocks - sum(fewest[part + 1 :])
             for end in range(placed + fewest[part] if later else blocks, most + 1):
-                done = until[end] if part < parts - 1 else whole
-                own = done - before
+                passed = end if part < parts - 1 else blocks + 1
+                own = until[stage][passed] - before
                 load = loads[stage] + own
                 if load > limit:
                     break
                 left = (*loads[:stage], load if stage in later else 0, *loads[stage + 1 :])
-                rest = whole - done
+                rest = least[-1] - least[passed]
                 stage_bound = max(way.stage, load, (rest + sum(left)) // max(1, len(later)))
                 if stage_bound <= limit:
                     part_bound = max(way.part, own, rest // max(1, parts - part - 1))

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.split import balanced_split, cut, even_split
+from hpctrain.pipeline.split import balanced_split, cut, even_split, split_over
 
 SCHEDULES = (
     *(generate("1f1b", stages, 4) for stages in (1, 2, 3, 4)),
@@ -40,14 +40,20 @@ def parts_of(layers: int, schedule: Schedule) -> bool:
 
 def cost(counts: Sequence[int], times: Sequence[float], schedule: Schedule) -> tuple[float, float]:
     """The longest stage, and the longest part, of the times of all layers."""
-    first, *blocks, last = times
-    parts = []
-    for count in counts:
-        parts.append(sum(blocks[:count]))
-        del blocks[:count]
-    parts[0] += first
-    parts[-1] += last
-    stages = [0.0] * schedule.stage_count
+    return cost_over(counts, [times] * schedule.stage_count, schedule)
+
+
+def cost_over(
+    counts: Sequence[int], times: Sequence[Sequence[float]], schedule: Schedule
+) -> tuple[float, float]:
+    """As `cost`, of the times of all layers on each stage."""
+    parts, done, stages = [], 1, [0.0] * schedule.stage_count
+    for part, count in enumerate(counts):
+        own = times[schedule.home(part)[0]]
+        parts.append(sum(own[done : done + count]))
+        done += count
+    parts[0] += times[schedule.home(0)[0]][0]
+    parts[-1] += times[schedule.home(schedule.parts - 1)[0]][-1]
     for part, seconds in enumerate(parts):
         stages[schedule.home(part)[0]] += seconds
     return round(max(stages), 9), round(max(parts), 9)
@@ -119,6 +125,48 @@ def test_ends_that_take_time_get_fewer_blocks() -> None:
 
 def test_what_the_longest_stage_leaves_is_shared_out_evenly() -> None:
     assert balanced_split([0.0, 1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 9.0], generate("1f1b", 3, 4)) == [3, 3, 0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
+@pytest.mark.parametrize("form", ["alike", "kinds", "any"])
+def test_no_other_way_is_shorter_where_stages_differ(schedule: Schedule, form: str) -> None:
+    """Blocks alike on each stage; of several kinds, on stages that are faster or slower in all; any times."""
+    generator = random.Random(schedule.parts)
+    for layers in filter(partial(parts_of, schedule=schedule), range(schedule.parts - 2, schedule.parts + 4)):
+        for _ in range(5):
+            slower = [generator.choice([1.0, 2.0, generator.uniform(0.3, 3.0)]) for _ in schedule.stages]
+            blocks = (
+                [1.0] * layers if form == "alike" else [generator.uniform(0.2, 5.0) for _ in range(layers)]
+            )
+            one = [generator.choice([0.0, 0.3, 2.7, 9.0]), *blocks, generator.uniform(0.0, 7.0)]
+            times = [[seconds * times for seconds in one] for times in slower]
+            if form == "any":
+                times = [[generator.uniform(0.0, 5.0) for _ in one] for _ in schedule.stages]
+            counts = split_over(times, schedule)
+            assert sum(counts) == layers and tuple(counts) in set(ways(layers, schedule.parts))
+            best = min(cost_over(way, times, schedule) for way in ways(layers, schedule.parts))
+            stage, part = cost_over(counts, times, schedule)
+            assert stage == best[0]
+            if schedule.chunks == 1 or form == "alike":
+                assert part == best[1]
+
+
+def test_stages_that_are_twice_as_fast_get_twice_the_blocks() -> None:
+    slow, fast = alike(12, 2.0, 0.0, 0.0), alike(12, 1.0, 0.0, 0.0)
+    assert split_over([slow, slow, fast, fast], generate("1f1b", 4, 4)) == [2, 2, 4, 4]
+    assert split_over([fast, slow], generate("interleaved", 2, 4, 2)) == [4, 2, 4, 2]
+    assert split_over([fast, slow], generate("dualpipe-v", 2, 4)) == [4, 2, 2, 4]
+    unlike = [0.0, *[1.0, 1.5] * 6, 0.0]
+    assert split_over([[2 * each for each in unlike], unlike], generate("1f1b", 2, 4)) == [4, 8]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}-{schedule.parts}")
+def test_stages_that_are_alike_are_split_as_one_time_says(schedule: Schedule) -> None:
+    generator = random.Random(schedule.parts)
+    for other in (1.0, 2.0):
+        times = [generator.uniform(0, 9), *[1.0, other] * 6, generator.uniform(0, 9)]
+        several = [list(times) for _ in schedule.stages]
+        assert split_over(several, schedule) == balanced_split(times, schedule)
 
 
 @pytest.mark.parametrize("other", [1.0, 3.0], ids=["alike", "unlike"])

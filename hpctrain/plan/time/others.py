@@ -1,0 +1,58 @@
+"""Several kinds of node in one machine's file: `[[machine.others]]`, each with what it has otherwise.
+
+Ranks fill nodes in order, the first kind's first. A kind has a name and a number of nodes of its own; every
+other figure that it does not say is as the first kind's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_OWN = ("name", "nodes", "others")
+_COMMON = ("ranks_per_node", "gradients", "messages", "split_messages", "shared_memory")
+"""What the kinds of a machine have in common: how ranks lie, and the habits of the software."""
+
+Path = tuple[str, ...]
+
+
+def with_others(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A `[machine]` table whose other kinds are whole."""
+    others = table.get("others")
+    if not isinstance(others, list):
+        return dict(table)
+    first = {key: value for key, value in table.items() if key not in _OWN}
+    return {**table, "others": [_over(first, each) for each in others]}
+
+
+def _over(below: object, above: object) -> object:
+    """What `above` says, and else `below`; tables by their keys."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _over(below.get(key), value) for key, value in above.items()}
+
+
+def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """What keeps other kinds, as the file has them, from being those of one machine: paths and sentences."""
+    others = table.get("others")
+    if not isinstance(others, list) or not others:
+        return
+    if "nodes" not in table:
+        yield ("nodes",), "is missing: how many nodes of the first kind there are"
+    names = {table.get("name")}
+    for number, each in enumerate(others):
+        path = ("others", str(number))
+        if not isinstance(each, dict):
+            continue  # no table: said where figures are checked
+        if "nodes" not in each:
+            yield (*path, "nodes"), "is missing: how many nodes of this kind there are"
+        if "name" in each and each["name"] in names:
+            yield (*path, "name"), f'"{each["name"]}" is another kind\'s'
+        names.add(each.get("name"))
+        if "others" in each:
+            yield (*path, "others"), "a kind of node has no others of its own"
+        for key in _COMMON:
+            if key in each and each[key] != table.get(key, each[key]):
+                yield (*path, key), f"must be as the first kind's, {table[key]}"
+            elif key in each and key not in table:
+                yield (*path, key), f"is for all kinds: say machine.{key}"
