@@ -128,7 +128,10 @@ to hosts and disks, and what operations and steps take at least.
 
 
 def faster(machine: Machine, part: str) -> Machine:
-    """The machine with one of its `PARTS` twice as fast."""
+    """The machine with one of its `PARTS` twice as fast, of all its kinds of node."""
+    if machine.others:
+        first, *others = (faster(kind.model_copy(update={"others": ()}), part) for kind in machine.kinds)
+        return first.model_copy(update={"others": tuple(others)})
     if part == "computing":
         products = {
             form: rates.model_copy(update={"peak": 2 * rates.peak})

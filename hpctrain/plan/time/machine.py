@@ -1,11 +1,14 @@
 """The rates of a machine, from which the seconds of a step follow, in a file or published.
 
 Products go at `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))`: small ones keep no processor busy.
+
+A file may have several kinds of node: `[machine]` with `nodes`, and for each other kind a table
+`[[machine.others]]` with its `name`, its `nodes` and what it has otherwise (`plan/time/others.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,6 +21,7 @@ from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
 from hpctrain.parallel.operations import ElementwiseKind
+from hpctrain.plan.time.others import kind_problems, with_others
 from hpctrain.words import either, nearest
 
 PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
@@ -107,10 +111,14 @@ class Machine(_Table):
     messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
     ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
     are seconds of an element, forward and backward; `optimizer` is elements a second that AdamW updates.
+
+    There are as many `nodes` as ranks need, or so many; ranks lie on these first, then on those of the
+    `others`, one kind after the other. `memory` is a rank's.
     """
 
     name: str = Field(min_length=1)
     source: str = Field(min_length=1)
+    nodes: int | None = Field(None, ge=1)
     ranks_per_node: int = Field(ge=1)
     memory: float = Field(gt=0)
     memory_bandwidth: float = Field(gt=0)
@@ -131,12 +139,23 @@ class Machine(_Table):
     messages: Literal["blocking", "overlapped"] = "overlapped"
     split_messages: bool = False
     shared_memory: bool = False
+    others: tuple[Machine, ...] = Field((), strict=False)
+
+    @property
+    def kinds(self) -> tuple[Machine, ...]:
+        """Of its nodes, in the order in which ranks fill them."""
+        return (self, *self.others)
+
+    @property
+    def memories(self) -> tuple[tuple[int, float], ...]:
+        """Nodes of each kind, and bytes of memory for a rank there; none where all are of one kind."""
+        return tuple((kind.nodes or 0, kind.memory) for kind in self.kinds) if self.others else ()
 
     def of_deck(self, deck: Deck) -> Deck:
         """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
-        told = deck.machine
+        told, most = deck.machine, max(kind.memory for kind in self.kinds)
         of_node = told.ranks_per_node or told.gpus_per_node or self.ranks_per_node
-        found = {"ranks_per_node": of_node, "memory": told.memory or int(self.memory * of_node)}
+        found = {"ranks_per_node": of_node, "memory": told.memory or int(most * of_node)}
         found |= {"gpu_memory": told.gpu_memory or int(self.memory)}
         given = "precision.gradients" in deck.sources.places
         sums = deck.precision.gradients if given else self.gradients
@@ -289,20 +308,37 @@ def parse_machine(text: str, name: str) -> Machine:
     table: Any = values.get("machine")
     if not isinstance(table, dict):
         raise HpctrainError(f"{name}: has no [machine], the figures of a machine")
+    problems = list(kind_problems(table))
     try:
-        return Machine.model_validate(table)
+        machine = Machine.model_validate(with_others(table))
     except ValidationError as error:
-        problems = []
-        for each in error.errors():
-            path = ("machine", *map(str, each["loc"]))
-            line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
-            where = f"{name}:{line}" if line else name
-            if each["type"] == "missing":
-                sentence = "is missing"
-            elif each["type"] == "extra_forbidden":
-                sentence = "is no figure of a machine"
-            else:
-                said = each["msg"].removeprefix("Value error, ")
-                sentence = said[:1].lower() + said[1:]
-            problems.append(f"{where}: {'.'.join(path)}: {sentence}")
-        raise HpctrainError(problems) from None
+        problems += _figure_problems(error)
+    if problems:
+        raise HpctrainError([_sentence(name, lines, *each) for each in problems])
+    return machine
+
+
+def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths below [machine] of figures that are missing or wrong, and what they are; what other kinds have
+    from the first one is said once.
+    """
+    seen = set[tuple[tuple[str, ...], str]]()
+    for each in error.errors():
+        path = tuple(map(str, each["loc"]))
+        if each["type"] == "missing":
+            sentence = "is missing"
+        elif each["type"] == "extra_forbidden":
+            sentence = "is no figure of a machine"
+        else:
+            said = each["msg"].removeprefix("Value error, ")
+            sentence = said[:1].lower() + said[1:]
+        if path[:1] == ("others",) and (path[2:], sentence) in seen:
+            continue
+        seen.add((path, sentence))
+        yield path, sentence
+
+
+def _sentence(name: str, lines: Mapping[tuple[str, ...], int], below: tuple[str, ...], said: str) -> str:
+    path = ("machine", *below)
+    line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), None)
+    return f"{name}:{line}: {'.'.join(path)}: {said}" if line else f"{name}: {'.'.join(path)}: {said}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
@@ -18,10 +19,11 @@ from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.split import split_over
 from hpctrain.plan.time.arrangement import Arrangement
-from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_seconds, layer_sizes, times
+from hpctrain.plan.time.ground import Ground, ranks_of_kinds
+from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_sizes, times
 from hpctrain.plan.time.machine import Machine, collective_seconds, message_seconds
-from hpctrain.plan.time.synchronize import after_backward
 
 CAUSES = (
     "products",
@@ -57,8 +59,8 @@ TIMED: Mapping[str, object] = {
 @dataclass(frozen=True)
 class StepPlan:
     """A step's seconds by cause, of the `stage` that has most to do; its tokens; FLOPs of all ranks as
-    published formulas count them, without and with what is computed again; FLOP/s of a rank at the peak; the
-    run's steps; what of the deck is not told.
+    published formulas count them, without and with what is computed again; FLOP/s of a rank at the peak, of
+    several kinds of node in the mean; the run's steps; what of the deck is not told.
     """
 
     seconds_by_cause: Mapping[str, float]
@@ -125,7 +127,9 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     again = counted.recomputed_flops_per_token(deck.memory.recompute)
     flops = counted.flops_per_token * tokens
     untold = tuple(f"{key} = {deck.value(key)}" for key, value in TIMED.items() if deck.value(key) != value)
-    peak, steps = machine.products_of(at.form).peak, deck.run.steps
+    of_kinds = ranks_of_kinds(machine, ranks, at.ranks_per_node)
+    peaks = sum(each.products_of(at.form).peak * share for each, share in of_kinds)
+    peak, steps = peaks / ranks, deck.run.steps
     return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
 
 
@@ -139,26 +143,43 @@ def step_seconds(
 def busiest_seconds(
     layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
 ) -> tuple[int, dict[str, float]]:
-    """The stage that has most to do, and its seconds by cause: see `step_seconds`."""
-    of_layers = {layer: layer_seconds(layer, at, machine) for layer in dict.fromkeys(layers)}
+    """The stage that has most to do, and its seconds by cause: see `step_seconds`.
+
+    On several kinds of node it is the one that takes longest after its last backward: none waits for another
+    there, and the step is over when the last of them is.
+    """
+    ground = Ground(machine, at)
+    of_groups = [ground.layers(layers, group) for group in range(len(ground.groups))]
     parts = _parts(layers, split)
-    passes = [_part_seconds(part, of_layers) for part in parts]
-    message = boundary_seconds(layers[0].hidden, at, machine) if schedule.stage_count > 1 else 0.0
+    homes = [schedule.home(part)[0] for part in range(schedule.parts)]
+    passes = [
+        _part_seconds(part, of_groups[ground.of_stage[home]]) for part, home in zip(parts, homes, strict=True)
+    ]
+    messages = messages_of(schedule, layers[0].hidden, ground)
     blocking = machine.messages == "blocking"
-    waits = [message * blocking * ends_of(schedule, part) for part in range(schedule.parts)]
+    waits = [blocking * wait for wait in waits_of(messages)]
     simulation = simulate(
         schedule,
         Times(
             [sum(each.forward.values()) + wait for each, wait in zip(passes, waits, strict=True)],
             [sum(each.input_gradient.values()) + wait for each, wait in zip(passes, waits, strict=True)],
             [sum(each.weight_gradient.values()) for each in passes],
-            0.0 if blocking else message,
+            0.0 if blocking else messages,
         ),
     )
-    busiest = min(range(schedule.stage_count), key=lambda stage: simulation.idle[stage])
+
+    def after(stage: int) -> dict[str, float]:
+        held = [schedule.part(stage, chunk) for chunk in range(schedule.chunks)]
+        first = passes[held[0]]
+        backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
+        return ground.after([layer for part in held for layer in parts[part]], backward, at, stage)
+
+    def order(stage: int) -> tuple[float, float]:
+        return -sum(after(stage).values()) if not ground.is_one else 0.0, simulation.idle[stage]
+
+    busiest = min(range(schedule.stage_count), key=order)
     held = [schedule.part(busiest, chunk) for chunk in range(schedule.chunks)]
-    count, first = schedule.micro_batches, passes[held[0]]
-    backward = sum(first.input_gradient.values()) + sum(first.weight_gradient.values())
+    count = schedule.micro_batches
     causes = added(
         *(
             times(
@@ -167,7 +188,7 @@ def busiest_seconds(
             for part in held
         ),
         {"messages": sum(2 * waits[part] * count for part in held), "bubble": simulation.idle[busiest]},
-        after_backward([layer for part in held for layer in parts[part]], backward, at, machine),
+        after(busiest),
     )
     return busiest, {cause: causes.get(cause, 0.0) for cause in CAUSES}
 
@@ -196,15 +217,38 @@ def _part_seconds(part: Sequence[LayerSizes], of_layers: Mapping[LayerSizes, Lay
     )
 
 
-def ends_of(schedule: Schedule, part: int) -> float:
-    """Half the messages that a part waits for in one direction: one comes, one goes, both sides at once."""
-    stage = schedule.home(part)[0]
-    others = [
-        number
-        for number in (part - 1, part + 1)
-        if 0 <= number < schedule.parts and schedule.home(number)[0] != stage
-    ]
-    return len(others) / 2
+def split_by_seconds(layers: Sequence[LayerSizes], ground: Ground, schedule: Schedule) -> tuple[int, ...]:
+    """Blocks of every part of a schedule so that its longest stage is as short as can be, each on the nodes
+    that it lies on.
+    """
+    times = []
+    for group in range(len(ground.groups)):
+        passes = ground.layers(layers, group)
+        of_layers = {
+            layer: sum(
+                sum(causes.values()) for causes in (each.forward, each.input_gradient, each.weight_gradient)
+            )
+            for layer, each in passes.items()
+        }
+        times.append([of_layers[layer] for layer in layers])
+    return tuple(split_over([times[group] for group in ground.of_stage], schedule))
+
+
+def messages_of(schedule: Schedule, hidden: int, ground: Ground) -> list[float]:
+    """Seconds of hidden states from each part to the next, none where both are on one stage."""
+    found = dict[tuple[int, int], float]()
+    homes = [schedule.home(part)[0] for part in range(schedule.parts)]
+    for pair in dict.fromkeys(pairwise(homes)):
+        one, other = pair
+        seconds = (boundary_seconds(hidden, ground.at, kind) for kind in ground.links(one, other))
+        found[pair] = max(seconds) if one != other else 0.0
+    return [found[pair] for pair in pairwise(homes)]
+
+
+def waits_of(messages: Sequence[float]) -> list[float]:
+    """Seconds that each part waits for messages in one direction: for half of each, both sides at once."""
+    before, after = [0.0, *messages], [*messages, 0.0]
+    return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
 
 def boundary_seconds(hidden: int, at: Arrangement, machine: Machine) -> float:

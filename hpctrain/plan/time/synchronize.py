@@ -12,12 +12,17 @@ from hpctrain.plan.time.update import update_seconds
 
 
 def after_backward(
-    held: Sequence[LayerSizes], backward: float, at: Arrangement, machine: Machine
+    held: Sequence[LayerSizes],
+    backward: float,
+    at: Arrangement,
+    machine: Machine,
+    ends: Sequence[Machine] = (),
 ) -> dict[str, float]:
     """By cause, what a stage that holds these layers waits for beside its passes, of which the backward of a
-    micro-batch through the part that ends last takes `backward` seconds.
+    micro-batch through the part that ends last takes `backward` seconds. `ends` are the kinds of node of the
+    first and the last stage, where these are not all.
     """
-    held, exchanged = _with_tied(held, at, machine)
+    held, exchanged = _with_tied(held, at, ends or (machine,))
     causes = {"gradients": exchanged, "parameters": 0.0, "offload": 0.0, "fixed": machine.fixed}
     (expert_group, expert_replicas), (group, replicas) = at.expert_cut, at.data_cut
     elements = [sum(sizes) for sizes in zip(*(layer.elements(at) for layer in held), strict=True)]
@@ -47,7 +52,7 @@ def after_backward(
 
 
 def _with_tied(
-    held: Sequence[LayerSizes], at: Arrangement, machine: Machine
+    held: Sequence[LayerSizes], at: Arrangement, ends_on: Sequence[Machine]
 ) -> tuple[Sequence[LayerSizes], float]:
     """The layers with the table that the last one has of its own where the first one is on another stage, and
     seconds in which gradients of the two are exchanged.
@@ -57,7 +62,7 @@ def _with_tied(
         return held, 0.0
     (end,) = ends
     size = end.tied_elements / at.tensor * at.gradient_itemsize
-    seconds = message_seconds(machine, size, at.message_crosses)
+    seconds = max(message_seconds(machine, size, at.message_crosses) for machine in ends_on)
     if end.is_first:
         return held, seconds
     own = replace(end, split_elements=end.split_elements + end.tied_elements)
