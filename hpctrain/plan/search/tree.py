@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
@@ -28,10 +28,10 @@ from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
 from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds, live
 from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine
-from hpctrain.plan.time.step import boundary_seconds, ends_of, step_seconds
-from hpctrain.plan.time.synchronize import after_backward
+from hpctrain.plan.time.step import boundary_seconds, split_by_seconds, step_seconds, waits_of
 
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
@@ -78,7 +78,8 @@ class SplitLayers:
     least: float
     deck: Deck
     at: Arrangement
-    of_layers: Mapping[LayerSizes, LayerSeconds]
+    of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
+    """Of the machine's kinds of node, each by itself."""
     kept: Mapping[str, Kept]
     waiting: float
     """Bytes of a micro-batch in all layers."""
@@ -86,9 +87,8 @@ class SplitLayers:
 
     @cached_property
     def prefix(self) -> list[PartSeconds]:
-        """Seconds of the layers before each."""
-        of_kinds = {layer: _part(passes) for layer, passes in self.of_layers.items()}
-        return list(accumulate((of_kinds[layer] for layer in self.layers), _plus, initial=_NONE))
+        """Seconds of the layers before each, on nodes of the first kind."""
+        return prefix_of(self.layers, self.of_kinds[0])
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Staged:
     deck: Deck
     at: Arrangement
     layers: SplitLayers
+    ground: Ground
 
 
 @dataclass(frozen=True)
@@ -146,17 +147,21 @@ class _Stage:
 @dataclass(frozen=True)
 class _Form:
     """How a schedule's stages hold a model: the blocks of each part, its first and last layer, at how many of
-    its ends others are half waited for; and the stages that hold other layers than all those before them.
+    its ends others are half waited for; and the stages that hold other layers than all those before them, or
+    lie on other nodes. `schedule` has the stages and the placement.
     """
 
+    schedule: Schedule
     split: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
     ends: tuple[float, ...]
     stages: tuple[_Stage, ...]
 
     @staticmethod
-    def of(form: Schedule, split: tuple[int, ...], layers: Sequence[LayerSizes]) -> _Form:
-        """Of a form of schedule with blocks split so."""
+    def of(
+        form: Schedule, split: tuple[int, ...], layers: Sequence[LayerSizes], groups: Sequence[int]
+    ) -> _Form:
+        """Of a form of schedule with blocks split so, over stages of these groups of a ground."""
         held, parts, begin = cut(layers, split), [], 0
         for part in held:
             parts.append((begin, begin + len(part)))
@@ -166,10 +171,11 @@ class _Form:
             numbers = [form.part(stage, chunk) for chunk in range(form.chunks)]
             own = tuple(layer for number in numbers for layer in held[number])
             alike = tuple(Counter(own).items())
-            known = stages.setdefault(frozenset(alike), _Stage(stage, own, alike, []))
+            known = stages.setdefault((groups[stage], frozenset(alike)), _Stage(stage, own, alike, []))
             known.first_parts.append(numbers[0])
-        ends = tuple(ends_of(form, part) for part in range(form.parts))
-        return _Form(split, tuple(parts), ends, tuple(stages.values()))
+        homes = [form.home(part)[0] for part in range(form.parts)]
+        ends = tuple(waits_of([float(one != other) for one, other in pairwise(homes)]))
+        return _Form(form, split, tuple(parts), ends, tuple(stages.values()))
 
 
 class Tree:
@@ -190,6 +196,8 @@ class Tree:
         self._libraries, self._together = holding.libraries(deck), holding.together(deck)
         self._forms: dict[object, _Form | None] = {}
         self._schedule = lru_cache(maxsize=16)(_schedule)
+        lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
+        self._ranks_of_kinds = [ranks for _, ranks in lying]
 
     def roots(self) -> Iterator[SplitLayers]:
         """Every way to split layers whose micro-batches have room."""
@@ -215,8 +223,10 @@ class Tree:
 
     def _split(self, deck: Deck, kept: Mapping[str, Kept], waiting: float) -> SplitLayers:
         at = Arrangement.of_axes(deck, _axes(deck), self._per_node)
-        of_layers = {layer: layer_seconds(layer, at, self.machine) for layer in self._kinds}
-        micro = sum(many * sum(_part(of_layers[layer])) for layer, many in self._kinds.items())
+        of_kinds = tuple(
+            {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
+        )
+        fixed = min(kind.fixed for kind in self.machine.kinds)
         # Micro-batches of a rank over its share of the layers: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
         own = {
@@ -227,8 +237,26 @@ class Tree:
         most = self.choices.ranks // (at.tensor * at.context)
         least = self._libraries + waiting / max(self.choices.of_stages(most), default=1)
         return SplitLayers(
-            micro * share + self.machine.fixed, least, deck, at, of_layers, own, waiting, self.layers
+            self._micro(of_kinds) * share + fixed, least, deck, at, of_kinds, own, waiting, self.layers
         )
+
+    def _micro(self, of_kinds: Sequence[Mapping[LayerSizes, LayerSeconds]]) -> float:
+        """Seconds of a micro-batch in all layers on one stage, or what they are at the least in the mean over
+        stages on several kinds of node.
+
+        A rank of kind k takes T_k for all layers, t_kl for one. Stages that take no longer than s do all
+        layers, so with their ranks weighted by 1/T: s mean(1/T) >= sum over l of min over k of t_kl/T_k.
+        """
+        seconds = [{layer: sum(_part(passes)) for layer, passes in each.items()} for each in of_kinds]
+        totals = [sum(many * each[layer] for layer, many in self._kinds.items()) for each in seconds]
+        if len(totals) == 1:
+            return totals[0]
+        known = zip(seconds, totals, self._ranks_of_kinds, strict=True)
+        used = [each for each in known if each[2]]
+        work = sum(
+            many * min(each[layer] / total for each, total, _ in used) for layer, many in self._kinds.items()
+        )
+        return work / sum(ranks / total for _, total, ranks in used) * self.choices.ranks
 
     def children(self, node: Node) -> Iterator[Node]:
         """What a node that is no layout yet can become."""
@@ -248,14 +276,19 @@ class Tree:
             ):
                 continue
             staged = replace(at, pipeline=stages, data=data, micro_batches=batch // (at.micro_size * data))
-            message = boundary_seconds(self.layers[0].hidden, staged, self.machine) if stages > 1 else 0.0
+            message = self._message(staged)
             waits = 2 * message * (stages - 1) / stages * (self.machine.messages == "blocking")
             bound = node.bound + waits * staged.micro_batches
             least = self._least_of_stages(node, staged)
             if least > self.limit:
                 self.fell.counts["memory"] += 1
                 continue
-            yield Staged(bound, least, deck, staged, node)
+            yield Staged(bound, least, deck, staged, node, Ground(self.machine, staged))
+
+    def _message(self, at: Arrangement) -> float:
+        """Seconds from a stage to the next, at the least."""
+        kinds = self.machine.kinds if at.pipeline > 1 else ()
+        return min((boundary_seconds(self.layers[0].hidden, at, kind) for kind in kinds), default=0.0)
 
     def _least_of_stages(self, node: SplitLayers, at: Arrangement) -> float:
         """Bytes of a mean rank, with all states cut as far as can be and one micro-batch under way."""
@@ -269,8 +302,12 @@ class Tree:
 
     def _layouts(self, node: Node) -> Iterator[Layout]:
         assert isinstance(node, Staged)
-        at, machine, layers = node.at, self.machine, node.layers
-        message = boundary_seconds(self.layers[0].hidden, at, machine) if at.pipeline > 1 else 0.0
+        at, machine, layers, ground = node.at, self.machine, node.layers, node.ground
+        prefixes = [layers.prefix]
+        if not ground.is_one:
+            groups = range(len(ground.groups))
+            prefixes = [prefix_of(self.layers, ground.layers(self.layers, group)) for group in groups]
+        message = self._message(at)
         blocking = machine.messages == "blocking"
         sent = 0.0 if blocking else message
         zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
@@ -278,6 +315,10 @@ class Tree:
             form = self._form_of(node.deck, schedule, chunks)
             if form is None:
                 continue
+            own = form.split
+            if not ground.is_one and form.schedule.parts > 1 and not self.choices.given("layout.split"):
+                split = split_by_seconds(self.layers, ground, form.schedule)
+                form = _Form.of(form.schedule, split, self.layers, ground.of_stage)
             waiting = [
                 stage.waiting(
                     layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, stage.number)
@@ -292,14 +333,15 @@ class Tree:
             if not fitting:
                 continue
             waits = [message * blocking * ends for ends in form.ends]
-            prefix = layers.prefix
+            homes = [form.schedule.home(part)[0] for part in range(form.schedule.parts)]
+            of_parts = [prefixes[ground.of_stage[home]] for home in homes]
             seconds = [
                 PartSeconds(
                     prefix[last].forward - prefix[first].forward + wait,
                     prefix[last].input_gradient - prefix[first].input_gradient + wait,
                     prefix[last].weight_gradient - prefix[first].weight_gradient,
                 )
-                for (first, last), wait in zip(form.parts, waits, strict=True)
+                for prefix, (first, last), wait in zip(of_parts, form.parts, waits, strict=True)
             ]
             span = least_seconds(schedule, at.pipeline, at.micro_batches, seconds, sent)
             backward = [
@@ -309,17 +351,21 @@ class Tree:
                 for stage in form.stages
             ]
             for zero, least in fitting:
-                whole = with_values(node.deck, zero | {"layout.schedule": schedule, "layout.chunks": chunks})
+                of_form: Values = {"layout.schedule": schedule, "layout.chunks": chunks}
+                if form.split != own:
+                    of_form["layout.split"] = form.split
+                whole = with_values(node.deck, zero | of_form)
                 if self.fell.cannot_be(world_problems(whole, self.choices.ranks), whole):
                     continue
                 group, home = whole.layout.zero_group, whole.memory.optimizer
                 if group == "node":
                     group = at.data_ranks.together
                 cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
-                rest = min(
-                    sum(after_backward(stage.layers, hiding, cut_so, machine).values())
+                rests = [
+                    sum(ground.after(stage.layers, hiding, cut_so, stage.number).values())
                     for stage, hiding in zip(form.stages, backward, strict=True)
-                )
+                ]
+                rest = min(rests) if ground.is_one else max(rests)
                 # What is summed in another order here differs by rounding.
                 yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
 
@@ -333,7 +379,8 @@ class Tree:
                 self._forms[key] = None
             else:
                 form = outline(plain)
-                self._forms[key] = _Form.of(form, split_by_flops(plain, self.shape, form), self.layers)
+                split = split_by_flops(plain, self.shape, form)
+                self._forms[key] = _Form.of(form, split, self.layers, [0] * form.stage_count)
         return self._forms[key]
 
     def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
@@ -376,6 +423,12 @@ def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedu
     if stages == 1:
         return accumulation(micro_batches)
     return generate(name, stages, micro_batches, chunks if name == "interleaved" else None)
+
+
+def prefix_of(layers: Sequence[LayerSizes], seconds: Mapping[LayerSizes, LayerSeconds]) -> list[PartSeconds]:
+    """Seconds of the layers before each."""
+    of_layers = {layer: _part(passes) for layer, passes in seconds.items()}
+    return list(accumulate((of_layers[layer] for layer in layers), _plus, initial=_NONE))
 
 
 def _part(passes: LayerSeconds) -> PartSeconds:
