@@ -19,7 +19,7 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, added, layer_seconds, layer_sizes, times
-from hpctrain.plan.time.machine import Machine, collective_seconds, message_seconds
+from hpctrain.plan.time.machine import Machine, collective_seconds, gather_seconds, message_seconds
 
 CAUSES = (
     "products",
@@ -201,7 +201,7 @@ def _rest(
             causes["gradients"] += collective_seconds(
                 machine, "reduce_scatter", elements * at.gradient_itemsize, group
             )
-            once = collective_seconds(machine, "all_gather", elements * at.itemsize, group)
+            once = gather_seconds(machine, elements * at.itemsize, group)
             causes["parameters"] += gathers * once
         else:
             causes["gradients"] += collective_seconds(
@@ -216,7 +216,8 @@ def _rest(
 
 def _update(elements: float, at: Arrangement, machine: Machine) -> float:
     """Seconds of the optimizer: gradient, master and two moments are read, all but the first written."""
-    if machine.optimizer is not None:
-        return elements / machine.optimizer
+    rate = machine.optimizer_of(at.form)
+    if rate is not None:
+        return elements / rate
     moved = 4 * (4 + 3) + (at.itemsize if at.itemsize < 4 else 0)
     return elements * moved / machine.memory_bandwidth

@@ -1,0 +1,198 @@
+"""`hpctrain calibrate`: the rates of this machine, measured by all ranks at once, in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from hpctrain.comm.device import name_of, on_host
+from hpctrain.comm.mesh import choose_transport
+from hpctrain.comm.processor import processor_name
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.files import require_writable
+from hpctrain.parallel.vocabulary import logits_of_chunk
+from hpctrain.plan.calibrate.clock import Clock
+from hpctrain.plan.calibrate.decks import SMALL, TINY, measured_decks, of_sizes
+from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
+from hpctrain.plan.calibrate.fit import fit_products
+from hpctrain.plan.calibrate.functions import measure_attention, measure_elementwise
+from hpctrain.plan.calibrate.links import (
+    OPERATIONS,
+    across,
+    group_of_node,
+    groups_between_nodes,
+    in_pairs,
+    measure_collective,
+    measure_link,
+    sizes_up_to,
+)
+from hpctrain.plan.calibrate.memory import measure_bandwidth, measure_launch, memory_of_rank
+from hpctrain.plan.calibrate.overlap import measure_overlap
+from hpctrain.plan.calibrate.products import measure_products
+from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
+from hpctrain.plan.time.machine import Collective, Format, Machine, Operation, Products
+from hpctrain.units import format_bytes, format_seconds, parse_bytes
+from hpctrain.words import counted
+
+FORMATS = ("fp32", "bf16", "fp16")
+_SUM, _LAYER_SUM = 32 << 20, 2 << 20
+"""Bytes of a bucket, and of what layers sum, about."""
+
+
+@dataclass(frozen=True)
+class CalibrateWish:
+    """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest message,
+    and seconds that a measurement is repeated for.
+    """
+
+    decks: tuple[Path, ...] = ()
+    formats: str = "fp32,bf16"
+    most: str = "1 GiB"
+    seconds: float = 0.15
+
+    def format_names(self) -> list[str]:
+        """HpctrainError where one is none."""
+        names = [name.strip() for name in self.formats.split(",")]
+        wrong = [name for name in names if name not in FORMATS]
+        if wrong:
+            raise HpctrainError(f"--formats {', '.join(wrong)}: must be of {', '.join(FORMATS)}")
+        return list(dict.fromkeys(names))
+
+    def most_bytes(self) -> int:
+        """HpctrainError where it is less than what is measured at the least."""
+        most = parse_bytes(self.most)
+        if most < 1024:
+            raise HpctrainError(f"--max-bytes {self.most}: must be 1 KiB or more")
+        return most
+
+
+Report = Callable[[str], None]
+
+
+def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = print) -> None:
+    """Measure, tell on rank 0 what was found, and write it. Collective.
+
+    HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file cannot be.
+    """
+    with world.agreement():
+        if world.rank == 0:
+            require_writable(path)
+        decks, formats, most = measured_decks(wish.decks), wish.format_names(), wish.most_bytes()
+    torch.set_num_threads(decks[0].run.threads)
+    machine = measure_machine(world, path.stem, decks, formats, most, wish.seconds, _on_rank_0(world, report))
+    with world.agreement():
+        if world.rank == 0:
+            write_whole(path, machine_text(machine))
+    if world.rank == 0:
+        report(f"{path} has the figures: give it to `hpctrain plan --machine {path}`")
+
+
+def _on_rank_0(world: World, report: Report) -> Report:
+    return report if world.rank == 0 else lambda _: None
+
+
+def measure_machine(
+    world: World,
+    name: str,
+    decks: list[Deck],
+    formats: list[str],
+    most: int,
+    seconds: float,
+    report: Report = lambda _: None,
+) -> Machine:
+    """The machine's figures, the same on all ranks. Collective."""
+    clock, began = Clock(world, seconds), perf_counter()
+    host = name_of(world.device) or processor_name()
+    report(f"measuring {host} with {counted(world.size, 'rank')} at once")
+    bandwidth, launch = measure_bandwidth(clock, most), measure_launch(clock)
+    report(f"memory: {format_bytes(bandwidth)}/s a rank")
+    links = _measure_links(clock, most, report)
+    products: dict[str, Products] = {}
+    of_formats: dict[str, Format] = {}
+    small = min(decks, key=parameters_of)
+    if parameters_of(small) > MOST_PARAMETERS:
+        small = of_sizes(dict(SMALL), 4, 256)
+    for form in formats:
+        in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
+        products[form] = fit_products(measure_products(in_form, clock))
+        of_formats[form] = Format(
+            attention=measure_attention(in_form, clock),
+            elementwise=measure_elementwise(in_form, clock),
+            optimizer=measure_optimizer(small.with_keys(precision={"compute": form}), clock),
+        )
+        report(_format_line(form, products[form], of_formats[form]))
+    first = of_formats[formats[0]]
+    assert first.attention is not None
+    machine = Machine(
+        name=name,
+        source="measured by hpctrain calibrate",
+        host=host,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        ranks=world.size,
+        ranks_per_node=world.topology.ranks_per_node,
+        memory=memory_of_rank(world),
+        memory_bandwidth=bandwidth,
+        launch=launch,
+        optimizer=first.optimizer,
+        products=products,
+        attention=first.attention,
+        elementwise=first.elementwise,
+        formats={form: of_formats[form] for form in formats[1:]},
+        logits=float(logits_of_chunk(not on_host(world.device))),
+        shared_memory=on_host(world.device) and not world.share_memory(),
+        **links,
+    )
+    tiny = of_sizes(dict(TINY), 1, 32).with_keys(precision={"compute": formats[0]})
+    fixed = measure_fixed(tiny, machine, clock)
+    report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
+    update = {"fixed": fixed, "spread": clock.spread()}
+    found: Machine = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
+    return found
+
+
+def _measure_links(clock: Clock, most: int, report: Report) -> dict[str, object]:
+    """What of a Machine tells how ranks reach each other; nothing of what is not there. Collective."""
+    world, found = clock.world, dict[str, object]()
+    if world.size == 1:
+        return found
+    sizes = sizes_up_to(world, most)
+    node = group_of_node(world)
+    together = min(world.everyone.all_gather_object(node.size))
+    if together > 1:
+        found["collectives"] = {each: measure_collective(node, each, sizes, None, clock) for each in OPERATIONS}
+        link = measure_link(node, in_pairs(node.size), sizes, clock)
+        found["inside"] = link
+        report(f"inside a node: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
+    crossing: dict[Operation, list[Collective]] = {each: [] for each in OPERATIONS}
+    for count, group in groups_between_nodes(world):
+        if group is not None:
+            for each in OPERATIONS:
+                crossing[each].append(measure_collective(group, each, sizes, count, clock))
+            if count == 1:
+                found["between"] = measure_link(group, across(group.size), sizes, clock)
+        world.everyone.barrier()
+    if any(crossing.values()):
+        found["crossing"] = {each: tuple(measured) for each, measured in crossing.items()}
+    found = world.everyone.broadcast_object(found)
+    everyone = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    found["overlap"] = measure_overlap(everyone, min(_SUM, most), True, clock)
+    found["layer_overlap"] = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
+    report(f"sums of gradients hide by {100 * float(str(found['overlap'])):.0f}%")
+    return found
+
+
+def _format_line(form: str, products: Products, of_form: Format) -> str:
+    large = products.peak * products.efficiency / (1 + products.saturation * 3 / 1024)
+    assert of_form.attention is not None
+    forward, backward = of_form.attention.forward or 0.0, of_form.attention.backward or 0.0
+    return (
+        f"{form}: products {large / 1e9:.4g} GFLOP/s at sides of 1024, attention {forward / 1e9:.3g} and "
+        f"{backward / 1e9:.3g} GFLOP/s, optimizer {(of_form.optimizer or 0.0) / 1e6:.3g}M elements/s"
+    )

@@ -1,0 +1,30 @@
+"""Memory of which operands are taken in turns, so that they come from memory as in a step, not from caches."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+_ELEMENTS = 24 << 20
+
+
+class Operands:
+    """Numbers of a format on a device: at least as many as the largest operand has `elements`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
+        size = max(elements, min(_ELEMENTS, 24 * elements))
+        generator = torch.Generator(device).manual_seed(0)
+        self._flat = torch.empty(size, dtype=dtype, device=device)
+        self._flat.normal_(std=0.02, generator=generator)
+        self._next = 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next ones, of this shape; from the beginning again where no more are left."""
+        count = prod(shape)
+        if self._next + count > len(self._flat):
+            self._next = 0
+        taken = self._flat[self._next : self._next + count]
+        self._next += -(-count // 64) * 64
+        return taken.view(shape)
