@@ -118,7 +118,7 @@ def measure_machine(
     of_formats: dict[str, Format] = {}
     small = min(decks, key=parameters_of)
     if parameters_of(small) > MOST_PARAMETERS:
-        small = of_sizes(dict(SMALL), 4, 256)
+        small = of_sizes(SMALL, 4, 256)
     for form in formats:
         in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
         products[form] = fit_products(measure_products(in_form, clock))
@@ -149,7 +149,7 @@ def measure_machine(
         shared_memory=on_host(world.device) and not world.share_memory(),
         **links,
     )
-    tiny = of_sizes(dict(TINY), 1, 32).with_keys(precision={"compute": formats[0]})
+    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     fixed = measure_fixed(tiny, machine, clock)
     report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
     update = {"fixed": fixed, "spread": clock.spread()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -37,9 +37,9 @@ _VOCABULARY = 32_000
 _LEAST_TOKENS = 64
 
 
-def of_sizes(sizes: dict[str, object], micro_size: int, sequence: int) -> Deck:
-    """A GPT's, of micro-batches of so many sequences."""
-    return parse_deck(_DECK.format(**sizes, micro_size=micro_size, sequence=sequence))
+def of_sizes(sizes: Mapping[str, object], micro_size: int, sequence: int, *overrides: str) -> Deck:
+    """A GPT's, of micro-batches of so many sequences, with these keys changed."""
+    return parse_deck(_DECK.format(**sizes, micro_size=micro_size, sequence=sequence), overrides)
 
 
 def measured_decks(paths: Sequence[Path]) -> list[Deck]:

@@ -7,16 +7,23 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hpctrain.comm.group import Group
+
 _ELEMENTS = 24 << 20
 
 
 class Operands:
-    """Numbers of a format on a device: at least as many as the largest operand has `elements`."""
+    """Numbers of a format on a device: at least as many as the largest operand has `elements`. Those of a
+    `group` lie where buckets do.
+    """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, elements: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, elements: int, group: Group | None = None
+    ) -> None:
         size = max(elements, min(_ELEMENTS, 24 * elements))
         generator = torch.Generator(device).manual_seed(0)
-        self._flat = torch.empty(size, dtype=dtype, device=device)
+        empty = torch.empty(size, dtype=dtype, device=device) if group is None else group.empty((size,), dtype)
+        self._flat = empty
         self._flat.normal_(std=0.02, generator=generator)
         self._next = 0
 

@@ -38,6 +38,14 @@ class Shape(NamedTuple):
     biased: bool
 
 
+class _Memory(NamedTuple):
+    """Where activations, matrices and sums of their gradients are taken from."""
+
+    rows: Operands
+    matrices: Operands
+    sums: Operands
+
+
 def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
     """Those of decks of one format. Collective."""
     wanted: dict[Shape, Kernels] = {}
@@ -51,11 +59,14 @@ def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
                 wanted.setdefault(shape, kernels)
     largest = max(max(s.rows * s.inputs, s.rows * s.outputs, s.outputs * s.inputs) for s in wanted)
     formats = Precision.of(decks[0])
-    operands = Operands(formats.product, world.device, largest)
-    sums = Operands(formats.gradient, world.device, max(s.outputs * s.inputs for s in wanted))
-    return [
-        time for shape, kernels in wanted.items() for time in _passes(shape, kernels, operands, sums, clock)
-    ]
+    group = Mesh(world, {"data": world.size}).group("data")
+    matrix = max(s.outputs * s.inputs for s in wanted)
+    operands = _Memory(
+        Operands(formats.product, world.device, largest),
+        Operands(formats.product, world.device, matrix, group),
+        Operands(formats.gradient, world.device, matrix, group),
+    )
+    return [time for shape, kernels in wanted.items() for time in _passes(shape, kernels, operands, clock)]
 
 
 def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shape]:
@@ -72,9 +83,7 @@ def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shap
                 yield Shape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
 
 
-def _passes(
-    shape: Shape, kernels: Kernels, operands: Operands, sums: Operands, clock: Clock
-) -> Iterator[ProductTime]:
+def _passes(shape: Shape, kernels: Kernels, memory: _Memory, clock: Clock) -> Iterator[ProductTime]:
     m, n, k, head, biased = shape
     first: Pass = "logits" if head else "forward"
     kinds: tuple[ProductPass, ...] = ("forward", "input_gradient", "weight_gradient")
@@ -82,20 +91,20 @@ def _passes(
         kinds = ("logits", "logits_input_gradient", "logits_weight_gradient")
 
     def forward() -> Tensor:
-        kernel, inputs, weight = kernels.of(first, n, k), operands.take(m, k), operands.take(n, k)
+        kernel, inputs, weight = kernels.of(first, n, k), memory.rows.take(m, k), memory.matrices.take(n, k)
         if head:
             return kernel.logits(inputs, weight)
-        return kernel.forward(inputs, weight, operands.take(n) if biased else None)
+        return kernel.forward(inputs, weight, memory.rows.take(n) if biased else None)
 
     def input_gradient() -> Tensor:
-        return kernels.of("input_gradient", n, k).input_gradient(operands.take(m, n), operands.take(n, k))
+        kernel, weight = kernels.of("input_gradient", n, k), memory.matrices.take(n, k)
+        return kernel.input_gradient(memory.rows.take(m, n), weight)
 
     def weight_gradient() -> None:
-        of_output, into = operands.take(m, n), sums.take(n, k)
-        kernel = kernels.of("weight_gradient", n, k)
-        kernel.add_weight_gradient(into, of_output, operands.take(m, k), first=False)
+        kernel, of_output = kernels.of("weight_gradient", n, k), memory.rows.take(m, n)
+        kernel.add_weight_gradient(memory.sums.take(n, k), of_output, memory.rows.take(m, k), first=False)
         if biased:
-            sums.take(n).add_(of_output.sum(0))
+            memory.sums.take(n).add_(of_output.sum(0))
 
     passes: tuple[Callable[[], object], ...] = (forward, input_gradient, weight_gradient)
     with torch.no_grad():

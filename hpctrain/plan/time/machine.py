@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
@@ -36,6 +36,9 @@ PASSES: Mapping[ElementwiseKind, tuple[float, float]] = {
 
 Direction = Literal["forward", "backward"]
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+
+
+Pair = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class _Table(BaseModel):
@@ -81,7 +84,7 @@ class Format(_Table):
     """What takes another time in a format than in that of the machine's own figures."""
 
     attention: Attention | None = None
-    elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
+    elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
     optimizer: float | None = Field(None, gt=0)
 
 
@@ -139,13 +142,15 @@ class Machine(_Table):
     optimizer: float | None = Field(None, gt=0)
     products: Mapping[str, Products]
     attention: Attention
-    elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
+    elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
     formats: Mapping[str, Format] = Field(default_factory=dict)
     logits: float | None = Field(None, gt=0)
     inside: Link | None = None
     between: Link | None = None
     collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
-    crossing: Mapping[Operation, tuple[Collective, ...]] = Field(default_factory=dict, strict=False)
+    crossing: Mapping[Operation, Annotated[tuple[Collective, ...], Field(strict=False)]] = Field(
+        default_factory=dict
+    )
     gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
     layer_overlap: float = Field(0.0, ge=0, le=1)
@@ -155,7 +160,7 @@ class Machine(_Table):
     date: str | None = None
     host: str | None = None
     ranks: int | None = Field(None, ge=1)
-    spread: Mapping[str, tuple[float, float]] = Field(default_factory=dict, strict=False)
+    spread: Mapping[str, Pair] = Field(default_factory=dict)
 
     def of_deck(self, deck: Deck) -> Deck:
         """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
