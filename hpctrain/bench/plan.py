@@ -54,7 +54,7 @@ DECKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Seconds of a deck's step: planned, by cause, and measured, with those of the quickest and the slowest."""
+    """Seconds of a deck's step: planned, by cause, and measured, with the quickest and the slowest."""
 
     name: str
     planned: float
@@ -170,10 +170,10 @@ def figures(rows: Sequence[PlannedStep], rates: Machine) -> dict[str, object]:
 
 def figure_lines(rows: Sequence[PlannedStep], rates: Machine) -> list[str]:
     """For people."""
-    lines = [("deck", "planned", "measured", "lowest", "highest", "off")]
+    lines = [["deck", "planned", "measured", "lowest", "highest", "off"]]
     for row in rows:
         seconds = (row.planned, row.measured, row.lowest, row.highest)
-        lines.append((row.name, *map(format_seconds, seconds), f"{100 * row.off:+.1f}%"))
+        lines.append([row.name, *map(format_seconds, seconds), f"{100 * row.off:+.1f}%"])
     off = [abs(row.off) for row in rows]
     of_groups = ", ".join(f"{name} {100 * regret:.1f}%" for name, regret in regrets(rows).items())
     return [

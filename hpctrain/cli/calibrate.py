@@ -31,7 +31,7 @@ import click
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 60),
-    default=0.15,
+    default=0.1,
     show_default=True,
     help="For which each measurement is repeated.",
 )

@@ -11,7 +11,6 @@ from time import perf_counter
 import torch
 
 from hpctrain.comm.device import name_of, on_host
-from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.processor import processor_name
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
@@ -23,39 +22,28 @@ from hpctrain.plan.calibrate.decks import SMALL, TINY, measured_decks, of_sizes
 from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
 from hpctrain.plan.calibrate.fit import fit_products
 from hpctrain.plan.calibrate.functions import measure_attention, measure_elementwise
-from hpctrain.plan.calibrate.links import (
-    OPERATIONS,
-    across,
-    group_of_node,
-    groups_between_nodes,
-    in_pairs,
-    measure_collective,
-    measure_link,
-    sizes_up_to,
-)
+from hpctrain.plan.calibrate.links import measure_links
 from hpctrain.plan.calibrate.memory import measure_bandwidth, measure_launch, memory_of_rank
-from hpctrain.plan.calibrate.overlap import measure_overlap
 from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
-from hpctrain.plan.time.machine import Collective, Format, Machine, Operation, Products
+from hpctrain.plan.calibrate.whole import as_in_blocks, measure_whole
+from hpctrain.plan.time.machine import Format, Machine, Products
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
 from hpctrain.words import counted
 
 FORMATS = ("fp32", "bf16", "fp16")
-_SUM, _LAYER_SUM = 32 << 20, 2 << 20
-"""Bytes of a bucket, and of what layers sum, about."""
 
 
 @dataclass(frozen=True)
 class CalibrateWish:
-    """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest message,
-    and seconds that a measurement is repeated for.
+    """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest
+    message; and seconds for which a measurement is repeated.
     """
 
     decks: tuple[Path, ...] = ()
     formats: str = "fp32,bf16"
     most: str = "1 GiB"
-    seconds: float = 0.15
+    seconds: float = 0.1
 
     def format_names(self) -> list[str]:
         """HpctrainError where one is none."""
@@ -79,7 +67,7 @@ Report = Callable[[str], None]
 def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = print) -> None:
     """Measure, tell on rank 0 what was found, and write it. Collective.
 
-    HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file cannot be.
+    HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file is wrong.
     """
     with world.agreement():
         if world.rank == 0:
@@ -113,7 +101,10 @@ def measure_machine(
     report(f"measuring {host} with {counted(world.size, 'rank')} at once")
     bandwidth, launch = measure_bandwidth(clock, most), measure_launch(clock)
     report(f"memory: {format_bytes(bandwidth)}/s a rank")
-    links = _measure_links(clock, most, report)
+    links = measure_links(clock, most)
+    for where, link in (("inside a node", links.inside), ("between nodes", links.between)):
+        if link is not None:
+            report(f"{where}: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
     products: dict[str, Products] = {}
     of_formats: dict[str, Format] = {}
     small = min(decks, key=parameters_of)
@@ -147,44 +138,23 @@ def measure_machine(
         formats={form: of_formats[form] for form in formats[1:]},
         logits=float(logits_of_chunk(not on_host(world.device))),
         shared_memory=on_host(world.device) and not world.share_memory(),
-        **links,
+        inside=links.inside,
+        between=links.between,
+        collectives=links.collectives,
+        crossing=links.crossing,
+        overlap=links.overlap,
+        layer_overlap=links.layer_overlap,
     )
+    for form in formats:
+        in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
+        factor = measure_whole(in_form, machine, clock)
+        machine = as_in_blocks(machine, form, factor)
+        report(f"{form}: a block takes {factor:.3f} times what its parts take by themselves")
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     fixed = measure_fixed(tiny, machine, clock)
     report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
     update = {"fixed": fixed, "spread": clock.spread()}
     found: Machine = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
-    return found
-
-
-def _measure_links(clock: Clock, most: int, report: Report) -> dict[str, object]:
-    """What of a Machine tells how ranks reach each other; nothing of what is not there. Collective."""
-    world, found = clock.world, dict[str, object]()
-    if world.size == 1:
-        return found
-    sizes = sizes_up_to(world, most)
-    node = group_of_node(world)
-    together = min(world.everyone.all_gather_object(node.size))
-    if together > 1:
-        found["collectives"] = {each: measure_collective(node, each, sizes, None, clock) for each in OPERATIONS}
-        link = measure_link(node, in_pairs(node.size), sizes, clock)
-        found["inside"] = link
-        report(f"inside a node: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
-    crossing: dict[Operation, list[Collective]] = {each: [] for each in OPERATIONS}
-    for count, group in groups_between_nodes(world):
-        if group is not None:
-            for each in OPERATIONS:
-                crossing[each].append(measure_collective(group, each, sizes, count, clock))
-            if count == 1:
-                found["between"] = measure_link(group, across(group.size), sizes, clock)
-        world.everyone.barrier()
-    if any(crossing.values()):
-        found["crossing"] = {each: tuple(measured) for each, measured in crossing.items()}
-    found = world.everyone.broadcast_object(found)
-    everyone = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
-    found["overlap"] = measure_overlap(everyone, min(_SUM, most), True, clock)
-    found["layer_overlap"] = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
-    report(f"sums of gradients hide by {100 * float(str(found['overlap'])):.0f}%")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from time import perf_counter
 
 import torch
@@ -41,13 +41,13 @@ class Clock:
         return self.laps(kind, lap)[0]
 
     def laps(self, kind: str, run: Callable[[], Sequence[float]]) -> list[float]:
-        """Medians of the slowest rank of each of the seconds that `run` gives. Collective: all ranks repeat it
-        as often, at the same time.
+        """Of each of the seconds that `run` gives the slowest rank's mean: means add up to those of a whole.
+        Collective: all ranks repeat it as often, at the same time.
         """
         return self._repeated(kind, run, self.world.everyone, together=False)
 
     def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
-        """Median of the slowest rank's seconds of what a group does together. Collective over the group."""
+        """Mean of the slowest rank's seconds of what a group does together. Collective over the group."""
 
         def lap() -> tuple[float]:
             group.barrier()
@@ -58,7 +58,7 @@ class Clock:
         return self._repeated(kind, lap, group, together=True)[0]
 
     def spread(self) -> dict[str, tuple[float, float]]:
-        """By kind the shares of the median within which nine tenths, and one tenth, of measurements were."""
+        """By kind the shares of their median below which one tenth, and nine tenths, of measurements were."""
         return {kind: _tenths(shares) for kind, shares in self._shares.items()}
 
     def _repeated(
@@ -71,10 +71,11 @@ class Clock:
         columns = [list(column) for column in zip(*samples, strict=True)]
         if together:  # all wait for the slowest one
             columns = [_most(group, column) for column in columns]
-        medians = [median(column) for column in columns]
-        for column, middle in zip(columns, medians, strict=True):
+        middles = [median(column) for column in columns]
+        for column, middle in zip(columns, middles, strict=True):
             self._shares.setdefault(kind, []).extend(each / middle for each in column if middle > 0)
-        return medians if together else _most(group, medians)
+        means = [fmean(column) for column in columns]
+        return means if together else _most(group, means)
 
 
 def _most(group: Group, figures: Sequence[float]) -> list[float]:

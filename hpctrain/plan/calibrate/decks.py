@@ -56,12 +56,11 @@ def measured_decks(paths: Sequence[Path]) -> list[Deck]:
 
 
 def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
-    """The deck on one rank, with fewer and fewer tokens in a micro-batch, and with its layers split: each with
-    the tokens and the tensor ranks of it.
+    """The deck on data ranks, with fewer and fewer tokens in a micro-batch, and with its layers split: each
+    with its tokens and its tensor ranks.
     """
     tokens, micro_size = deck.batch.micro_size * deck.batch.sequence, deck.batch.micro_size
-    split = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False, "zero": 0}
-    plain = deck.with_keys(layout=split, batch={"global_size": micro_size * ranks})
+    plain = on_data_ranks(deck, ranks)
     yield plain, tokens, 1
     for part in (2, 4):
         if micro_size % part == 0:
@@ -73,3 +72,10 @@ def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
         yield plain.with_keys(batch=fewer), tokens // part, 1
     if ranks % 2 == 0 and deck.model.heads % 2 == 0:
         yield plain.with_keys(layout={"tensor": 2}), tokens, 2
+
+
+def on_data_ranks(deck: Deck, ranks: int) -> Deck:
+    """The deck by data ranks alone, each with one micro-batch."""
+    batch = {"global_size": deck.batch.micro_size * ranks}
+    split = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False, "zero": 0}
+    return deck.with_keys(layout=split, batch=batch)

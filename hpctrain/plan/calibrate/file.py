@@ -32,7 +32,7 @@ _TABLES = {
     "collectives": "seconds by bytes of the whole tensor, inside a node",
     "crossing": "the same between nodes, of so many ranks together on each",
     "formats": "what differs by format",
-    "spread": "shares of the median within which nine tenths of the measurements were, and a tenth",
+    "spread": "shares of their median below which one tenth, and nine tenths, of the measurements were",
 }
 
 

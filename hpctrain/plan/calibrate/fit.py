@@ -29,8 +29,8 @@ class ProductTime(NamedTuple):
 
 
 def fit_products(times: Sequence[ProductTime]) -> Products:
-    """What `Products.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`, linear in
-    1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes with
+    """What `Products.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`, linear
+    in 1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes with
     enough shapes have numbers of their own beside those of all.
     """
     peak = max(each.flops / each.seconds for each in times)

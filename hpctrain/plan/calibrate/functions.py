@@ -184,7 +184,8 @@ class _Kinds:
         mesh = PlannedMesh(dict.fromkeys(AXES, 1), 0, 1)
         groups = make_groups(alone, mesh, SavedPolicy(), self.device)
         (part,) = build_parts(self.shape, groups, [Span(0, 0, False, True)])
-        return next(each for each in part.modules() if isinstance(each, VocabularyHead))
+        modules = (module for layer in part.layers for module in layer.modules())
+        return next(module for module in modules if isinstance(module, VocabularyHead))
 
     @property
     def _chunk(self) -> int:

@@ -1,30 +1,78 @@
-"""How fast ranks reach each other: sums, gathers, exchanges and messages by size, inside and between nodes."""
+"""How fast ranks reach each other: sums, gathers, exchanges and messages by size, in and between nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
 
+from hpctrain.comm.device import on_host, total_bytes
 from hpctrain.comm.group import Group
 from hpctrain.comm.host_memory import available_bytes
 from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link
+from hpctrain.plan.calibrate.overlap import measure_overlap
 from hpctrain.plan.time.machine import Collective, Link, Operation
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FIRST = 1 << 10
+_SUM, _LAYER_SUM = 32 << 20, 2 << 20
+"""Bytes of a bucket, and of what layers sum, about."""
+
 _TENSORS = 4
 """As large as what is measured, on a rank at once, with what messages need in passing."""
 
 
+@dataclass(frozen=True)
+class Links:
+    """What a Machine tells of them, and nothing of what is not there."""
+
+    inside: Link | None = None
+    between: Link | None = None
+    collectives: Mapping[Operation, Collective] = field(default_factory=dict)
+    crossing: Mapping[Operation, tuple[Collective, ...]] = field(default_factory=dict)
+    overlap: float = 0.0
+    layer_overlap: float = 0.0
+
+
+def measure_links(clock: Clock, most: int) -> Links:
+    """With messages of up to `most` bytes. Collective."""
+    world = clock.world
+    if world.size == 1:
+        return Links()
+    sizes, node = sizes_up_to(world, most), group_of_node(world)
+    inside, between, collectives = None, None, dict[Operation, Collective]()
+    if min(world.everyone.all_gather_object(node.size)) > 1:
+        collectives = {each: measure_collective(node, each, sizes, None, clock) for each in OPERATIONS}
+        inside = measure_link(node, in_pairs(node.size), sizes, clock)
+    crossing: dict[Operation, tuple[Collective, ...]] = {}
+    for together, group in groups_between_nodes(world):
+        if group is not None:
+            for each in OPERATIONS:
+                measured = measure_collective(group, each, sizes, together, clock)
+                crossing[each] = (*crossing.get(each, ()), measured)
+            if together == 1:
+                between = measure_link(group, across(group.size), sizes, clock)
+        world.everyone.barrier()
+    everyone = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
+    overlap = measure_overlap(everyone, min(_SUM, most), True, clock)
+    layer_overlap = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
+    links = Links(inside, between, collectives, crossing, overlap, layer_overlap)
+    found: Links = world.everyone.broadcast_object(links)
+    return found
+
+
 def sizes_up_to(world: World, most: int) -> list[int]:
     """Bytes of whole tensors, each four times the one before, as far as memory allows. Collective."""
-    available = available_bytes() or most
-    bound = min(most, available // (2 * _TENSORS * max(1, world.local_size)))
+    if on_host(world.device):
+        available = (available_bytes() or most) // max(1, world.local_size)
+    else:
+        available = total_bytes(world.device) or most
+    bound = min(most, available // (2 * _TENSORS))
     least = -float(world.everyone.all_reduce(torch.tensor(-float(bound), dtype=torch.float64), "max"))
     sizes = [_FIRST]
     while sizes[-1] * 4 <= least:

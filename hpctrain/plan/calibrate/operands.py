@@ -1,4 +1,4 @@
-"""Memory of which operands are taken in turns, so that they come from memory as in a step, not from caches."""
+"""Memory of which operands are taken in turns, so that they come from there as in a step, not from caches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Operands:
     ) -> None:
         size = max(elements, min(_ELEMENTS, 24 * elements))
         generator = torch.Generator(device).manual_seed(0)
-        empty = torch.empty(size, dtype=dtype, device=device) if group is None else group.empty((size,), dtype)
-        self._flat = empty
+        if group is None:
+            self._flat = torch.empty(size, dtype=dtype, device=device)
+        else:
+            self._flat = group.empty((size,), dtype)
         self._flat.normal_(std=0.02, generator=generator)
         self._next = 0
 

@@ -27,8 +27,8 @@ from hpctrain.plan.time.machine import ProductPass
 
 
 class Shape(NamedTuple):
-    """Rows of tokens that are multiplied with a matrix [outputs, inputs], the head's or a block's, and whether
-    a bias is added.
+    """Rows of tokens that are multiplied with a matrix [outputs, inputs], the head's or a block's, and
+    whether a bias is added.
     """
 
     rows: int

@@ -14,6 +14,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.optim.clip import local_square_norm
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.plan.calibrate.clock import Clock
+from hpctrain.plan.calibrate.decks import on_data_ranks
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.step import plan_step
 
@@ -24,13 +25,6 @@ MOST_PARAMETERS = 40_000_000
 def parameters_of(deck: Deck) -> int:
     """Of a deck's model."""
     return count(ModelShape.of(deck, deck.model.vocabulary or 0)).parameters
-
-
-def on_data_ranks(deck: Deck, ranks: int) -> Deck:
-    """The deck by data ranks alone, each with one micro-batch."""
-    batch = {"global_size": deck.batch.micro_size * ranks}
-    split = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False, "zero": 0}
-    return deck.with_keys(layout=split, batch=batch)
 
 
 def measure_optimizer(deck: Deck, clock: Clock) -> float:

@@ -128,8 +128,8 @@ class Machine(_Table):
     are seconds of an element, forward and backward; `optimizer` is elements a second; `formats` have what
     differs by format. The head computes so many `logits` at a time, or all at once.
 
-    Of a machine that was measured, `date` says when, `host` on what processor or GPU, `ranks` by how many, and
-    `spread` within what shares of the median nine tenths of the measurements of a figure were and a tenth was.
+    Of a machine that was measured, `date` says when, `host` on what processor or GPU, `ranks` by how many,
+    `spread` below what shares of their median one tenth and nine tenths of the measurements of a kind were.
     """
 
     name: str = Field(min_length=1)
