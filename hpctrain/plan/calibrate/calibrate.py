@@ -144,6 +144,7 @@ def measure_machine(
         crossing=links.crossing,
         overlap=links.overlap,
         layer_overlap=links.layer_overlap,
+        waits=links.waits,
     )
     for form in formats:
         in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]

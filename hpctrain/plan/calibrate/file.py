@@ -22,6 +22,7 @@ _UNITS = {
     "logits": "elements that the head computes at a time",
     "overlap": "share of sums of gradients that backward hides",
     "layer_overlap": "share of layers' sums that products hide",
+    "waits": "share of what ranks compute between two sums of layers that they wait for the slowest",
 }
 _TABLES = {
     "products": "FLOP/s at the peak; efficiency / (1 + saturation (1/m + 1/n + 1/k)) of it",

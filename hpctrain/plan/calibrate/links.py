@@ -15,7 +15,7 @@ from hpctrain.comm.mesh import choose_transport
 from hpctrain.comm.world import World
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.fit import fit_link
-from hpctrain.plan.calibrate.overlap import measure_overlap
+from hpctrain.plan.calibrate.overlap import measure_overlap, measure_waits
 from hpctrain.plan.time.machine import Collective, Link, Operation
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -37,6 +37,7 @@ class Links:
     crossing: Mapping[Operation, tuple[Collective, ...]] = field(default_factory=dict)
     overlap: float = 0.0
     layer_overlap: float = 0.0
+    waits: float = 0.0
 
 
 def measure_links(clock: Clock, most: int) -> Links:
@@ -61,7 +62,8 @@ def measure_links(clock: Clock, most: int) -> Links:
     everyone = world.split(("world",), tuple(range(world.size)), choose_transport(world, "auto"))
     overlap = measure_overlap(everyone, min(_SUM, most), True, clock)
     layer_overlap = measure_overlap(everyone, min(_LAYER_SUM, most), False, clock)
-    links = Links(inside, between, collectives, crossing, overlap, layer_overlap)
+    waits = measure_waits(everyone, min(_LAYER_SUM, most), clock)
+    links = Links(inside, between, collectives, crossing, overlap, layer_overlap, waits)
     found: Links = world.everyone.broadcast_object(links)
     return found
 

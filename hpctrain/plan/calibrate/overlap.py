@@ -1,38 +1,99 @@
-"""What of a communication hides behind products that are computed meanwhile."""
+"""What of a communication hides behind products that are computed meanwhile, and what ranks wait to meet."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from hpctrain.comm.group import Group
 from hpctrain.plan.calibrate.clock import Clock
 
-_SIDE, _PRODUCTS = 512, 8
+_SIDE = 128
+"""Of products that take much less time than what is measured beside them."""
+
+_LAPS, _MOST_LAPS = 15, 50
+_MEETINGS, _BETWEEN = 8, 8e-3
+"""Meetings of ranks, and seconds that they compute before each, as layers do about."""
 
 
 def measure_overlap(group: Group, size: int, asked: bool, clock: Clock) -> float:
-    """The share of an all-reduce of `size` bytes that products hide, which take about as long. Where it is
-    `asked` how far it is, between products, as sums of gradients are, it may go on there. Collective.
+    """The share of an all-reduce of `size` bytes that products hide, which take about twice as long. Where it
+    is `asked` how far it is, between products, as sums of gradients are, it may go on there. Collective.
     """
-    side = _SIDE
-    left, right, result = (torch.randn(side, side, device=group.device) for _ in range(3))
+    products = _Products(group)
     whole = group.empty((max(1, size // 4),), torch.float32).zero_()
-    one = clock.seconds("overlap", lambda: torch.mm(left, right, out=result))
     alone = clock.of_group("overlap", group, lambda: group.all_reduce(whole))
-    count = max(_PRODUCTS, min(50 * _PRODUCTS, int(2 * alone / one)))
-
-    def products() -> None:
-        for _ in range(count):
-            torch.mm(left, right, out=result)
+    count = products.taking(2 * alone, clock)
 
     def both() -> None:
         work = group.start_all_reduce(whole)
         for _ in range(count):
-            torch.mm(left, right, out=result)
+            products.one()
             if asked:
                 work.test()
         work.wait()
 
-    apart = clock.of_group("overlap", group, products)
-    together = clock.of_group("overlap", group, both)
-    return min(1.0, max(0.0, (apart + alone - together) / alone))
+    laps = paired(group, clock, lambda: products.run(count), both)
+    return median(min(1.0, max(0.0, (apart + alone - together) / alone)) for apart, together in laps)
+
+
+def measure_waits(group: Group, size: int, clock: Clock) -> float:
+    """The share of what ranks compute between two meetings that they wait for the slowest one at the second,
+    where they meet to sum `size` bytes. Collective.
+    """
+    products = _Products(group)
+    whole = group.empty((max(1, size // 4),), torch.float32).zero_()
+    alone = clock.of_group("waits", group, lambda: group.all_reduce(whole))
+    count = products.taking(_BETWEEN if clock.budget else 0.0, clock)
+
+    def met() -> None:
+        for _ in range(_MEETINGS):
+            products.run(count)
+            group.all_reduce(whole)
+
+    laps = paired(group, clock, lambda: products.run(_MEETINGS * count), met)
+    shares = [(together - apart - _MEETINGS * alone) / apart for apart, together in laps]
+    return min(1.0, max(0.0, median(shares)))
+
+
+class _Products:
+    """Small ones, one after the other."""
+
+    def __init__(self, group: Group) -> None:
+        self._operands = [torch.randn(_SIDE, _SIDE, device=group.device) for _ in range(2)]
+        self._result, self._group = torch.empty(_SIDE, _SIDE, device=group.device), group
+
+    def one(self) -> None:
+        torch.mm(*self._operands, out=self._result)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.one()
+
+    def taking(self, seconds: float, clock: Clock) -> int:
+        """How many take so long, on all ranks alike."""
+        some = 16
+        one = clock.of_group("overlap", self._group, lambda: self.run(some)) / some
+        return max(1, int(seconds / one))
+
+
+def paired(
+    group: Group, clock: Clock, first: Callable[[], object], second: Callable[[], object]
+) -> list[tuple[float, float]]:
+    """Seconds of the slowest rank of both, which take turns, so that what disturbs them meets both alike.
+    Collective.
+    """
+    both = first, second
+    longest = sum(clock.of_group("overlap", group, run) for run in both)
+    count = max(_LAPS, min(_MOST_LAPS, int(clock.budget / max(longest, 1e-9))))
+    seconds = torch.zeros(count, 2, dtype=torch.float64)
+    for lap in range(count):
+        for which, run in enumerate(both):
+            group.barrier()
+            began = clock.now()
+            run()
+            seconds[lap, which] = clock.now() - began
+    slowest = group.all_reduce(seconds, "max").tolist()
+    return [(one, other) for one, other in slowest]

@@ -29,7 +29,7 @@ _BYTES = 16
 
 def measure_whole(decks: Sequence[Deck], machine: Machine, clock: Clock) -> float:
     """The mean ratio of what blocks of decks of one format take to what is planned of them, all passes
-    together; 1 where no block fits into memory. Collective.
+    together: at least 1, as where no block fits into memory. Collective.
     """
     world, ratios = clock.world, []
     for each in decks:
@@ -49,7 +49,7 @@ def measure_whole(decks: Sequence[Deck], machine: Machine, clock: Clock) -> floa
                 planned = layer_seconds(layer, at, machine)
                 passes = (planned.forward, planned.input_gradient, planned.weight_gradient)
                 ratios.append(measured[layer.kind].total / sum(sum(each.values()) for each in passes))
-    return fmean(ratios) if ratios else 1.0
+    return max(1.0, fmean(ratios)) if ratios else 1.0
 
 
 def as_in_blocks(machine: Machine, form: str, factor: float) -> Machine:

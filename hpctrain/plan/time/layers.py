@@ -143,12 +143,16 @@ class _Times:
         return {"products": self.layer.trained * self._products(2)}
 
     def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
+        elementwise, at = self._elementwise(direction), self.at
+        later = self._products(2) if direction == "backward" else 0.0
+        waits = self.machine.waits * (products + core + elementwise + later)
+        rings = at.context > 1 and self.layer.core is not None and at.tensor == 1
         return {
             "products": products,
             "attention": core,
-            "elementwise": self._elementwise(direction),
-            "tensor": summed,
-            "context": self._context(direction, core),
+            "elementwise": elementwise,
+            "tensor": summed + waits * (at.tensor > 1),
+            "context": self._context(direction, core) + waits * rings,
             "expert": self._experts(),
         }
 

@@ -122,7 +122,8 @@ class Machine(_Table):
 
     `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
     told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, hide
-    behind backward by the share `overlap`; what layers sum hides by `layer_overlap` behind products. Where
+    behind backward by the share `overlap`; what layers sum hides by `layer_overlap` behind products; ranks
+    that meet in each layer wait there for the slowest by the share `waits` of what they compute. Where
     messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
     ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
     are seconds of an element, forward and backward; `optimizer` is elements a second; `formats` have what
@@ -154,6 +155,7 @@ class Machine(_Table):
     gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
     layer_overlap: float = Field(0.0, ge=0, le=1)
+    waits: float = Field(0.0, ge=0, le=1)
     messages: Literal["blocking", "overlapped"] = "overlapped"
     split_messages: bool = False
     shared_memory: bool = False
