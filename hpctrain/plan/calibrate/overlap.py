@@ -13,7 +13,11 @@ from hpctrain.plan.calibrate.clock import Clock
 _SIDE = 128
 """Of products that take much less time than what is measured beside them."""
 
-_LAPS, _MOST_LAPS = 15, 50
+_LEAST, _MOST = 3, 50
+_PATIENCE = 20
+"""Times as long as other measurements are repeated: what is told are small differences."""
+
+_MOST_PRODUCTS = 500
 _MEETINGS, _BETWEEN = 8, 8e-3
 """Meetings of ranks, and seconds that they compute before each, as layers do about."""
 
@@ -73,10 +77,10 @@ class _Products:
             self.one()
 
     def taking(self, seconds: float, clock: Clock) -> int:
-        """How many take so long, on all ranks alike."""
+        """How many take so long, on all ranks alike; not more than a few tens of milliseconds."""
         some = 16
         one = clock.of_group("overlap", self._group, lambda: self.run(some)) / some
-        return max(1, int(seconds / one))
+        return max(1, min(_MOST_PRODUCTS, int(seconds / one)))
 
 
 def paired(
@@ -87,7 +91,7 @@ def paired(
     """
     both = first, second
     longest = sum(clock.of_group("overlap", group, run) for run in both)
-    count = max(_LAPS, min(_MOST_LAPS, int(clock.budget / max(longest, 1e-9))))
+    count = max(_LEAST, min(_MOST, int(_PATIENCE * clock.budget / max(longest, 1e-9))))
     seconds = torch.zeros(count, 2, dtype=torch.float64)
     for lap in range(count):
         for which, run in enumerate(both):
