@@ -34,7 +34,7 @@ import click
 @click.option(
     "--machine",
     metavar="NAME|FILE",
-    help="Also a step's seconds there: a published machine, or a file of one.",
+    help="Also a step's seconds there: a published machine, or a file of `hpctrain calibrate`.",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
@@ -56,7 +56,8 @@ def command(
     machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
     both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
-    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs.
+    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file that
+    `hpctrain calibrate` has written.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link

@@ -9,6 +9,7 @@ from hpctrain.checkpoint.exchange.source import settled_keys
 from hpctrain.deck.read import parse_deck, read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.plan.time.step import TIMED
 
 _DECK = """
 [run]
@@ -75,7 +76,12 @@ def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
 
 
 def on_data_ranks(deck: Deck, ranks: int) -> Deck:
-    """The deck by data ranks alone, each with one micro-batch."""
+    """The deck by data ranks alone, each with one micro-batch, and without what plans do not time."""
     batch = {"global_size": deck.batch.micro_size * ranks}
     split = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False, "zero": 0}
-    return deck.with_keys(layout=split, batch=batch)
+    usual: dict[str, dict[str, object]] = {"layout": {**split}, "batch": {**batch}}
+    for key, value in TIMED.items():
+        section, _, name = key.partition(".")
+        usual.setdefault(section, {})[name] = value
+    usual["memory"]["recompute"] = "none"
+    return deck.with_keys(**usual)

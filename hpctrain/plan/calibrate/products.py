@@ -49,17 +49,18 @@ class _Memory(NamedTuple):
 def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
     """Those of decks of one format. Collective."""
     wanted: dict[Shape, Kernels] = {}
-    world = clock.world
+    world, meshes = clock.world, dict[int, Mesh]()
     for deck in decks:
         for variant, tokens, tensor in variants(deck, world.size):
-            mesh = Mesh(world, axis_sizes(variant, world.size))
-            chosen = choose_kernels(variant, world, mesh)
+            if tensor not in meshes:
+                meshes[tensor] = Mesh(world, axis_sizes(variant, world.size))
+            chosen = choose_kernels(variant, world, meshes[tensor])
             kernels = kernels_of(chosen, world.device, 1)
             for shape in shapes_of(variant, tokens, tensor, on_host(world.device)):
                 wanted.setdefault(shape, kernels)
     largest = max(max(s.rows * s.inputs, s.rows * s.outputs, s.outputs * s.inputs) for s in wanted)
     formats = Precision.of(decks[0])
-    group = Mesh(world, {"data": world.size}).group("data")
+    group = meshes[1].group("data")
     matrix = max(s.outputs * s.inputs for s in wanted)
     operands = _Memory(
         Operands(formats.product, world.device, largest),

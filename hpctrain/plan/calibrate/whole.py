@@ -37,7 +37,8 @@ def measure_whole(decks: Sequence[Deck], machine: Machine, clock: Clock) -> floa
         assert deck.model.vocabulary is not None
         shape = ModelShape.of(deck, deck.model.vocabulary)
         layers = dict.fromkeys(layer_sizes(shape))
-        if sum(layer.whole_elements + layer.split_elements for layer in layers) * _BYTES > machine.memory / 2:
+        elements = sum(layer.whole_elements + layer.split_elements for layer in layers)
+        if deck.model.experts or elements * _BYTES > machine.memory / 2:
             continue
         mesh = Mesh(world, axis_sizes(deck, world.size))
         deck = choose_kernels(deck, world, mesh)
@@ -45,7 +46,7 @@ def measure_whole(decks: Sequence[Deck], machine: Machine, clock: Clock) -> floa
         measured = measure_layers(deck, shape, groups, mesh).of_kind
         at = Arrangement.of(deck, world.size, machine.ranks_per_node)
         for layer in layers:
-            if layer.is_block and not layer.expert_elements:
+            if layer.is_block:
                 planned = layer_seconds(layer, at, machine)
                 passes = (planned.forward, planned.input_gradient, planned.weight_gradient)
                 ratios.append(measured[layer.kind].total / sum(sum(each.values()) for each in passes))
