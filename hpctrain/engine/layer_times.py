@@ -90,13 +90,19 @@ def alone(layers: Sequence[Layer]) -> dict[str, Span]:
     }
 
 
-def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> LayerTimes:
-    """Time one layer of each kind, the head with its loss, at full size on this rank.
+def measure_layers(
+    deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh, ends: bool = True
+) -> LayerTimes:
+    """Time one layer of each kind, the head with its loss, at full size on this rank; blocks alone without
+    `ends`.
 
     Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
     or a few repetitions where they take longer, and the memory of these layers.
     """
-    world, spans = mesh.world, alone(bare_model(shape).layers)
+    world = mesh.world
+    layers = bare_model(shape).layers
+    blocks = {layer.kind for layer in layers if layer.is_block}
+    spans = {kind: span for kind, span in alone(layers).items() if ends or kind in blocks}
     models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)

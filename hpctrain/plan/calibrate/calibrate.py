@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,10 +23,10 @@ from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
 from hpctrain.plan.calibrate.fit import fit_products
 from hpctrain.plan.calibrate.functions import measure_attention, measure_elementwise
 from hpctrain.plan.calibrate.links import measure_links
-from hpctrain.plan.calibrate.memory import measure_bandwidth, measure_launch, memory_of_rank
+from hpctrain.plan.calibrate.memory import measure_bandwidth, memory_of_rank
 from hpctrain.plan.calibrate.products import measure_products
 from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
-from hpctrain.plan.calibrate.whole import as_in_blocks, measure_whole
+from hpctrain.plan.calibrate.whole import Blocks, as_in_blocks, factor_of, launch_of
 from hpctrain.plan.time.machine import Format, Machine, Products
 from hpctrain.units import format_bytes, format_seconds, parse_bytes
 from hpctrain.words import counted
@@ -99,7 +99,7 @@ def measure_machine(
     clock, began = Clock(world, seconds), perf_counter()
     host = name_of(world.device) or processor_name()
     report(f"measuring {host} with {counted(world.size, 'rank')} at once")
-    bandwidth, launch = measure_bandwidth(clock, most), measure_launch(clock)
+    bandwidth = measure_bandwidth(clock, most)
     report(f"memory: {format_bytes(bandwidth)}/s a rank")
     links = measure_links(clock, most)
     for where, link in (("inside a node", links.inside), ("between nodes", links.between)):
@@ -107,11 +107,17 @@ def measure_machine(
             report(f"{where}: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
     products: dict[str, Products] = {}
     of_formats: dict[str, Format] = {}
+    blocks: dict[str, Blocks] = {}
+    measured: dict[str, list[float]] = {}
+    memory = memory_of_rank(world)
     small = min(decks, key=parameters_of)
     if parameters_of(small) > MOST_PARAMETERS:
         small = of_sizes(SMALL, 4, 256)
+    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
     for form in formats:
         in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
+        blocks[form] = Blocks.of(in_form, world.size, memory)
+        measured[form] = blocks[form].seconds(clock)
         products[form] = fit_products(measure_products(in_form, clock))
         of_formats[form] = Format(
             attention=measure_attention(in_form, clock),
@@ -128,9 +134,8 @@ def measure_machine(
         date=datetime.now(timezone.utc).date().isoformat(),
         ranks=world.size,
         ranks_per_node=world.topology.ranks_per_node,
-        memory=memory_of_rank(world),
+        memory=memory,
         memory_bandwidth=bandwidth,
-        launch=launch,
         optimizer=first.optimizer,
         products=products,
         attention=first.attention,
@@ -146,17 +151,34 @@ def measure_machine(
         layer_overlap=links.layer_overlap,
         waits=links.waits,
     )
-    for form in formats:
-        in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
-        factor = measure_whole(in_form, machine, clock)
-        machine = as_in_blocks(machine, form, factor)
-        report(f"{form}: a block takes {factor:.3f} times what its parts take by themselves")
-    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
+    machine = _as_in_blocks(machine, blocks, measured, clock, report)
     fixed = measure_fixed(tiny, machine, clock)
     report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
     update = {"fixed": fixed, "spread": clock.spread()}
     found: Machine = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
     return found
+
+
+def _as_in_blocks(
+    machine: Machine,
+    blocks: Mapping[str, Blocks],
+    before: Mapping[str, list[float]],
+    clock: Clock,
+    report: Report,
+) -> Machine:
+    """The machine with rates of parts as these are in blocks, which are timed once more: what takes longer
+    for some seconds then counts half. Collective.
+    """
+    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
+    nothing = Blocks.of([tiny], clock.world.size, machine.memory)
+    launch = launch_of(nothing, nothing.seconds(clock), machine)
+    machine = machine.model_copy(update={"launch": launch})
+    report(f"an operation takes {1e6 * launch:.3g} us at the least")
+    for form, some in blocks.items():
+        factor = factor_of(some, [before[form], some.seconds(clock)], machine)
+        machine = as_in_blocks(machine, form, factor)
+        report(f"{form}: a block takes {factor:.3f} times what its parts take by themselves")
+    return machine
 
 
 def _format_line(form: str, products: Products, of_form: Format) -> str:

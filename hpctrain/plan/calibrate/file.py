@@ -16,7 +16,7 @@ _UNITS = {
     "ranks_per_node": "of the nodes that were measured",
     "memory": "bytes of a rank",
     "memory_bandwidth": "bytes/s that a rank reads and writes",
-    "launch": "seconds of an operation on next to nothing",
+    "launch": "seconds of an operation at the least",
     "fixed": "seconds of a step",
     "optimizer": "elements/s of a rank",
     "logits": "elements that the head computes at a time",

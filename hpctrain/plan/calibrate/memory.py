@@ -1,4 +1,4 @@
-"""Memory of a rank: how much there is, how fast it is passed over, and what any operation takes at least."""
+"""Memory of a rank: how much there is, and how fast it is passed over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.comm.host_memory import node_limits
 from hpctrain.comm.world import World
 from hpctrain.plan.calibrate.clock import Clock
 
-_BYTES, _TIMES = 128 << 20, 200
+_BYTES = 128 << 20
 
 
 def memory_of_rank(world: World) -> float:
@@ -28,14 +28,3 @@ def measure_bandwidth(clock: Clock, most: int) -> float:
     source = torch.zeros(min(_BYTES, max(4096, most)) // 4, device=device)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / clock.seconds("memory", lambda: target.copy_(source))
-
-
-def measure_launch(clock: Clock) -> float:
-    """Seconds of an operation on next to nothing. Collective."""
-    x = torch.zeros(16, device=clock.world.device)
-
-    def run() -> None:
-        for _ in range(_TIMES):
-            x.add_(1.0)
-
-    return clock.seconds("launch", run) / _TIMES

@@ -1,11 +1,12 @@
-"""How much longer a whole block takes than its parts do by themselves, and rates as they are within one.
+"""What a whole block takes beside its parts by themselves: a time for each, or a share where they are large.
 
 What one part leaves in caches is not what the next one needs, memory comes and goes, and Python runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from hpctrain.comm.mesh import Mesh
@@ -20,37 +21,84 @@ from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import on_data_ranks
 from hpctrain.plan.time.arrangement import Arrangement
-from hpctrain.plan.time.layers import layer_seconds, layer_sizes
+from hpctrain.plan.time.layers import Causes, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Attention, Efficiency, Machine, Pair, Products
 
 _BYTES = 16
 """Of an element of a layer's parameters that is measured, about."""
 
 
-def measure_whole(decks: Sequence[Deck], machine: Machine, clock: Clock) -> float:
-    """The mean ratio of what blocks of decks of one format take to what is planned of them, all passes
-    together: at least 1, as where no block fits into memory. Collective.
+@dataclass(frozen=True)
+class Blocks:
+    """Decks whose blocks are timed, as data ranks have them."""
+
+    decks: tuple[Deck, ...]
+
+    @staticmethod
+    def of(decks: Iterable[Deck], ranks: int, memory: float) -> Blocks:
+        """Of these those whose blocks fit into so much memory, and have no experts."""
+        plain = (on_data_ranks(deck, ranks) for deck in decks if not deck.model.experts)
+        return Blocks(tuple(d for d in plain if _BYTES * sum(map(_elements_of, _blocks(d))) < memory / 2))
+
+    def seconds(self, clock: Clock) -> list[float]:
+        """Of all passes of a block of each deck, all kinds together. Collective."""
+        world, found = clock.world, []
+        for each in self.decks:
+            mesh = Mesh(world, axis_sizes(each, world.size))
+            deck = choose_kernels(each, world, mesh)
+            groups = make_groups(deck, mesh, SavedPolicy(), world.device)
+            times = measure_layers(deck, _shape(deck), groups, mesh, ends=False).of_kind
+            found.append(sum(of_kind.total for of_kind in times.values()))
+        return found
+
+    def planned(self, machine: Machine) -> list[float]:
+        """The same on a machine."""
+        return [_planned(deck, machine) for deck in self.decks]
+
+
+def launch_of(tiny: Blocks, measured: Sequence[float], machine: Machine) -> float:
+    """Seconds of any operation at the least: what blocks whose operands are next to nothing take beside what
+    is planned of them, by their operations.
     """
-    world, ratios = clock.world, []
-    for each in decks:
-        deck = on_data_ranks(each, world.size)
-        assert deck.model.vocabulary is not None
-        shape = ModelShape.of(deck, deck.model.vocabulary)
-        layers = dict.fromkeys(layer_sizes(shape))
-        elements = sum(layer.whole_elements + layer.split_elements for layer in layers)
-        if deck.model.experts or elements * _BYTES > machine.memory / 2:
-            continue
-        mesh = Mesh(world, axis_sizes(deck, world.size))
-        deck = choose_kernels(deck, world, mesh)
-        groups = make_groups(deck, mesh, SavedPolicy(), world.device)
-        measured = measure_layers(deck, shape, groups, mesh).of_kind
-        at = Arrangement.of(deck, world.size, machine.ranks_per_node)
-        for layer in layers:
-            if layer.is_block:
-                planned = layer_seconds(layer, at, machine)
-                passes = (planned.forward, planned.input_gradient, planned.weight_gradient)
-                ratios.append(measured[layer.kind].total / sum(sum(each.values()) for each in passes))
+    nothing, counted = (tiny.planned(machine.model_copy(update={"launch": each})) for each in (0.0, 1.0))
+    return max(0.0, sum(measured) - sum(nothing)) / max(1.0, sum(counted) - sum(nothing))
+
+
+def factor_of(blocks: Blocks, measured: Sequence[Sequence[float]], machine: Machine) -> float:
+    """How many times as long blocks take, each time that they were measured, as is planned of them, in the
+    mean: at least 1.
+    """
+    planned = blocks.planned(machine)
+    ratios = [one / other for times in measured for one, other in zip(times, planned, strict=True)]
     return max(1.0, fmean(ratios)) if ratios else 1.0
+
+
+def _planned(deck: Deck, machine: Machine) -> float:
+    at = Arrangement.of(deck, deck.batch.global_size // deck.batch.micro_size, machine.ranks_per_node)
+    of_layers = (layer_seconds(layer, at, machine) for layer in _blocks(deck))
+    return sum(
+        _total(each.forward) + _total(each.input_gradient) + _total(each.weight_gradient)
+        for each in of_layers
+    )
+
+
+def _shape(deck: Deck) -> ModelShape:
+    assert deck.model.vocabulary is not None
+    return ModelShape.of(deck, deck.model.vocabulary)
+
+
+def _blocks(deck: Deck) -> list[LayerSizes]:
+    """One of each kind."""
+    layers = {layer.kind: layer for layer in layer_sizes(_shape(deck)) if layer.is_block}
+    return list(layers.values())
+
+
+def _elements_of(layer: LayerSizes) -> int:
+    return layer.whole_elements + layer.split_elements
+
+
+def _total(causes: Causes) -> float:
+    return sum(causes.values())
 
 
 def as_in_blocks(machine: Machine, form: str, factor: float) -> Machine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.calibrate.whole import as_in_blocks
+from hpctrain.plan.calibrate.whole import Blocks, as_in_blocks, factor_of, launch_of
 from hpctrain.plan.time.machine import Machine, parse_machine
 from hpctrain.plan.time.step import plan_step
 from tests.engines import small_deck
@@ -48,3 +48,25 @@ def test_other_formats_stay_as_they_are() -> None:
         before.elementwise,
     )
     assert as_in_blocks(before, "bf16", 1.0) == before
+
+
+def test_what_blocks_take_beside_their_parts_is_found() -> None:
+    """Of seconds that are made up: by a time for each operation, or a factor."""
+    before = machine()
+    blocks = Blocks.of([small_deck(), small_deck("model.hidden=64")], 2, 1e9)
+    told = before.model_copy(update={"launch": 3e-6})
+    assert launch_of(blocks, blocks.planned(told), before) == pytest.approx(3e-6)
+    assert launch_of(blocks, [0.0, 0.0], before) == 0.0
+    slower = blocks.planned(as_in_blocks(before, "fp32", 1.25))
+    assert factor_of(blocks, [slower, slower], before) == pytest.approx(1.25, rel=0.02)
+    assert factor_of(blocks, [slower, blocks.planned(before)], before) == pytest.approx(1.125, rel=0.02)
+    assert factor_of(blocks, [[0.5 * each for each in slower]], before) == 1.0
+
+
+def test_blocks_that_cannot_be_timed_are_left_out() -> None:
+    mixture = small_deck("model.family=llama", "model.experts=4", "model.experts_per_token=2", "model.mlp=48")
+    assert Blocks.of([mixture], 2, 1e9).decks == ()
+    assert Blocks.of([small_deck()], 2, 1e3).decks == ()
+    empty = Blocks(())
+    assert factor_of(empty, [[]], machine()) == 1.0
+    assert launch_of(empty, [], machine()) == 0.0
