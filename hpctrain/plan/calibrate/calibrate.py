@@ -166,9 +166,7 @@ def _as_in_blocks(
     clock: Clock,
     report: Report,
 ) -> Machine:
-    """The machine with rates of parts as these are in blocks, which are timed once more: what takes longer
-    for some seconds then counts half. Collective.
-    """
+    """The machine with rates of parts as these are in blocks, which are timed once more. Collective."""
     tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
     nothing = Blocks.of([tiny], clock.world.size, machine.memory)
     launch = launch_of(nothing, nothing.seconds(clock), machine)

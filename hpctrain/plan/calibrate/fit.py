@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.plan.time.machine import Efficiency, Link, ProductPass, Products
+from hpctrain.plan.time.machine import Attention, Efficiency, Link, ProductPass, Products
 
 _LEAST_SHAPES = 3
 """Of a pass that gets two numbers of its own."""
@@ -66,6 +66,20 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
         [size / taken for size, taken in zip(sizes, seconds, strict=True)], [1 / taken for taken in seconds]
     )
     return Link(bandwidth=1 / max(inverse, 1e-15), latency=latency)
+
+
+def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attention:
+    """FLOP/s of the core and seconds of a query's feature, of FLOPs forward, features of all queries, and
+    seconds forward and backward.
+    """
+    found = []
+    for direction, many in ((0, 1), (1, 2)):
+        flops = [many * row[0] / row[2 + direction] for row in times]
+        features = [row[1] / row[2 + direction] for row in times]
+        inverse, rest = not_negative(flops, features)
+        found.append((1 / max(inverse, 1e-18), rest))
+    (forward, first), (backward, second) = found
+    return Attention(forward=forward, backward=backward, features=(first, second))
 
 
 def not_negative(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

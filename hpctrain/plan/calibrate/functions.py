@@ -27,29 +27,39 @@ from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import variants
+from hpctrain.plan.calibrate.fit import fit_attention
 from hpctrain.plan.calibrate.operands import Operands
 from hpctrain.plan.time.machine import Attention
+
+_SHORT = 64
+"""Tokens of a sequence that is cut shorter."""
 
 _ELEMENTS = 4 << 20
 """Of operands that are taken in turns."""
 
 
 def measure_attention(decks: Sequence[Deck], clock: Clock) -> Attention:
-    """FLOP/s of the core in the decks' format, the causal mask not subtracted. Collective."""
-    rates: tuple[list[float], list[float]] = [], []
+    """Of the core in the decks' format, on their sequences and on shorter ones. Collective."""
+    times = []
     device = clock.world.device
     for deck in decks:
         functions = functions_of(with_functions(deck, clock.world), device)
         for variant, tokens, tensor in variants(deck, clock.world.size):
             shape = ModelShape.of(variant, variant.model.vocabulary or 1)
-            heads, sequence = shape.heads // tensor, variant.batch.sequence
-            sizes = sequence, tokens // sequence, heads, shape.head_size
-            queries = Operands(Precision.of(deck).product, device, 3 * tokens * heads * shape.head_size)
-            run = partial(_attend, functions, queries, sizes, clock)
-            flops = 4 * heads * shape.head_size * sequence * tokens
-            for rate, seconds, times in zip(rates, clock.laps("attention", run), (1, 2), strict=True):
-                rate.append(seconds / (times * flops))
-    return Attention(forward=1 / fmean(rates[0]), backward=1 / fmean(rates[1]))
+            heads = shape.heads // tensor
+            features = tokens * heads * shape.head_size
+            queries = Operands(Precision.of(deck).product, device, 3 * features)
+            for sequence in _lengths(variant.batch.sequence):
+                sizes = sequence, tokens // sequence, heads, shape.head_size
+                run = partial(_attend, functions, queries, sizes, clock)
+                forward, backward = clock.laps("attention", run)
+                times.append((4.0 * features * sequence, float(features), forward, backward))
+    return fit_attention(times)
+
+
+def _lengths(sequence: int) -> list[int]:
+    """Of sequences as long, and of a quarter."""
+    return [sequence, sequence // 4] if sequence % 4 == 0 and sequence >= _SHORT else [sequence]
 
 
 def _attend(

@@ -65,12 +65,12 @@ def launch_of(tiny: Blocks, measured: Sequence[float], machine: Machine) -> floa
 
 
 def factor_of(blocks: Blocks, measured: Sequence[Sequence[float]], machine: Machine) -> float:
-    """How many times as long blocks take, each time that they were measured, as is planned of them, in the
-    mean: at least 1.
+    """How many times as long blocks take, when they were measured and took least, as is planned of them, in
+    the mean: what disturbs a machine for some seconds meets parts or blocks.
     """
-    planned = blocks.planned(machine)
-    ratios = [one / other for times in measured for one, other in zip(times, planned, strict=True)]
-    return max(1.0, fmean(ratios)) if ratios else 1.0
+    least = [min(times) for times in zip(*measured, strict=True)]
+    ratios = [one / other for one, other in zip(least, blocks.planned(machine), strict=True)]
+    return fmean(ratios) if ratios else 1.0
 
 
 def _planned(deck: Deck, machine: Machine) -> float:
@@ -134,6 +134,7 @@ def _attention(each: Attention, factor: float) -> Attention:
         forward=None if forward is None else forward / factor,
         backward=None if backward is None else backward / factor,
         passes=each.passes,
+        features=(each.features[0] * factor, each.features[1] * factor),
     )
 
 

@@ -220,7 +220,8 @@ class _Times:
         attention = machine.attention_of(at.form)
         rate = attention.backward if backward else attention.forward
         if rate is not None:
-            return machine.launch + flops * (2.0 if backward else 1.0) / rate
+            features = core.heads * core.head_size / at.tensor * at.tokens * attention.features[backward]
+            return machine.launch + flops * (2.0 if backward else 1.0) / rate + features
         heads = core.heads / at.tensor * at.micro_size
         queries = core.sequence / at.context
         of_one = self.rates.seconds(queries, core.sequence, core.head_size)

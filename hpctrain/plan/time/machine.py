@@ -75,12 +75,14 @@ class Products(Efficiency):
 
 class Attention(_Table):
     """FLOP/s of the core of attention, forward and backward, the causal mask not subtracted; none where it is
-    products and passes over the matrix of scores, `passes` of them forward, and backward.
+    products and passes over the matrix of scores, `passes` of them forward, and backward. `features` are
+    seconds of each feature of a query beside, forward and backward: short sequences have more of them.
     """
 
     forward: float | None = Field(None, gt=0)
     backward: float | None = Field(None, gt=0)
     passes: tuple[float, float] | None = Field(None, strict=False)
+    features: Pair = (0.0, 0.0)
 
 
 class Format(_Table):

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from hpctrain.plan.calibrate.fit import ProductTime, fit_link, fit_products, not_negative
+from hpctrain.plan.calibrate.fit import ProductTime, fit_attention, fit_link, fit_products, not_negative
 from hpctrain.plan.time.machine import ProductPass, Products
 
 SIDES = (64, 256, 1024)
@@ -59,6 +59,23 @@ def test_times_that_no_saturation_explains_leave_none() -> None:
     assert found.efficiency > 0
     alone = fit_products([ProductTime("forward", 8, 8, 8, 1e-6)])
     assert alone.seconds(8, 8, 8) > 0
+
+
+def test_attention_s_rates_are_found() -> None:
+    rows = [
+        (
+            4.0 * features * sequence,
+            features,
+            features * (4 * sequence / 6e10 + 2e-9),
+            features * 8 * sequence / 5e10,
+        )
+        for features, sequence in ((1e6, 64.0), (1e6, 256.0), (3e6, 512.0))
+    ]
+    found = fit_attention(rows)
+    assert found.forward == pytest.approx(6e10)
+    assert found.backward == pytest.approx(5e10)
+    assert found.features[0] == pytest.approx(2e-9)
+    assert found.features[1] == pytest.approx(0.0, abs=1e-15)
 
 
 def test_links_are_found() -> None:

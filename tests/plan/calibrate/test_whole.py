@@ -59,8 +59,10 @@ def test_what_blocks_take_beside_their_parts_is_found() -> None:
     assert launch_of(blocks, [0.0, 0.0], before) == 0.0
     slower = blocks.planned(as_in_blocks(before, "fp32", 1.25))
     assert factor_of(blocks, [slower, slower], before) == pytest.approx(1.25, rel=0.02)
-    assert factor_of(blocks, [slower, blocks.planned(before)], before) == pytest.approx(1.125, rel=0.02)
-    assert factor_of(blocks, [[0.5 * each for each in slower]], before) == 1.0
+    longer = [2 * each for each in slower]
+    assert factor_of(blocks, [longer, slower], before) == pytest.approx(1.25, rel=0.02)
+    quicker = [0.5 * each for each in slower]
+    assert factor_of(blocks, [quicker, slower], before) == pytest.approx(0.625, rel=0.02)
 
 
 def test_blocks_that_cannot_be_timed_are_left_out() -> None:
