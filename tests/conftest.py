@@ -72,13 +72,17 @@ def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models have blocks of two kinds."""
     from hpctrain.model import transformer
+    from hpctrain.model.build import layer_kinds
     from hpctrain.model.count import count
     from tests import two_kinds
 
     monkeypatch.setattr(transformer, "Block", two_kinds.block)
-    count.cache_clear()
+    cached = count, layer_kinds
+    for each in cached:
+        each.cache_clear()
     yield
-    count.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
 @pytest.fixture

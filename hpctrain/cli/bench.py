@@ -108,6 +108,23 @@ def train(deck: Path, overrides: tuple[str, ...], path: Path | None, **wish: Any
 
 
 @command.command()
+@click.option(
+    "--machine",
+    metavar="FILE",
+    help="Figures of this machine, of `hpctrain calibrate`.  [default: measured before]",
+)
+@click.option("--only", multiple=True, metavar="NAME", help="Of all decks these alone, e.g. 17m-fp32-tensor.")
+@click.option("--steps", default=1, show_default=True, type=COUNT, help="Of each deck in each round.")
+@in_rounds
+@figures_file
+def plan(machine: str | None, only: tuple[str, ...], steps: int, rounds: int, path: Path | None) -> None:
+    """Time twelve decks on two ranks beside the seconds that `hpctrain plan` tells of their steps."""
+    from hpctrain.bench.plan import bench_plan
+
+    run_bench(lambda world: bench_plan(world, machine, only, steps, rounds, path), path)
+
+
+@command.command()
 @deck_file
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.expert=2."

@@ -238,8 +238,7 @@ class Layout(Section):
     """
 
     auto: bool = key(
-        "Whether what is not given here, of micro_size and of recompute is chosen: the quickest that fits, "
-        "by machine.rates.",
+        "Whether keys that are not given, micro_size and recompute too, are chosen: the quickest that fits.",
         False,
     )
     data: int | None = key(

@@ -86,13 +86,18 @@ def alone(kinds: Sequence[str]) -> dict[str, Span]:
     return spans | {first: Span(0, 0, True, False), last: Span(len(blocks), len(blocks), False, True)}
 
 
-def measure_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> LayerTimes:
-    """Time one layer of each kind, the head with its loss, at full size on this rank.
+def measure_layers(
+    deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh, ends: bool = True
+) -> LayerTimes:
+    """Time one layer of each kind, the head with its loss, at full size on this rank; blocks alone without
+    `ends`.
 
     Collective: all ranks work at the same time, and all get the slowest one's figures. Takes about a second,
     or a few repetitions where they take longer, and the memory of these layers.
     """
-    world, spans = mesh.world, alone(layer_kinds(shape))
+    world = mesh.world
+    kinds = layer_kinds(shape)
+    spans = {kind: span for kind, span in alone(kinds).items() if ends or kind in kinds[1:-1]}
     models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)

@@ -34,7 +34,16 @@ def chunk_rows(tokens: int, rows: int, gpu: bool) -> int:
 
     Chunks are as even as can be: one of a few tokens would take as many passes as the others.
     """
-    most = max(CHUNK_ROWS, (CHUNK_ELEMENTS_ON_GPU if gpu else CHUNK_ELEMENTS) // rows)
+    return chunk_of(tokens, max(CHUNK_ROWS, logits_of_chunk(gpu) // rows))
+
+
+def logits_of_chunk(gpu: bool) -> int:
+    """How many of them are computed at a time, on a rank."""
+    return CHUNK_ELEMENTS_ON_GPU if gpu else CHUNK_ELEMENTS
+
+
+def chunk_of(tokens: int, most: int) -> int:
+    """Tokens of an even chunk of so many, of `most` at the most."""
     chunks = -(-tokens // most)
     return max(1, -(-tokens // max(1, chunks)))
 

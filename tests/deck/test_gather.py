@@ -145,8 +145,9 @@ def test_overrides_are_toml_or_bare_text() -> None:
         ("run.steps=a b", "--set run.steps=a b: must be a whole number of at least 1, not text"),
         (
             "layout.a.b=2",
-            "--set layout.a.b=2: unknown key; [layout] has data, tensor, context, expert, expert_tensor, "
-            "pipeline, schedule, chunks, split, zero, zero_group, replicas, sequence_parallel, context_form",
+            "--set layout.a.b=2: unknown key; [layout] has auto, data, tensor, context, expert, "
+            "expert_tensor, pipeline, schedule, chunks, split, zero, zero_group, replicas, "
+            "sequence_parallel, context_form",
         ),
     ],
 )

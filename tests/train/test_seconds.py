@@ -94,7 +94,7 @@ def test_measured_causes_are_the_whole_step(
     causes = measured["seconds_by_cause"]
     assert sum(causes.values()) == pytest.approx(measured["seconds"])
     assert all(seconds >= 0 for seconds in causes.values()), causes
-    assert causes["computing"] > 0 < causes["optimizer"]
+    assert causes["computing"] > 0 < causes["update"]
     assert causes[shown] > 0
     stages = 2 if "layout.pipeline=2" in layout_keys else 1
     assert measured["steps"] == 3

@@ -13,7 +13,7 @@ from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.time.machine import Host, Link, Machine
+from hpctrain.plan.time.machine import Attention, Collective, Format, Host, Link, Machine
 from hpctrain.plan.time.step import StepPlan
 
 LEAST_GAIN = 0.005  # of a step; less is no advice
@@ -137,23 +137,22 @@ def faster(machine: Machine, part: str) -> Machine:
             form: rates.model_copy(update={"peak": 2 * rates.peak})
             for form, rates in machine.products.items()
         }
-        rates = {"forward": machine.attention.forward, "backward": machine.attention.backward}
-        twice = {name: 2 * rate for name, rate in rates.items() if rate is not None}
-        attention = machine.attention.model_copy(update=twice)
-        return machine.model_copy(update={"products": products, "attention": attention})
-    if part == "memory":
-        elements = {kind: (seconds[0] / 2, seconds[1] / 2) for kind, seconds in machine.elementwise.items()}
-        optimizer = None if machine.optimizer is None else 2 * machine.optimizer
-        update = {"memory_bandwidth": 2 * machine.memory_bandwidth, "optimizer": optimizer}
-        return machine.model_copy(update=update | {"elementwise": elements})
-    if part == "inside":
-        measured = {
-            name: each.model_copy(update={"seconds": tuple(seconds / 2 for seconds in each.seconds)})
-            for name, each in machine.collectives.items()
+        formats = {
+            form: each.model_copy(update={"attention": each.attention and _quicker(each.attention)})
+            for form, each in machine.formats.items()
         }
+        attention = _quicker(machine.attention)
+        return machine.model_copy(update={"products": products, "attention": attention, "formats": formats})
+    if part == "memory":
+        formats = {form: each.model_copy(update=_passed(each)) for form, each in machine.formats.items()}
+        update = {"memory_bandwidth": 2 * machine.memory_bandwidth, "formats": formats}
+        return machine.model_copy(update=update | _passed(machine))
+    if part == "inside":
+        measured = {name: _halved(each) for name, each in machine.collectives.items()}
         return machine.model_copy(update={"inside": _faster(machine.inside), "collectives": measured})
     if part == "between":
-        return machine.model_copy(update={"between": _faster(machine.between)})
+        crossing = {name: tuple(map(_halved, several)) for name, several in machine.crossing.items()}
+        return machine.model_copy(update={"between": _faster(machine.between), "crossing": crossing})
     if part == "away":
         host, disk = machine.host, machine.disk
         fast = (
@@ -165,8 +164,23 @@ def faster(machine: Machine, part: str) -> Machine:
     return machine.model_copy(update={"launch": machine.launch / 2, "fixed": machine.fixed / 2})
 
 
-def _faster(link: Link) -> Link:
-    return Link(bandwidth=2 * link.bandwidth, latency=link.latency / 2)
+def _faster(link: Link | None) -> Link | None:
+    return None if link is None else Link(bandwidth=2 * link.bandwidth, latency=link.latency / 2)
+
+
+def _quicker(attention: Attention) -> Attention:
+    rates = {"forward": attention.forward, "backward": attention.backward}
+    return attention.model_copy(update={name: 2 * rate for name, rate in rates.items() if rate is not None})
+
+
+def _passed(of: Machine | Format) -> dict[str, object]:
+    """What goes by memory's bandwidth, in half its time."""
+    elements = {kind: (forward / 2, backward / 2) for kind, (forward, backward) in of.elementwise.items()}
+    return {"elementwise": elements, "optimizer": None if of.optimizer is None else 2 * of.optimizer}
+
+
+def _halved(measured: Collective) -> Collective:
+    return measured.model_copy(update={"seconds": tuple(seconds / 2 for seconds in measured.seconds)})
 
 
 def changes(deck: Deck) -> Iterator[str]:

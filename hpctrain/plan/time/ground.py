@@ -15,7 +15,7 @@ from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds
 from hpctrain.plan.time.machine import Link, Machine
 from hpctrain.plan.time.synchronize import after_backward
 
-_NOT_TIMED = ("name", "source", "nodes", "memory", "others")
+_NOT_TIMED = ("name", "source", "nodes", "memory", "others", "date", "processor", "ranks", "spread")
 
 
 class Ground:

@@ -19,12 +19,14 @@ from hpctrain.parallel.experts import EXPERT_AXES
 from hpctrain.parallel.operations import Core, Elementwise, Matrix
 from hpctrain.parallel.saved import Saving, total
 from hpctrain.plan.time.arrangement import Arrangement
-from hpctrain.plan.time.machine import Direction, Machine, collective_seconds
+from hpctrain.plan.time.machine import Direction, Machine, ProductPass, collective_seconds
 
 Causes = Mapping[str, float]
 """Seconds by cause."""
 
 _TOKENS = 1 << 12
+_PASSES: tuple[ProductPass, ...] = ("forward", "input_gradient", "weight_gradient")
+_LOGITS: tuple[ProductPass, ...] = ("logits", "logits_input_gradient", "logits_weight_gradient")
 
 
 @dataclass(frozen=True)
@@ -169,22 +171,26 @@ class _Times:
         return {"products": self.layer.trained * self._products(2)}
 
     def _pass(self, direction: Direction, products: float, core: float, summed: float) -> dict[str, float]:
+        elementwise, at = self._elementwise(direction), self.at
+        later = self._products(2) if direction == "backward" else 0.0
+        waits = self.machine.waits * (products + core + elementwise + later)
+        rings = at.context > 1 and self.layer.core is not None and at.tensor == 1
         return {
             "products": products,
             "attention": core,
-            "elementwise": self._elementwise(direction),
-            "tensor": summed,
-            "context": self._context(direction, core),
+            "elementwise": elementwise,
+            "tensor": summed + waits * (at.tensor > 1),
+            "context": self._context(direction, core) + waits * rings,
             "expert": self._experts(),
         }
 
     def _products(self, turn: int) -> float:
         """Seconds of a pass over all matrices: forward (0), gradients of inputs (1), of matrices (2)."""
-        total = 0.0
+        total, kind = 0.0, (_LOGITS if self.layer.is_last else _PASSES)[turn]
         for matrix in self.layer.matrices:
             m, n, k, count = self._shape(matrix)
             sizes = ((m, n, k), (m, k, n), (n, k, m))[turn]
-            total += count * (self.rates.seconds(*sizes) + self.machine.launch)
+            total += count * (self.rates.seconds(*sizes, kind) + self.machine.launch)
         return total
 
     def _shape(self, matrix: Matrix) -> tuple[float, float, float, float]:
@@ -200,6 +206,8 @@ class _Times:
             rows = at.tokens / at.tensor  # a router's: of the rows that a rank sends to experts
         n = matrix.outputs / ranks if matrix.cut == "outputs" else matrix.outputs
         k = matrix.inputs / ranks if matrix.cut == "inputs" else matrix.inputs
+        if self.layer.is_last:  # logits of some rows at a time
+            count, rows = rows / self.machine.logits_at_once(rows, n), self.machine.logits_at_once(rows, n)
         return rows, n, k, count
 
     def core(self, direction: Direction) -> float:
@@ -209,14 +217,16 @@ class _Times:
             return 0.0
         flops = core.flops / at.tensor * at.tokens
         backward = direction == "backward"
-        rate = machine.attention.backward if backward else machine.attention.forward
+        attention = machine.attention_of(at.form)
+        rate = attention.backward if backward else attention.forward
         if rate is not None:
-            return machine.launch + flops * (2.0 if backward else 1.0) / rate
+            features = core.heads * core.head_size / at.tensor * at.tokens * attention.features[backward]
+            return machine.launch + flops * (2.0 if backward else 1.0) / rate + features
         heads = core.heads / at.tensor * at.micro_size
         queries = core.sequence / at.context
         of_one = self.rates.seconds(queries, core.sequence, core.head_size)
         scores = heads * queries * core.sequence * at.itemsize
-        passes = machine.attention.passes or (1.0, 1.0)
+        passes = attention.passes or (1.0, 1.0)
         products = (4 if backward else 2) * heads * of_one
         return products + passes[backward] * scores / machine.memory_bandwidth + 4 * machine.launch
 
@@ -234,7 +244,7 @@ class _Times:
         for each in self.layer.elementwise:
             elements = at.tokens * each.features / at.tensor if each.split else at.rows * each.features
             itemsize = 4 if each.kind == "loss" else at.itemsize
-            total += self.machine.elements(each.kind, direction, elements, itemsize)
+            total += self.machine.elements(each.kind, direction, elements, itemsize, at.form)
         return total
 
     def _sums(self, direction: Direction, hiding: float) -> float:

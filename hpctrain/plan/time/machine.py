@@ -1,6 +1,7 @@
 """The rates of a machine, from which the seconds of a step follow, in a file or published.
 
 Products go at `peak efficiency / (1 + saturation (1/m + 1/n + 1/k))`: small ones keep no processor busy.
+`hpctrain calibrate` measures such a file of the machine that it runs on.
 
 A file may have several kinds of node: `[machine]` with `nodes`, and for each other kind a table
 `[[machine.others]]` with its `name`, its `nodes` and what it has otherwise (`plan/time/others.py`).
@@ -8,11 +9,11 @@ A file may have several kinds of node: `[machine]` with `nodes`, and for each ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
@@ -20,7 +21,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.toml import DECK_BYTES, TomlError, parse_toml
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import read_text
+from hpctrain.parallel.kernels import Pass
 from hpctrain.parallel.operations import ElementwiseKind
+from hpctrain.parallel.vocabulary import CHUNK_ROWS, chunk_of
 from hpctrain.plan.time.others import kind_problems, with_others
 from hpctrain.words import either, nearest
 
@@ -42,30 +45,59 @@ Home = Literal["device", "host", "disk"]
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Products(_Table):
-    """Of one format: FLOP/s at the peak, the share that the largest products reach, what small ones lose."""
+ProductPass = Literal[Pass, "logits_input_gradient", "logits_weight_gradient"]
+"""A pass of a matrix, or of the table that logits are computed by."""
 
-    peak: float = Field(gt=0)
+
+class Efficiency(_Table):
+    """The share of the peak that the largest products reach, and what small ones lose."""
+
     efficiency: float = Field(gt=0)
     saturation: float = Field(ge=0)
 
-    def seconds(self, m: float, n: float, k: float) -> float:
+
+class Products(Efficiency):
+    """Of one format: FLOP/s at the peak, how much of it products reach, and where that was measured how much
+    those of a pass do.
+    """
+
+    peak: float = Field(gt=0)
+    passes: Mapping[ProductPass, Efficiency] = Field(default_factory=dict)
+
+    def seconds(self, m: float, n: float, k: float, kind: ProductPass = "forward") -> float:
         """Of one product [m, k] by [k, n]."""
-        return 2 * (m * n * k + self.saturation * (n * k + m * k + m * n)) / (self.peak * self.efficiency)
+        of = self.passes.get(kind, self)
+        return 2 * (m * n * k + of.saturation * (n * k + m * k + m * n)) / (self.peak * of.efficiency)
 
 
 class Attention(_Table):
     """FLOP/s of the core of attention, forward and backward, the causal mask not subtracted; none where it is
-    products and passes over the matrix of scores, `passes` of them forward, and backward.
+    products and passes over the matrix of scores, `passes` of them forward, and backward. `features` are
+    seconds of each feature of a query beside, forward and backward: short sequences have more of them.
     """
 
     forward: float | None = Field(None, gt=0)
     backward: float | None = Field(None, gt=0)
     passes: tuple[float, float] | None = Field(None, strict=False)
+    features: Pair = (0.0, 0.0)
+
+
+class Format(_Table):
+    """What takes another time in a format than in that of the machine's own figures."""
+
+    attention: Attention | None = None
+    elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
+    optimizer: float | None = Field(None, gt=0)
+
+
+_NO_FORMAT = Format()
 
 
 class Link(_Table):
@@ -85,9 +117,12 @@ class Host(_Table):
 
 
 class Collective(_Table):
-    """Seconds of an operation by bytes, the smallest first, as measured among `ranks` of a node."""
+    """Seconds of an operation by bytes, the smallest first, as measured among `ranks`, of which so many lie
+    `together` on a node: all, where nothing is said.
+    """
 
     ranks: int = Field(ge=2)
+    together: int | None = Field(None, ge=1)
     bytes: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
     seconds: tuple[PositiveFloat, ...] = Field(min_length=1, strict=False)
 
@@ -106,11 +141,16 @@ class Machine(_Table):
     `launch` are the seconds that any operation takes at least, `fixed` those of a step beside all that is
     told. Sums of gradients, by default in the format that `gradients` says, as precision.gradients does, go
     on beside backward at the share `overlap` of their speed, with none after it; what layers sum hides by
-    `layer_overlap` behind products. `host` is there where ranks compute on devices with memory of their own;
+    `layer_overlap` behind products; ranks that meet in each layer wait there for the slowest by the share
+    `waits` of what they compute. `host` is there where ranks compute on devices with memory of their own;
     `disk` are bytes a second that a rank reads from its files, and writes at the same time. Where
     messages between stages are `blocking`, both sides wait for them; with `split_messages` a stage's tensor
     ranks send a part each. With `shared_memory` ranks of a node see each other's, as on CPUs. `elementwise`
-    are seconds of an element, forward and backward; `optimizer` is elements a second that AdamW updates.
+    are seconds of an element, forward and backward; `optimizer` is elements a second that AdamW updates;
+    `formats` have what differs by format. The head computes so many `logits` at a time, or all at once.
+
+    Of a machine that was measured, `date` says when, `processor` is that, or the GPU, `ranks` by how many,
+    `spread` below what shares of their median one tenth and nine tenths of the measurements of a kind were.
 
     There are as many `nodes` as ranks need, or so many; ranks lie on these first, then on those of the
     `others`, one kind after the other. `memory` is a rank's.
@@ -127,18 +167,28 @@ class Machine(_Table):
     optimizer: float | None = Field(None, gt=0)
     products: Mapping[str, Products]
     attention: Attention
-    elementwise: Mapping[ElementwiseKind, tuple[float, float]] = Field(default_factory=dict, strict=False)
-    inside: Link
-    between: Link
+    elementwise: Mapping[ElementwiseKind, Pair] = Field(default_factory=dict)
+    formats: Mapping[str, Format] = Field(default_factory=dict)
+    logits: float | None = Field(None, gt=0)
+    inside: Link | None = None
+    between: Link | None = None
     host: Host | None = None
     disk: float | None = Field(None, gt=0)
     collectives: Mapping[Operation, Collective] = Field(default_factory=dict)
+    crossing: Mapping[Operation, Annotated[tuple[Collective, ...], Field(strict=False)]] = Field(
+        default_factory=dict
+    )
     gradients: Literal["fp32", "compute"] = "fp32"
     overlap: float = Field(0.0, ge=0, le=1)
     layer_overlap: float = Field(0.0, ge=0, le=1)
+    waits: float = Field(0.0, ge=0, le=1)
     messages: Literal["blocking", "overlapped"] = "overlapped"
     split_messages: bool = False
     shared_memory: bool = False
+    date: str | None = None
+    processor: str | None = None
+    ranks: int | None = Field(None, ge=1)
+    spread: Mapping[str, Pair] = Field(default_factory=dict)
     others: tuple[Machine, ...] = Field((), strict=False)
 
     @property
@@ -169,7 +219,8 @@ class Machine(_Table):
         if found is None:
             raise HpctrainError(
                 f"{self.name}: machine.products.{form} is missing: a peak in FLOP/s, the share of it that "
-                f"large products reach (efficiency), and saturation; there is {either(self.products)}"
+                f"large products reach (efficiency), and saturation; there is {either(self.products)}, and "
+                f"`hpctrain calibrate` measures this machine's"
             )
         return found
 
@@ -198,13 +249,40 @@ class Machine(_Table):
         disk = self.disk_for(key)
         return disk if self.host is None else min(disk, self.host.bandwidth)
 
-    def elements(self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int) -> float:
-        """Seconds of what is done to so many elements."""
+    def link(self, crosses: bool) -> Link:
+        """That inside a node, or between nodes; HpctrainError where it was not measured."""
+        found = self.between if crosses else self.inside
+        if found is None:
+            name, where = ("between", "two nodes") if crosses else ("inside", "two ranks of a node")
+            raise HpctrainError(
+                f"{self.name}: machine.{name} is missing: bandwidth in bytes/s and latency in seconds of a "
+                f"link there, which `hpctrain calibrate` measures on {where}"
+            )
+        return found
+
+    def attention_of(self, form: str) -> Attention:
+        """That of a format."""
+        return self.formats.get(form, _NO_FORMAT).attention or self.attention
+
+    def optimizer_of(self, form: str) -> float | None:
+        """Elements a second of parameters that are stored in a format."""
+        return self.formats.get(form, _NO_FORMAT).optimizer or self.optimizer
+
+    def elements(
+        self, kind: ElementwiseKind, direction: Direction, count: float, itemsize: int, form: str = ""
+    ) -> float:
+        """Seconds of what is done to so many elements of a format."""
         backward = direction == "backward"
-        measured = self.elementwise.get(kind)
+        measured = self.formats.get(form, _NO_FORMAT).elementwise.get(kind) or self.elementwise.get(kind)
         if measured is not None:
             return self.launch + count * measured[backward]
         return self.launch + count * PASSES[kind][backward] * itemsize / self.memory_bandwidth
+
+    def logits_at_once(self, tokens: float, outputs: float) -> float:
+        """Tokens of a chunk of so many, for which the head computes `outputs` logits each."""
+        if self.logits is None:
+            return tokens
+        return chunk_of(max(1, int(tokens)), max(CHUNK_ROWS, int(self.logits // outputs)))
 
 
 @dataclass(frozen=True)
@@ -240,7 +318,6 @@ def collective_seconds(machine: Machine, operation: Operation, size: float, grou
     """
     if group.size == 1 or size <= 0:
         return 0.0
-    link = machine.inside
     rounds = max(1, (group.size - 1).bit_length())
     factor = SENT[operation]
     if group.nodes == 1:
@@ -248,15 +325,37 @@ def collective_seconds(machine: Machine, operation: Operation, size: float, grou
         if measured is not None:
             scale = (group.size - 1) / group.size * measured.ranks / (measured.ranks - 1)
             return _between(measured, size) * scale
+        link = machine.link(crosses=False)
         return factor * size * (group.size - 1) / group.size / link.bandwidth + rounds * link.latency
-    between = machine.between
-    bandwidth = min(between.bandwidth * group.together, link.bandwidth)
+    measured = _nearest(machine.crossing.get(operation, ()), group)
+    if measured is not None:
+        scale = (group.size - 1) / group.size * measured.ranks / (measured.ranks - 1)
+        return _between(measured, size) * scale
+    between = machine.link(crosses=True)
+    bandwidth = between.bandwidth * group.together
+    if group.together > 1:
+        bandwidth = min(bandwidth, machine.link(crosses=False).bandwidth)
     return factor * size * (group.size - 1) / group.size / bandwidth + rounds * between.latency
+
+
+def _nearest(measured: Sequence[Collective], group: Sharing) -> Collective | None:
+    """Of what was measured between nodes that of groups with as many ranks on a node, or the next fewer."""
+    fitting = [each for each in measured if (each.together or 1) <= group.together]
+    return max(fitting, key=lambda each: each.together or 1, default=None)
+
+
+def gather_seconds(machine: Machine, size: float, group: Sharing) -> float:
+    """Seconds in which ranks have parameters of `size` bytes that they cut: where ranks of a node see one and
+    the same memory these are there as soon as all have come.
+    """
+    if machine.shared_memory and group.nodes == 1:
+        return collective_seconds(machine, "all_gather", 1.0, group)
+    return collective_seconds(machine, "all_gather", size, group)
 
 
 def message_seconds(machine: Machine, size: float, crosses: bool) -> float:
     """Seconds of a message of `size` bytes from a rank to one of the next stage."""
-    link = machine.between if crosses else machine.inside
+    link = machine.link(crosses)
     return size / link.bandwidth + link.latency
 
 
@@ -326,7 +425,7 @@ def _figure_problems(error: ValidationError) -> Iterator[tuple[tuple[str, ...], 
     for each in error.errors():
         path = tuple(map(str, each["loc"]))
         if each["type"] == "missing":
-            sentence = "is missing"
+            sentence = "is missing (`hpctrain calibrate` measures this machine's figures)"
         elif each["type"] == "extra_forbidden":
             sentence = "is no figure of a machine"
         else:

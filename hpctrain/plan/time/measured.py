@@ -17,6 +17,7 @@ from hpctrain.plan.time.step import CAUSES
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     "computing": ("products", "attention", "elementwise"),
     "stages": ("messages", "bubble"),
+    "update": ("optimizer", "offload"),
 }
 """Causes that are measured as one, by its name."""
 
@@ -47,7 +48,7 @@ class StepRecord:
             causes[_cause(frozenset(axis.split(" x ")), operation, phase, stages, zero)] += seconds
         causes["recompute"] = self.again
         causes["computing"] = self._outside("forward") + self._outside("backward") - self.again
-        causes["optimizer"] += self._outside("synchronize") + self._outside("step")
+        causes["update"] += self._outside("synchronize") + self._outside("step")
         causes["fixed"] += self.seconds - fsum(causes.values())
         return causes
 
@@ -126,5 +127,5 @@ def _cause(axes: frozenset[str], operation: str, phase: str, stages: int, zero: 
         # Who has done all its actions waits here for the other stages.
         return "stages" if stages > 1 else "fixed"
     if phase == "step":
-        return "parameters" if axes & _DATA and axes != {"world"} else "optimizer"
+        return "parameters" if axes & _DATA and axes != {"world"} else "update"
     return "fixed"

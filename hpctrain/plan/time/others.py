@@ -1,7 +1,8 @@
 """Several kinds of node in one machine's file: `[[machine.others]]`, each with what it has otherwise.
 
 Ranks fill nodes in order, the first kind's first. A kind has a name and a number of nodes of its own; every
-other figure that it does not say is as the first kind's.
+other figure that it does not say is as the first kind's. What was measured over a link of the first kind is
+not for another kind that says its own link.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_OWN = ("name", "nodes", "others")
+_OWN = ("name", "nodes", "others", "date", "processor", "ranks", "spread")
+_MEASURED_OVER = {"inside": "collectives", "between": "crossing"}
 _COMMON = ("ranks_per_node", "gradients", "messages", "split_messages", "shared_memory")
 """What the kinds of a machine have in common: how ranks lie, and the habits of the software."""
 
@@ -22,7 +24,13 @@ def with_others(table: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(others, list):
         return dict(table)
     first = {key: value for key, value in table.items() if key not in _OWN}
-    return {**table, "others": [_over(first, each) for each in others]}
+    return {**table, "others": [_over(_without_measured(first, each), each) for each in others]}
+
+
+def _without_measured(first: Mapping[str, Any], kind: object) -> dict[str, Any]:
+    said = kind if isinstance(kind, dict) else {}
+    dropped = {measured for link, measured in _MEASURED_OVER.items() if link in said}
+    return {key: value for key, value in first.items() if key not in dropped}
 
 
 def _over(below: object, above: object) -> object:
@@ -53,6 +61,6 @@ def kind_problems(table: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
             yield (*path, "others"), "a kind of node has no others of its own"
         for key in _COMMON:
             if key in each and each[key] != table.get(key, each[key]):
-                yield (*path, key), f"must be as the first kind's, {table[key]}"
+                yield (*path, key), f"must be as the first kind's, {str(table[key]).lower()}"
             elif key in each and key not in table:
                 yield (*path, key), f"is for all kinds: say machine.{key}"

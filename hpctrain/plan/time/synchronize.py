@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.layers import LayerSizes
-from hpctrain.plan.time.machine import Machine, Operation, Sharing, collective_seconds, message_seconds
+from hpctrain.plan.time.machine import (
+    Machine,
+    Operation,
+    Sharing,
+    collective_seconds,
+    gather_seconds,
+    message_seconds,
+)
 from hpctrain.plan.time.update import update_seconds
 
 
@@ -40,7 +47,7 @@ def after_backward(
         causes["gradients"] += collective_seconds(machine, "all_reduce", size / cut.size, copies)
         size = gathers[index] * at.itemsize
         hiding = 1 - machine.overlap if at.zero == 3 else 1.0
-        causes["parameters"] += hiding * collective_seconds(machine, "all_gather", size, cut)
+        causes["parameters"] += hiding * gather_seconds(machine, size, cut)
         causes["offload"] += _read(size / cut.size, at, machine)
     if at.sequence_parallel:  # of what tensor ranks have whole, each has the gradients of its tokens
         size = sum(layer.whole_elements for layer in held) * at.gradient_itemsize

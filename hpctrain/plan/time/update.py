@@ -76,8 +76,9 @@ def update_seconds(
     multiplying, handing = _muon(held, cuts, at, machine)
     if at.optimizer_home == "device":
         rate = machine.memory_bandwidth
-        if machine.optimizer is not None:
-            rate = machine.optimizer * ADAMW.moved(ADAMW.of_elements, at.itemsize)
+        measured = machine.optimizer_of(at.form)
+        if measured is not None:
+            rate = measured * ADAMW.moved(ADAMW.of_elements, at.itemsize)
         return {"optimizer": moved / rate + multiplying, "parameters": handing}
     rate, travelled = machine.memory_bandwidth, 0.0
     if at.optimizer_home == "host" or machine.host is not None:

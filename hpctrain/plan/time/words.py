@@ -26,7 +26,11 @@ WHAT = {
     "fixed": "all else",
 }
 
-WHAT_TOGETHER = {"computing": "products, attention, all by element", "stages": WHAT["bubble"]}
+WHAT_TOGETHER = {
+    "computing": "products, attention, all by element",
+    "stages": WHAT["bubble"],
+    "update": "optimizer, and what lies elsewhere",
+}
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 

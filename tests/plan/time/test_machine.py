@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.parallel.vocabulary import chunk_rows
 from hpctrain.plan.time.machine import (
     Machine,
     Sharing,
     collective_seconds,
+    gather_seconds,
     message_seconds,
     parse_machine,
     preset_names,
@@ -140,3 +142,62 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(FILE)
     assert isinstance(read_machine(str(path)), Machine)
+
+
+def test_passes_of_a_matrix_have_rates_of_their_own() -> None:
+    own = "\n[machine.products.fp32.passes.weight_gradient]\nefficiency = 0.4\nsaturation = 0.0\n"
+    rates = parse_machine(FILE + own, "").products_of("fp32")
+    assert rates.seconds(64, 64, 64, "weight_gradient") == pytest.approx(2 * 64**3 / 0.4e11)
+    assert rates.seconds(64, 64, 64, "logits") == rates.seconds(64, 64, 64)
+
+
+def test_formats_have_figures_of_their_own() -> None:
+    own = (
+        "\n[machine.elementwise]\nnorm = [1e-9, 2e-9]\n[machine.formats.bf16]\noptimizer = 5e8\n"
+        "attention = { forward = 2e11, backward = 1e11 }\nelementwise = { norm = [3e-9, 4e-9] }\n"
+    )
+    machine = parse_machine(FILE.replace("memory = 1e9", "memory = 1e9\noptimizer = 1e9") + own, "")
+    assert (machine.optimizer_of("fp32"), machine.optimizer_of("bf16")) == (1e9, 5e8)
+    assert (machine.attention_of("fp32").forward, machine.attention_of("bf16").forward) == (1e11, 2e11)
+    assert machine.elements("norm", "backward", 1e6, 4, "fp32") == pytest.approx(2e-3)
+    assert machine.elements("norm", "backward", 1e6, 2, "bf16") == pytest.approx(4e-3)
+    assert machine.elements("add", "forward", 1e6, 2, "bf16") == pytest.approx(3 * 2e6 / 1e10)
+
+
+def test_logits_are_computed_some_at_a_time() -> None:
+    """As the head does: of 50,257 logits each 128 tokens of 512 at once, on CPUs."""
+    at_once = parse_machine(FILE.replace("memory = 1e9", "memory = 1e9\nlogits = 6.5e6"), "")
+    assert at_once.logits_at_once(512, 50257) == chunk_rows(512, 50257, gpu=False) == 128
+    assert parse_machine(FILE, "").logits_at_once(512, 50257) == 512
+
+
+def test_what_was_measured_between_nodes_counts_there() -> None:
+    rows = "".join(
+        f"[[machine.crossing.all_reduce]]\nranks = {2 * together}\ntogether = {together}\n"
+        f"bytes = [1e3, 1e6]\nseconds = [1e-5, {seconds}]\n"
+        for together, seconds in ((1, 4e-3), (2, 2e-3))
+    )
+    machine = parse_machine(FILE + rows, "")
+    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(2, 1)) == pytest.approx(4e-3)
+    assert collective_seconds(machine, "all_reduce", 1e6, Sharing(4, 2)) == pytest.approx(2e-3)
+    more = collective_seconds(machine, "all_reduce", 1e6, Sharing(8, 4))  # those of the next fewer
+    assert more == pytest.approx(2e-3 * (7 / 8) / (3 / 4))
+    assert collective_seconds(machine, "all_gather", 1e6, Sharing(2, 1)) == pytest.approx(0.5e6 / 1e9 + 1e-5)
+
+
+def test_parameters_that_a_node_has_once_are_not_moved() -> None:
+    apart = parse_machine(FILE, "")
+    shared = apart.model_copy(update={"shared_memory": True})
+    two, across = Sharing(2, 2), Sharing(2, 1)
+    assert gather_seconds(apart, 1e9, two) == pytest.approx(0.05, rel=1e-3)
+    assert gather_seconds(shared, 1e9, two) < 1e-5
+    assert gather_seconds(shared, 1e9, across) == gather_seconds(apart, 1e9, across) > 0.4
+
+
+@pytest.mark.parametrize(("link", "crosses"), [("inside", False), ("between", True)])
+def test_links_that_were_not_measured(link: str, crosses: bool) -> None:
+    lines = [line for line in FILE.splitlines() if not line.startswith(link)]
+    machine = parse_machine("\n".join(lines), "")
+    with pytest.raises(HpctrainError, match=rf"ours: machine\.{link} is missing.*`hpctrain calibrate`"):
+        message_seconds(machine, 1.0, crosses)
+    assert message_seconds(machine, 1.0, not crosses) > 0

@@ -45,7 +45,7 @@ RECORD = StepRecord(3, 38.0, PHASES, INSIDE, CALLS, 5.0)
 
 
 def step_plan(stage: int = 0, **causes: float) -> StepPlan:
-    return StepPlan(dict.fromkeys(CAUSES, 0.0) | causes, 2, 100, 1e9, 1e9, stage=stage)
+    return StepPlan(dict.fromkeys(CAUSES, 0.0) | causes, 2, 100, 1e9, 1e9, 1e9, 1, stage=stage)
 
 
 def blocking() -> Machine:
@@ -65,7 +65,7 @@ def test_known_seconds_go_to_their_causes() -> None:
             "expert": 0.25,
             "gradients": 1.5 + 0.25,
             "parameters": 0.75,
-            "optimizer": (3 - 1.75) + (4 - 1) + 0.25,
+            "update": (3 - 1.75) + (4 - 1) + 0.25,
             "fixed": 38 - (10 + 20 + 3 + 4),
         }
     )

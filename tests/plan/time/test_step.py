@@ -98,6 +98,24 @@ def test_twice_the_speed_takes_half_of_each_cause() -> None:
     assert after["messages"] <= before["messages"]
 
 
+def test_ranks_that_meet_wait_by_their_share() -> None:
+    """Of what they compute, where their layers meet; all else stays."""
+    calm = parse_machine(SLOW, "")
+    busy = calm.model_copy(update={"waits": 0.1})
+    for cause, keys in (
+        ("tensor", "layout.tensor=2"),
+        ("context", "layout.context=2"),
+        ("", "layout.zero=1"),
+    ):
+        before, after = (planned(machine, 2, keys) for machine in (calm, busy))
+        computed = sum(before[each] for each in ("products", "attention", "elementwise"))
+        for each, seconds in before.items():
+            if each == cause:
+                assert 0.05 * computed < after[each] - seconds <= 0.1 * computed * (1 + 1e-9)
+            else:
+                assert after[each] == seconds
+
+
 def test_more_ranks_take_less_of_products_and_more_of_sums() -> None:
     machine = parse_machine(FILE, "")
     few, many = (planned(machine, ranks, "batch.global_size=16") for ranks in (2, 4))

@@ -1,0 +1,189 @@
+"""`hpctrain calibrate`: the rates of this machine, measured by all ranks at once, in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from hpctrain.comm.device import name_of, on_host
+from hpctrain.comm.processor import processor_name
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.files import require_writable
+from hpctrain.parallel.vocabulary import logits_of_chunk
+from hpctrain.plan.calibrate.clock import Clock
+from hpctrain.plan.calibrate.decks import SMALL, TINY, measured_decks, of_sizes
+from hpctrain.plan.calibrate.file import machine_text, rounded, write_whole
+from hpctrain.plan.calibrate.fit import fit_products
+from hpctrain.plan.calibrate.functions import measure_attention, measure_elementwise
+from hpctrain.plan.calibrate.links import measure_links
+from hpctrain.plan.calibrate.memory import measure_bandwidth, memory_of_rank
+from hpctrain.plan.calibrate.products import measure_products
+from hpctrain.plan.calibrate.step import MOST_PARAMETERS, measure_fixed, measure_optimizer, parameters_of
+from hpctrain.plan.calibrate.whole import Blocks, as_in_blocks, factor_of, launch_of
+from hpctrain.plan.time.machine import Format, Machine, Products
+from hpctrain.units import format_bytes, format_seconds, parse_bytes
+from hpctrain.words import counted
+
+FORMATS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class CalibrateWish:
+    """Decks whose shapes are measured, none for a small and a larger GPT; formats; bytes of the largest
+    message; and seconds for which a measurement is repeated.
+    """
+
+    decks: tuple[Path, ...] = ()
+    formats: str = "fp32,bf16"
+    most: str = "1 GiB"
+    seconds: float = 0.1
+
+    def format_names(self) -> list[str]:
+        """HpctrainError where one is none."""
+        names = [name.strip() for name in self.formats.split(",")]
+        wrong = [name for name in names if name not in FORMATS]
+        if wrong:
+            raise HpctrainError(f"--formats {', '.join(wrong)}: must be of {', '.join(FORMATS)}")
+        return list(dict.fromkeys(names))
+
+    def most_bytes(self) -> int:
+        """HpctrainError where it is less than what is measured at the least."""
+        most = parse_bytes(self.most)
+        if most < 1024:
+            raise HpctrainError(f"--max-bytes {self.most}: must be 1 KiB or more")
+        return most
+
+
+Report = Callable[[str], None]
+
+
+def calibrate(world: World, path: Path, wish: CalibrateWish, report: Report = print) -> None:
+    """Measure, tell on rank 0 what was found, and write it. Collective.
+
+    HpctrainError or InputOutputError, before anything is measured, where a deck, a size or the file is wrong.
+    """
+    with world.agreement():
+        if world.rank == 0:
+            require_writable(path)
+        decks, formats, most = measured_decks(wish.decks), wish.format_names(), wish.most_bytes()
+    torch.set_num_threads(decks[0].run.threads)
+    machine = measure_machine(world, path.stem, decks, formats, most, wish.seconds, _on_rank_0(world, report))
+    with world.agreement():
+        if world.rank == 0:
+            write_whole(path, machine_text(machine))
+    if world.rank == 0:
+        report(f"{path} has the figures: give it to `hpctrain plan --machine {path}`")
+
+
+def _on_rank_0(world: World, report: Report) -> Report:
+    return report if world.rank == 0 else lambda _: None
+
+
+def measure_machine(
+    world: World,
+    name: str,
+    decks: list[Deck],
+    formats: list[str],
+    most: int,
+    seconds: float,
+    report: Report = lambda _: None,
+) -> Machine:
+    """The machine's figures, the same on all ranks. Collective."""
+    clock, began = Clock(world, seconds), perf_counter()
+    processor = name_of(world.device) or processor_name()
+    report(f"measuring {processor} with {counted(world.size, 'rank')} at once")
+    bandwidth = measure_bandwidth(clock, most)
+    report(f"memory: {format_bytes(bandwidth)}/s a rank")
+    links = measure_links(clock, most)
+    for where, link in (("inside a node", links.inside), ("between nodes", links.between)):
+        if link is not None:
+            report(f"{where}: {format_bytes(link.bandwidth)}/s, {1e6 * link.latency:.1f} us a message")
+    products: dict[str, Products] = {}
+    of_formats: dict[str, Format] = {}
+    blocks: dict[str, Blocks] = {}
+    measured: dict[str, list[float]] = {}
+    memory = memory_of_rank(world)
+    small = min(decks, key=parameters_of)
+    if parameters_of(small) > MOST_PARAMETERS:
+        small = of_sizes(SMALL, 4, 256)
+    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": formats[0]})
+    for form in formats:
+        in_form = [deck.with_keys(precision={"compute": form}) for deck in decks]
+        blocks[form] = Blocks.of(in_form, world.size, memory)
+        measured[form] = blocks[form].seconds(clock)
+        products[form] = fit_products(measure_products(in_form, clock))
+        of_formats[form] = Format(
+            attention=measure_attention(in_form, clock),
+            elementwise=measure_elementwise(in_form, clock),
+            optimizer=measure_optimizer(small.with_keys(precision={"compute": form}), clock),
+        )
+        report(_format_line(form, products[form], of_formats[form]))
+    first = of_formats[formats[0]]
+    assert first.attention is not None
+    machine = Machine(
+        name=name,
+        source="measured by hpctrain calibrate",
+        processor=processor,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        ranks=world.size,
+        ranks_per_node=world.topology.ranks_per_node,
+        memory=memory,
+        memory_bandwidth=bandwidth,
+        optimizer=first.optimizer,
+        products=products,
+        attention=first.attention,
+        elementwise=first.elementwise,
+        formats={form: of_formats[form] for form in formats[1:]},
+        logits=float(logits_of_chunk(not on_host(world.device))),
+        shared_memory=on_host(world.device) and not world.share_memory(),
+        inside=links.inside,
+        between=links.between,
+        collectives=links.collectives,
+        crossing=links.crossing,
+        overlap=links.overlap,
+        layer_overlap=links.layer_overlap,
+        waits=links.waits,
+    )
+    machine = _as_in_blocks(machine, blocks, measured, clock, report)
+    fixed = measure_fixed(tiny, machine, clock)
+    report(f"a step takes {format_seconds(fixed)} beside what is told; {perf_counter() - began:.0f} s in all")
+    update = {"fixed": fixed, "spread": clock.spread()}
+    found: Machine = world.everyone.broadcast_object(rounded(machine.model_copy(update=update)))
+    return found
+
+
+def _as_in_blocks(
+    machine: Machine,
+    blocks: Mapping[str, Blocks],
+    before: Mapping[str, list[float]],
+    clock: Clock,
+    report: Report,
+) -> Machine:
+    """The machine with rates of parts as these are in blocks, which are timed once more. Collective."""
+    tiny = of_sizes(TINY, 1, 32).with_keys(precision={"compute": next(iter(blocks))})
+    nothing = Blocks.of([tiny], clock.world.size, machine.memory)
+    launch = launch_of(nothing, nothing.seconds(clock), machine)
+    machine = machine.model_copy(update={"launch": launch})
+    report(f"an operation takes {1e6 * launch:.3g} us at the least")
+    for form, some in blocks.items():
+        factor = factor_of(some, [before[form], some.seconds(clock)], machine)
+        machine = as_in_blocks(machine, form, factor)
+        report(f"{form}: a block takes {factor:.3f} times what its parts take by themselves")
+    return machine
+
+
+def _format_line(form: str, products: Products, of_form: Format) -> str:
+    large = products.peak * products.efficiency / (1 + products.saturation * 3 / 1024)
+    assert of_form.attention is not None
+    forward, backward = of_form.attention.forward or 0.0, of_form.attention.backward or 0.0
+    return (
+        f"{form}: products {large / 1e9:.4g} GFLOP/s at sides of 1024, attention {forward / 1e9:.3g} and "
+        f"{backward / 1e9:.3g} GFLOP/s, optimizer {(of_form.optimizer or 0.0) / 1e6:.3g}M elements/s"
+    )

@@ -1,0 +1,116 @@
+"""A machine's figures as a file that `read_machine` reads, with what they are in comments."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hpctrain.characters import escaped
+from hpctrain.files import synchronize
+from hpctrain.plan.time.machine import Machine
+
+_UNITS = {
+    "ranks_per_node": "of the nodes that were measured",
+    "memory": "bytes of a rank",
+    "memory_bandwidth": "bytes/s that a rank reads and writes",
+    "launch": "seconds of an operation at the least",
+    "fixed": "seconds of a step",
+    "optimizer": "elements/s of a rank",
+    "logits": "elements that the head computes at a time",
+    "overlap": "share of sums of gradients that backward hides",
+    "layer_overlap": "share of layers' sums that products hide",
+    "waits": "share of what ranks compute between two sums of layers that they wait for the slowest",
+}
+_TABLES = {
+    "products": "FLOP/s at the peak; efficiency / (1 + saturation (1/m + 1/n + 1/k)) of it",
+    "attention": "FLOP/s of the core, the causal mask not subtracted",
+    "elementwise": "seconds of an element, forward and backward",
+    "inside": "bytes/s of a rank each way, and seconds, inside a node",
+    "between": "the same between nodes",
+    "collectives": "seconds by bytes of the whole tensor, inside a node",
+    "crossing": "the same between nodes, of so many ranks together on each",
+    "formats": "what differs by format",
+    "spread": "shares of their median below which one tenth, and nine tenths, of the measurements were",
+}
+
+
+def machine_text(machine: Machine, notes: Mapping[str, str] | None = None) -> str:
+    """TOML of its `[machine]`; reads back as the same. `notes` are lines of comment at its head."""
+    lines = [f"# {name}: {escaped(text)}" for name, text in (notes or {}).items()]
+    lines += [*([""] if lines else []), "[machine]"]
+    tables = []
+    for name, value in machine.model_dump(exclude_defaults=True).items():
+        if isinstance(value, Mapping):
+            tables.append((name, value))
+        elif name == "crossing":
+            continue
+        else:
+            unit = f"  # {_UNITS[name]}" if name in _UNITS else ""
+            lines.append(f"{name} = {_value(value)}{unit}")
+    for name, value in tables:
+        lines += ["", f"# {_TABLES[name]}"] if name in _TABLES else [""]
+        lines += list(_table(f"machine.{name}", value))
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, values: Mapping[str, object]) -> Iterator[str]:
+    """A table, and those inside it."""
+    plain = {key: value for key, value in values.items() if not _is_table(value)}
+    if plain or not values:
+        yield f"[{name}]"
+        for key, value in plain.items():
+            if value is not None:
+                yield f"{key} = {_value(value)}"
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _table(f"{name}.{key}", value)
+        elif _is_table(value):
+            assert isinstance(value, tuple | list)
+            for each in value:
+                yield f"[[{name}.{key}]]"
+                yield from (f"{inner} = {_value(one)}" for inner, one in each.items() if one is not None)
+
+
+def _is_table(value: object) -> bool:
+    of_tables = isinstance(value, tuple | list) and bool(value) and isinstance(value[0], Mapping)
+    return isinstance(value, Mapping) or of_tables
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_value, value))}]"
+    return repr(value)
+
+
+def rounded(machine: Machine, digits: int = 4) -> Machine:
+    """The same with figures of so many digits: more were not measured."""
+
+    def each(value: object) -> object:
+        if isinstance(value, float):
+            return float(f"{value:.{digits}g}")
+        if isinstance(value, Mapping):
+            return {name: each(one) for name, one in value.items()}
+        return tuple(map(each, value)) if isinstance(value, tuple | list) else value
+
+    return Machine.model_validate(each(machine.model_dump(exclude_defaults=True)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that its name has all of it, or what was there before. OSError where that fails."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    synchronize(path.parent)

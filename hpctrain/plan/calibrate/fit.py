@@ -1,0 +1,99 @@
+"""From seconds that were measured to the few numbers of a Machine, by least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.plan.time.machine import Attention, Efficiency, Link, ProductPass, Products
+
+_LEAST_SHAPES = 3
+"""Of a pass that gets two numbers of its own."""
+
+
+class ProductTime(NamedTuple):
+    """Seconds of a product [m, k] by [k, n]."""
+
+    kind: ProductPass
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Of the product."""
+        return 2.0 * self.m * self.n * self.k
+
+
+def fit_products(times: Sequence[ProductTime]) -> Products:
+    """What `Products.seconds` is to give: `2 (mnk + saturation (nk + mk + mn)) / (peak efficiency)`, linear
+    in 1/efficiency and saturation/efficiency. The peak is the most FLOP/s that any of them had. Passes with
+    enough shapes have numbers of their own beside those of all.
+    """
+    peak = max(each.flops / each.seconds for each in times)
+    of_all = _efficiency(times, peak)
+    passes: dict[ProductPass, Efficiency] = {}
+    for kind in dict.fromkeys(each.kind for each in times):
+        some = [each for each in times if each.kind == kind]
+        if len({(each.m, each.n, each.k) for each in some}) >= _LEAST_SHAPES:
+            passes[kind] = _efficiency(some, peak)
+        else:
+            passes[kind] = _scaled(of_all, some, peak)
+    return Products(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation, passes=passes)
+
+
+def _efficiency(times: Sequence[ProductTime], peak: float) -> Efficiency:
+    volume = [each.m * each.n * each.k / each.seconds for each in times]
+    sides = [(each.n * each.k + each.m * each.k + each.m * each.n) / each.seconds for each in times]
+    of_volume, of_sides = not_negative(volume, sides)
+    of_volume = max(of_volume, 1e-3 / peak)  # where all are so small that only their sides are seen
+    return Efficiency(efficiency=2 / of_volume / peak, saturation=of_sides / of_volume)
+
+
+def _scaled(of_all: Efficiency, times: Sequence[ProductTime], peak: float) -> Efficiency:
+    """That of all, as much quicker or slower as these few."""
+    told = Products(peak=peak, efficiency=of_all.efficiency, saturation=of_all.saturation)
+    ratios = [told.seconds(each.m, each.n, each.k) / each.seconds for each in times]
+    return Efficiency(efficiency=of_all.efficiency * sum(ratios) / len(ratios), saturation=of_all.saturation)
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """`latency + bytes / bandwidth`."""
+    inverse, latency = not_negative(
+        [size / taken for size, taken in zip(sizes, seconds, strict=True)], [1 / taken for taken in seconds]
+    )
+    return Link(bandwidth=1 / max(inverse, 1e-15), latency=latency)
+
+
+def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attention:
+    """FLOP/s of the core and seconds of a query's feature, of FLOPs forward, features of all queries, and
+    seconds forward and backward.
+    """
+    found = []
+    for direction, many in ((0, 1), (1, 2)):
+        flops = [many * row[0] / row[2 + direction] for row in times]
+        features = [row[1] / row[2 + direction] for row in times]
+        inverse, rest = not_negative(flops, features)
+        found.append((1 / max(inverse, 1e-18), rest))
+    (forward, first), (backward, second) = found
+    return Attention(forward=forward, backward=backward, features=(first, second))
+
+
+def not_negative(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """(a, b), neither below 0, for which `a first + b second` is nearest to 1 in least squares."""
+    x, y = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    scales = max(float(np.abs(x).max()), 1e-300), max(float(np.abs(y).max()), 1e-300)
+    columns = np.stack((x / scales[0], y / scales[1]), axis=1)
+    (a, b), *_ = np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)
+    if b < 0:
+        a, b = _alone(columns[:, 0]), 0.0
+    elif a < 0:
+        a, b = 0.0, _alone(columns[:, 1])
+    return float(a) / scales[0], float(b) / scales[1]
+
+
+def _alone(column: np.ndarray) -> float:
+    return float(column.sum() / (column**2).sum())

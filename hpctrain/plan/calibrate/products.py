@@ -1,0 +1,113 @@
+"""Products over the shapes of models, in all their passes, by the kernels that runs choose here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.mesh import Mesh
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.deck_kernels import kernels_of
+from hpctrain.engine.kernels import choose_kernels
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.model.precision import Precision
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.kernels import Kernels, Pass
+from hpctrain.parallel.vocabulary import chunk_rows
+from hpctrain.plan.calibrate.clock import Clock
+from hpctrain.plan.calibrate.decks import variants
+from hpctrain.plan.calibrate.fit import ProductTime
+from hpctrain.plan.calibrate.operands import Operands
+from hpctrain.plan.time.layers import layer_sizes
+from hpctrain.plan.time.machine import ProductPass
+
+
+class Shape(NamedTuple):
+    """Rows of tokens that are multiplied with a matrix [outputs, inputs], the head's or a block's, and
+    whether a bias is added.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    head: bool
+    biased: bool
+
+
+class _Memory(NamedTuple):
+    """Where activations, matrices and sums of their gradients are taken from."""
+
+    rows: Operands
+    matrices: Operands
+    sums: Operands
+
+
+def measure_products(decks: Sequence[Deck], clock: Clock) -> list[ProductTime]:
+    """Those of decks of one format. Collective."""
+    wanted: dict[Shape, Kernels] = {}
+    world, meshes = clock.world, dict[int, Mesh]()
+    for deck in decks:
+        for variant, tokens, tensor in variants(deck, world.size):
+            if tensor not in meshes:
+                meshes[tensor] = Mesh(world, axis_sizes(variant, world.size))
+            chosen = choose_kernels(variant, world, meshes[tensor])
+            kernels = kernels_of(chosen, world.device, 1)
+            for shape in shapes_of(variant, tokens, tensor, on_host(world.device)):
+                wanted.setdefault(shape, kernels)
+    largest = max(max(s.rows * s.inputs, s.rows * s.outputs, s.outputs * s.inputs) for s in wanted)
+    formats = Precision.of(decks[0])
+    group = meshes[1].group("data")
+    matrix = max(s.outputs * s.inputs for s in wanted)
+    operands = _Memory(
+        Operands(formats.product, world.device, largest),
+        Operands(formats.product, world.device, matrix, group),
+        Operands(formats.gradient, world.device, matrix, group),
+    )
+    return [time for shape, kernels in wanted.items() for time in _passes(shape, kernels, operands, clock)]
+
+
+def shapes_of(deck: Deck, tokens: int, tensor: int, host: bool) -> Iterator[Shape]:
+    """The different matrices of a deck, as so many tensor ranks have them."""
+    assert deck.model.vocabulary is not None
+    layers = layer_sizes(ModelShape.of(deck, deck.model.vocabulary))
+    biased = deck.model.family == "gpt2"
+    for layer in dict.fromkeys(layers):
+        for matrix in dict.fromkeys(layer.matrices):
+            outputs = matrix.outputs // (tensor if matrix.cut == "outputs" else 1)
+            inputs = matrix.inputs // (tensor if matrix.cut == "inputs" else 1)
+            rows = chunk_rows(tokens, outputs, not host) if layer.is_last else tokens
+            if matrix.experts == 1:
+                yield Shape(rows, outputs, inputs, layer.is_last, biased and not layer.is_last)
+
+
+def _passes(shape: Shape, kernels: Kernels, memory: _Memory, clock: Clock) -> Iterator[ProductTime]:
+    m, n, k, head, biased = shape
+    first: Pass = "logits" if head else "forward"
+    kinds: tuple[ProductPass, ...] = ("forward", "input_gradient", "weight_gradient")
+    if head:
+        kinds = ("logits", "logits_input_gradient", "logits_weight_gradient")
+
+    def forward() -> Tensor:
+        kernel, inputs, weight = kernels.of(first, n, k), memory.rows.take(m, k), memory.matrices.take(n, k)
+        if head:
+            return kernel.logits(inputs, weight)
+        return kernel.forward(inputs, weight, memory.rows.take(n) if biased else None)
+
+    def input_gradient() -> Tensor:
+        kernel, weight = kernels.of("input_gradient", n, k), memory.matrices.take(n, k)
+        return kernel.input_gradient(memory.rows.take(m, n), weight)
+
+    def weight_gradient() -> None:
+        kernel, of_output = kernels.of("weight_gradient", n, k), memory.rows.take(m, n)
+        kernel.add_weight_gradient(memory.sums.take(n, k), of_output, memory.rows.take(m, k), first=False)
+        if biased:
+            memory.sums.take(n).add_(of_output.sum(0))
+
+    passes: tuple[Callable[[], object], ...] = (forward, input_gradient, weight_gradient)
+    with torch.no_grad():
+        for kind, run, sizes in zip(kinds, passes, ((m, n, k), (m, k, n), (n, k, m)), strict=True):
+            yield ProductTime(kind, *sizes, clock.seconds("products", run))
