@@ -17,7 +17,7 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices, Values, with_values
-from hpctrain.plan.search.phrases import nothing_fits
+from hpctrain.plan.search.phrases import changed, nothing_fits
 from hpctrain.plan.search.search import BEST, Found, Missed, Progress, roomiest, search
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
@@ -34,8 +34,9 @@ _LESS = 0.9
 
 @dataclass(frozen=True)
 class DeckSearch:
-    """The best layouts of a deck on so many ranks of a machine."""
+    """The best layouts of the deck in a file on so many ranks of a machine."""
 
+    path: Path
     deck: Deck
     ranks: int
     machine: Machine
@@ -74,7 +75,7 @@ def search_deck(
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
     found = _search(deck, ranks, ranks_per_node, machine, BEST, progress)
-    return DeckSearch(deck, ranks, machine, found)
+    return DeckSearch(path, deck, ranks, machine, found)
 
 
 NO_RATES = (
@@ -169,7 +170,9 @@ def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found:
         return f"no layout has {ranks} ranks{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
     lacking = least.room.needed - least.room.limit.bytes
-    return nothing_fits(least.candidate.changes, str(least.room), lacking, [] if more is None else [more])
+    return nothing_fits(
+        changed(deck, least.candidate.changes), str(least.room), lacking, [] if more is None else [more]
+    )
 
 
 def _on(holding: Holding, ranks: int) -> Holding:
