@@ -22,7 +22,7 @@ from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.deck import chosen_layout, with_choice
+from hpctrain.plan.search.deck import chosen_layout, on_nodes_of, with_choice
 from hpctrain.plan.time.advice import Advice, advise
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
@@ -100,7 +100,7 @@ def plan_deck(
                 chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])
             deck = with_choice(deck, chosen[0].changes, ranks)
         machine = deck_rates(deck) if rates is None else rates
-        return deck if machine is None else machine.of_deck(deck)
+        return deck if machine is None else machine.of_deck(on_nodes_of(deck, ranks_per_node))
 
     chosen = list[Candidate]()
     deck = read()

@@ -6,7 +6,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.deck import chosen_layout, with_choice
-from hpctrain.plan.search.phrases import choice
+from hpctrain.plan.search.phrases import changed, choice
 
 
 def choose_layout(world: World, deck: Deck) -> tuple[Deck, str]:
@@ -19,7 +19,8 @@ def choose_layout(world: World, deck: Deck) -> tuple[Deck, str]:
     with world.agreement():
         if world.rank == 0:
             candidate, machine = chosen_layout(deck, world.size, world.local_size)
-            found = candidate.changes, choice(candidate.changes, candidate.seconds, machine.name)
+            told = choice(changed(deck, candidate.changes), candidate.seconds, machine.name)
+            found = candidate.changes, told
     found = world.everyone.broadcast_object(found)
     assert found is not None
     changes, said = found

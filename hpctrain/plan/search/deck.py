@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices, Values, with_values
-from hpctrain.plan.search.phrases import nothing_fits
-from hpctrain.plan.search.search import BEST, Found, Missed, Progress, roomiest, search
+from hpctrain.plan.search.phrases import changed, nothing_fits
+from hpctrain.plan.search.search import BEST, Found, Progress, roomiest, search
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.words import either
@@ -34,8 +35,9 @@ _LESS = 0.9
 
 @dataclass(frozen=True)
 class DeckSearch:
-    """The best layouts of a deck on so many ranks of a machine."""
+    """The best layouts of the deck in a file on so many ranks of a machine."""
 
+    path: Path
     deck: Deck
     ranks: int
     machine: Machine
@@ -74,7 +76,7 @@ def search_deck(
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
     found = _search(deck, ranks, ranks_per_node, machine, BEST, progress)
-    return DeckSearch(deck, ranks, machine, found)
+    return DeckSearch(path, deck, ranks, machine, found)
 
 
 NO_RATES = (
@@ -148,7 +150,8 @@ def _search(
     if told.server != "none" or deck.layout.replicas > 1:
         key = "communication.server" if told.server != "none" else "layout.replicas"
         raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
-    deck = machine.of_deck(with_values(deck, {"layout.auto": False}))
+    deck = with_values(deck, {"layout.auto": False})
+    deck = machine.of_deck(on_nodes_of(deck, ranks_per_node))
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     holding = Holding(ranks, vocabulary, ranks_per_node)
     holding.libraries(deck)  # measured while nothing large is there
@@ -169,7 +172,14 @@ def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found:
         return f"no layout has {ranks} ranks{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
     lacking = least.room.needed - least.room.limit.bytes
-    return nothing_fits(least.candidate.changes, str(least.room), lacking, [] if more is None else [more])
+    return nothing_fits(
+        changed(deck, least.candidate.changes), str(least.room), lacking, [] if more is None else [more]
+    )
+
+
+def on_nodes_of(deck: Deck, ranks_per_node: int | None) -> Deck:
+    """The deck on nodes of so many ranks, where that is said."""
+    return deck if ranks_per_node is None else deck.with_keys(machine={"ranks_per_node": ranks_per_node})
 
 
 def _on(holding: Holding, ranks: int) -> Holding:
@@ -177,12 +187,16 @@ def _on(holding: Holding, ranks: int) -> Holding:
 
 
 def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
-    least: Missed | None = roomiest(deck, ranks, machine, _on(holding, ranks))
-    return least is not None and least.room.fits
+    with suppress(HpctrainError):  # as where links between nodes were not measured
+        least = roomiest(deck, ranks, machine, _on(holding, ranks))
+        return least is not None and least.room.fits
+    return False
 
 
 def _can_be(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
-    return bool(search(deck, ranks, machine, _on(holding, ranks), 1).best)
+    with suppress(HpctrainError):
+        return bool(search(deck, ranks, machine, _on(holding, ranks), 1).best)
+    return False
 
 
 def _neighbours(ranks: int) -> list[int]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.units import format_bytes, format_seconds
+
+
+def changed(deck: Deck, values: Mapping[str, object]) -> dict[str, object]:
+    """Those that a deck does not have anyway."""
+    return {key: value for key, value in values.items() if value != deck.value(key)}
 
 
 def assignments(values: Mapping[str, object]) -> str:
@@ -28,7 +34,7 @@ def choice(values: Mapping[str, object], seconds: float, machine: str) -> str:
     """What was chosen for a run."""
     return (
         f"the quickest layout that fits, a step in {format_seconds(seconds)} by the rates of {machine}: "
-        f"{assignments(values)}"
+        f"{assignments(values) or 'that of all defaults'}"
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck import DeckSearch
-from hpctrain.plan.search.phrases import arguments, assignments
+from hpctrain.plan.search.phrases import arguments, assignments, changed
 from hpctrain.plan.time.words import WHAT
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.units import format_bytes, format_count, format_seconds
-from hpctrain.words import command_line, counted
+from hpctrain.words import command, counted
 
 _CAUSES = 3
 """Of the best layout's seconds, so many are told."""
@@ -20,8 +20,9 @@ def search_text(searched: DeckSearch) -> str:
     found, deck = searched.found, searched.deck
     best = found.best
     apart = [key for key in best[0].changes if len({repr(each.changes[key]) for each in best}) > 1]
-    alike = {key: value for key, value in best[0].changes.items() if key not in apart and value is not None}
+    alike = {key: value for key, value in changed(deck, best[0].changes).items() if key not in apart}
     head = ("", "a step", "tokens/s", "a rank holds", *(key.partition(".")[2] for key in apart))
+    chosen = arguments(changed(deck, best[0].changes))
     tokens = deck.batch.global_size * deck.batch.sequence
     rows = [
         (
@@ -42,8 +43,7 @@ def search_text(searched: DeckSearch) -> str:
         *([f"All of them: {assignments(alike)}."] if alike else []),
         _causes(best[0]),
         *_fell(searched),
-        "The quickest one:",
-        f"  {command_line(*arguments(best[0].changes))}",
+        f"{command('run', searched.path, *chosen)} trains by the quickest one.",
     ]
     return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
 
