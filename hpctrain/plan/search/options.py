@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.files import check_output, require_writable
+from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.deck import DeckSearch, search_deck, trade_offs
-from hpctrain.plan.search.phrases import assignments
+from hpctrain.plan.search.phrases import changed
 from hpctrain.plan.search.words import search_text
 from hpctrain.plan.time.machine import Machine
 from hpctrain.report.bar import progress_bar
@@ -55,11 +56,16 @@ def searched(
         _write(write, found.text)
     if plot is not None:
         shown = [
-            Candidate(assignments(each.changes), each.seconds, each.memory_bytes)
+            Candidate(_label(found, each.changes), each.seconds, each.memory_bytes)
             for each in (*found.found.best, *more)
         ]
         write_figure(plot, lambda: draw_pareto(_title(found), shown))
     return json.dumps(found.row(), indent=1) if as_json else search_text(found)
+
+
+def _label(found: DeckSearch, changes: Values) -> str:
+    own = changed(found.deck, changes)
+    return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in own.items()) or "as the deck is"
 
 
 def _title(found: DeckSearch) -> str:
