@@ -85,10 +85,9 @@ def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "
             limit, color="#d55e00", linestyle="--", linewidth=1.2, label=f"there is: {format_bytes(limit)}"
         )
     least, most = min(each.bytes for each in candidates), max(each.bytes for each in candidates)
+    apart = (most - least) or most
     # From nothing on, unless all would stand at one edge.
-    axes.set_xlim(
-        0 if least < most / 2 else least - 0.1 * (most - least or most), most + 0.06 * (most - least or most)
-    )
+    axes.set_xlim(0 if least < most / 2 else least - 0.1 * apart, most + 0.06 * apart)
     axes.margins(y=0.12)
     axes.set_xlabel("memory of the rank that holds most", fontsize=12)
     axes.set_ylabel(f"time of {seconds_of}", fontsize=12)

@@ -24,7 +24,7 @@ from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.words import either
 
-MORE = (2, 4, 8, 16, 32, 64)
+MORE = (2, 4, 8, 16)
 """How many times as many ranks are tried where nothing fits."""
 
 MOST_TRADED = 12
@@ -57,8 +57,12 @@ class DeckSearch:
 
     @property
     def text(self) -> str:
-        """The resolved deck with the best layout, as a file that runs on so many ranks."""
-        chosen = with_values(self.deck, self.found.best[0].changes | {"layout.auto": False})
+        """The resolved deck with the best layout, as a file that runs on so many ranks; gradients are summed
+        as they were planned to be.
+        """
+        best = self.found.best[0]
+        summed = {"precision.gradients": best.deck.precision.gradients}
+        chosen = with_values(self.deck, best.changes | summed | {"layout.auto": False})
         return deck_text(chosen, self.ranks)
 
 
@@ -188,7 +192,7 @@ def _on(holding: Holding, ranks: int) -> Holding:
 
 def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
     with suppress(HpctrainError):  # as where links between nodes were not measured
-        least = roomiest(deck, ranks, machine, _on(holding, ranks))
+        least = roomiest(deck, ranks, machine, _on(holding, ranks), 1)
         return least is not None and least.room.fits
     return False
 

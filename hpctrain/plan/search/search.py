@@ -87,12 +87,14 @@ def search(
     return Found(tuple(found), tree.fell, len(queue), missed)
 
 
-def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Missed | None:
-    """Of a deck's layouts the one whose nodes need least, of those whose bounds are least; None where there
-    is none, or it is not known what a node has.
+def roomiest(
+    deck: Deck, ranks: int, machine: Machine, holding: Holding, looked_at: int = _ROOMY
+) -> Missed | None:
+    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least, without its
+    seconds; None where there is none, or it is not known what a node has.
     """
     tree = Tree(Choices(deck, ranks), machine, holding, inf)
-    found = [_planned(tree, node) for node in islice(_roomy(tree), _ROOMY)]
+    found = [_planned(tree, node) for node in islice(_roomy(tree), looked_at)]
     known = [Missed(candidate, room) for candidate, room in found if room is not None]
     return min(known, key=lambda each: each.room.needed, default=None)
 
@@ -104,7 +106,7 @@ def _roomy(tree: Tree) -> Iterator[Layout]:
         if not isinstance(node, Layout):
             queue.add(tree.children(node))
         elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
-            yield replace(node, causes=tree.seconds(node))
+            yield replace(node, causes={})
 
 
 class _Queue:
