@@ -18,7 +18,8 @@ import click
 def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool) -> None:
     """Print the deck in file DECK with every default filled in, or say all that is wrong with it.
 
-    What it names is looked into too; a token file that is not there may still be made.
+    What it names is looked into too; a token file that is not there may still be made. With --ranks, a layout
+    that it leaves open (layout = "auto") is chosen.
 
     Under mpirun or srun it is checked against the ranks that were started, and rank 0 alone prints.
     """
@@ -38,7 +39,12 @@ def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, ref
     elif deck is None:
         raise click.UsageError("give a DECK, or --reference")
     else:
-        text = deck_text(read_deck(deck, overrides, ranks, _read_source, named_problems), ranks)
+        found = read_deck(deck, overrides, ranks, _read_source, named_problems)
+        if found.layout.auto and ranks is not None:
+            from hpctrain.plan.search.deck import laid_out
+
+            found = laid_out(found, ranks)
+        text = deck_text(found, ranks)
     if started_rank(os.environ) == 0:
         click.echo(text, nl=False)
 

@@ -11,7 +11,7 @@ import click
 @click.command(name="plan")
 @click.argument("deck", type=click.Path(path_type=Path))
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 20), required=True, metavar="N", help="Ranks of the run."
+    "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Ranks of the run; or --sweep ranks=N,N."
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.zero=3."
@@ -37,10 +37,34 @@ import click
     help="Also a step's seconds there: a published machine, or a file of one.  [default: machine.rates]",
 )
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
+@click.option("--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK can have.")
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the deck with the quickest of them there.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE where it exists.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="KEY=V,V,...",
+    help="A table over the values of a key of DECK, or of ranks; of several keys over all combinations.",
+)
+@click.option("--weak", is_flag=True, help="As ranks are swept, batch.global_size grows with them.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw a sweep's seconds by cause, or a search's memory against time, as .png, .svg or .pdf.",
+)
+@click.option("--pareto", is_flag=True, help="Draw memory against time instead.")
+@click.option("--rehearse", is_flag=True, help="Also every message of a step of all ranks, made and matched.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     deck: Path,
-    ranks: int,
+    ranks: int | None,
     overrides: tuple[str, ...],
     ranks_per_node: int | None,
     link: str | None,
@@ -48,6 +72,14 @@ def command(
     like: Path | None,
     machine: str | None,
     forms: bool,
+    search: bool,
+    write: Path | None,
+    force: bool,
+    sweeps: tuple[str, ...],
+    weak: bool,
+    plot: Path | None,
+    pareto: bool,
+    rehearse: bool,
     as_json: bool,
 ) -> None:
     """Tell from DECK alone what each of N ranks will hold: bytes by kind, where most go, what would save.
@@ -55,15 +87,50 @@ def command(
     And whether the ranks of a node fit into its memory: machine.memory of the deck (on GPUs
     machine.gpu_memory), or where that is not given the memory of this machine. Then what a rank sends in a
     step, by axis, beside what it would send by exact sums; over a slow link also how long a step takes with
-    both, and at which speed of links they break even. With --machine also the seconds of a step by cause: of
-    selene-2021, selene-2022, megascale-2024 or megatron-deepspeed-a100, or of a file like theirs.
+    both, and at which speed of links they break even. With --machine, one of a publication or a file that
+    hpctrain calibrate measures, also the seconds of a step by cause, what limits it, and which single change
+    would help most. With --sweep a table, a row for each value.
+
+    With --search the ten quickest layouts that fit: over tensor, sequence, context, pipeline and expert
+    ranks, schedule, chunks, micro-batch, ZeRO, recomputation and offload. Keys that DECK gives stay as they
+    are (--set layout.tensor= opens one); a deck with layout = "auto" is run with the quickest.
+
+    With --rehearse every rank's programme of one step is made and matched with all others: no message without
+    its other end, of another size or in another order, nobody waiting in a circle, memory never over. The
+    exit code is 2 where memory does not do, and 70 where programmes do not fit each other.
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
+    from hpctrain.plan.search.options import demand_search, searched
+    from hpctrain.plan.sweep_options import demand_sweep, swept
     from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
+    from hpctrain.report.terminal import stderr_console
 
     wish = wished_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
+    ways = {"--sweep": sweeps, "--search": search, "--rehearse": rehearse}
+    if len(asked := [name for name, given in ways.items() if given]) > 1:
+        raise click.UsageError(f"{' and '.join(asked)}: give one of them")
+    if sweeps:
+        told = swept(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, plot, pareto, as_json)
+        click.echo(told, nl=as_json)
+        return
+    if search:
+        told = searched(deck, ranks, overrides, ranks_per_node, rates, write, as_json, force=force, plot=plot)
+        click.echo(told, nl=as_json)
+        return
+    demand_search(write, force=force)
+    ranks = demand_sweep(ranks, weak=weak, plot=plot, pareto=pareto)
     plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
-    click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+    if not rehearse:
+        click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
+        return
+    if not as_json:
+        click.echo(plan_text(plan))
+    with stderr_console().status("rehearsing") as status:
+        rehearsal = rehearse_deck(plan, ranks_per_node, status.update)
+    row = plan.row() | {"rehearsal": rehearsal.row()}
+    click.echo(json.dumps(row, indent=1) if as_json else rehearsal_text(rehearsal), nl=as_json)
+    click.get_current_context().exit(rehearsal.exit_code)

@@ -21,18 +21,19 @@ from hpctrain.comm.mpi import scratch_bytes
 from hpctrain.comm.shared import SHARED_BYTES
 from hpctrain.comm.topology import neighbours
 from hpctrain.comm.traffic import Traffic, traffic_of
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.transport import Pending, Transport
 
 META = torch.device("meta")
 HOST = torch.device("cpu")
 
-Heard = Callable[[Call, Traffic], None]
-"""What is told of every call that a planned group makes."""
+Heard = Callable[[Call, Traffic], "Pending | None"]
+"""What is told of every call that a planned group makes; it may give what is then waited for."""
 
 
 class PlannedTransport(Transport):
-    """Completes every call at once; small values are the same on all ranks. Its memory is that of MPI, or, if
-    `shared`, of ranks on `nodes`, None where each has its own, which see each other's there.
+    """Completes every call at once, unless who hears of it wants otherwise; small values are the same on all
+    ranks. Its memory is that of MPI, or, if `shared`, of ranks on `nodes`, None where each has its own, which
+    see each other's there.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class PlannedTransport(Transport):
         self.local = neighbours(nodes) if shared and nodes is not None else 0
         self.sharers = max(1, self.local)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: Call) -> Pending | None:
         """See Transport."""
-        if self.heard is not None:
-            self.heard(call, traffic_of(call, self.rank, self.size, self.nodes, self.crosses_once(call)))
+        if self.heard is None:
+            return None
+        return self.heard(call, traffic_of(call, self.rank, self.size, self.nodes, self.crosses_once(call)))
 
     def crosses_once(self, call: Call) -> bool:
         """See Transport."""

@@ -125,6 +125,7 @@ class Written:
 
     def _take(self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]) -> None:
         self.places[section] = Place(name, lines.get((section,)), value=table)
+        table = whole_section(section, table)
         if not isinstance(table, dict):
             self.values[section] = table
             return
@@ -148,6 +149,14 @@ class Written:
             return
         if section == "include":
             self.add(place, f"{place.prefix}: only a deck can include another, at its top")
+            return
+        whole = whole_section(section, text.strip().strip('"')) if not dot else None
+        if isinstance(whole, dict):
+            self.values[section] = dict(whole)
+            kept = {key: place for key, place in self.places.items() if not key.startswith(f"{section}.")}
+            self.places = kept | {
+                f"{section}.{key}": replace(place, value=value) for key, value in whole.items()
+            }
             return
         if not dot:
             homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
@@ -173,6 +182,11 @@ class Written:
             value = text.strip()
         table[key] = value
         self.places[full] = replace(place, value=value)
+
+
+def whole_section(section: str, written: object) -> object:
+    """The table that a word stands for in place of a section, else what was written."""
+    return {"auto": True} if (section, written) == ("layout", "auto") else written
 
 
 def _is_one_of(path: Path, others: Sequence[Path]) -> bool:

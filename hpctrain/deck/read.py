@@ -167,7 +167,7 @@ class _Validation:
             deck = self._stand_in(tables, given_keys, bad)
         if deck is not None and self.readable:
             problems = [*check_deck(deck, ranks), *source_problems(deck, self.source)]
-            problems += [] if ranks is None else world_problems(deck, ranks)
+            problems += [] if ranks is None or deck.layout.auto else world_problems(deck, ranks)
             for problem in problems:
                 keys = {problem.key, *problem.others}
                 forgiven = problem.for_writers and self._stored(keys)

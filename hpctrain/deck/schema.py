@@ -234,8 +234,14 @@ class Layout(Section):
     """How the ranks share the work: ranks = pipeline x data x context x tensor.
 
     Experts fold the same ranks in their own way: pipeline x expert data x expert x expert_tensor.
+    `layout = "auto"`, in place of the section, has all of it chosen.
     """
 
+    auto: bool = key(
+        "Whether what is not given here, of micro_size and of recompute is chosen: the quickest that fits, "
+        "by machine.rates.",
+        False,
+    )
     data: int | None = key(
         "Copies that train on different sequences.", None, unit="ranks", derived="fills the rest", ge=1
     )

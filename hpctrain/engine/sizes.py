@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpctrain.comm.mesh import AXES
 from hpctrain.deck.check_world import data_ranks
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 
 
 def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
@@ -14,6 +15,10 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
 
     HpctrainError where the deck does not fit so many.
     """
+    if deck.layout.auto:
+        raise HpctrainError(
+            deck.problem("layout.auto", "is for run, plan, deck and job, which choose a layout")
+        )
     sizes = {axis: getattr(deck.layout, axis) for axis in AXES}
     return sizes | {"data": data_ranks(deck, ranks)} | expert_sizes(deck)
 

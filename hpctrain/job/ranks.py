@@ -18,6 +18,7 @@ from hpctrain.job.wish import Launcher, Wish
 from hpctrain.job.words import word_problems
 from hpctrain.plan.deck import plan_deck
 from hpctrain.plan.named import named_problems
+from hpctrain.plan.search.deck import laid_out
 from hpctrain.units import format_bytes, parse_bytes, parse_seconds
 from hpctrain.words import command
 
@@ -77,6 +78,7 @@ def plan_job(path: Path, overrides: Sequence[str], wish: Wish) -> Job:
             "machine.ranks_per_node or machine.gpus_per_node in the deck"
         )
     least, most = wish.nodes
+    deck = laid_out(deck, most * ranks, ranks)
     check_world(deck, most * ranks)
     for variant in wish.variants:
         read_deck(path, [*overrides, *variant], most * ranks, settled_keys, named_problems)

@@ -226,7 +226,7 @@ class _Mailbox:
         self.posted: dict[int, deque[tuple[Message, Work[Tensor]]]] = {}
         self.arrived: dict[Message, Tensor] = {}
         self.sender: dict[Message, int] = {}
-        self.ahead = receives_ahead(group.device)
+        self.ahead = receives_ahead(group.computes_on)
         for stage in range(schedule.stage_count):
             if stage != group.rank and (order := deque(messages(schedule, stage, group.rank))):
                 self.sender |= dict.fromkeys(order, stage)

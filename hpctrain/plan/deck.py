@@ -21,6 +21,9 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from hpctrain.plan.room import Room
 from hpctrain.plan.savings import MemorySaving, find_savings
+from hpctrain.plan.search.candidate import Candidate
+from hpctrain.plan.search.deck import chosen_layout, with_choice
+from hpctrain.plan.time.advice import Advice, advise
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
@@ -31,7 +34,7 @@ from hpctrain.plan.traffic import TrafficPlan, plan_traffic
 class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
     what would save most, the most first, what ranks send each other, of several stages their pipeline; on a
-    machine whose rates are known a step, and what is sent to any other rank.
+    machine whose rates are known a step, what is sent to any other rank, and what limits it and would help.
     """
 
     deck: Deck
@@ -45,6 +48,7 @@ class DeckPlan:
     machine: Machine | None = None
     step: StepPlan | None = None
     sent: TrafficPlan | None = None
+    advice: Advice | None = None
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -57,6 +61,8 @@ class DeckPlan:
         if self.sent is not None:
             planned |= {"bytes_by_axis": self.sent.most.sent()}
             planned |= {"bytes_between_nodes_by_axis": self.moved.own.most.sent()}
+        if self.advice is not None:
+            planned |= {"advice": self.advice.row()}
         if self.others:
             planned |= {"forms": [each.row() for each in self.others]}
         if room is None:
@@ -89,9 +95,14 @@ def plan_deck(
 
     def read(*changes: str) -> Deck:
         deck = read_deck(path, [*overrides, *changes], ranks, settled_keys, named)
+        if deck.layout.auto:
+            if not chosen:
+                chosen.append(chosen_layout(deck, ranks, ranks_per_node, rates)[0])
+            deck = with_choice(deck, chosen[0].changes, ranks)
         machine = deck_rates(deck) if rates is None else rates
         return deck if machine is None else machine.of_deck(deck)
 
+    chosen = list[Candidate]()
     deck = read()
     rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
@@ -119,7 +130,18 @@ def plan_deck(
         others.append(OtherForm(name, changes, plan_form(other, ranks, vocabulary, apart, wish, cost, moved)))
     room = holding.room(deck, memory)
     pipeline = plan_pipeline(deck, ranks, vocabulary)
-    step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
-    sent = None if rates is None else plan_traffic(deck, ranks, vocabulary)
     planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
-    return DeckPlan(*planned_deck, pipeline, rates, step, sent)
+    if rates is None:
+        return DeckPlan(*planned_deck, pipeline)
+    step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
+
+    def timed(deck: Deck, rates: Machine) -> StepPlan:
+        return plan_step(deck, ranks, vocabulary, rates)
+
+    def held(deck: Deck) -> tuple[int, bool | None]:
+        memory = holding.memory(deck)
+        room = holding.room(deck, memory)
+        return memory.largest.memory.total, None if room is None else room.fits
+
+    advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
+    return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice)

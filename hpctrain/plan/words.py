@@ -9,6 +9,7 @@ from hpctrain.memory.accounts import Account
 from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
 from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.time.advice_words import advice_lines
 from hpctrain.plan.time.words import time_lines
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted, table
@@ -56,6 +57,8 @@ def plan_text(plan: DeckPlan) -> str:
     lines += ["", f"Pipeline: {plan.pipeline}."] if plan.pipeline is not None else []
     if plan.step is not None and plan.machine is not None:
         lines += ["", *time_lines(plan.step, plan.machine)]
+    if plan.step is not None and plan.advice is not None:
+        lines += advice_lines(plan.step, plan.advice)
     if deck.found.why:
         kernels = kernels_of(deck, device_named(deck.run.device), memory.sizes["data"])
         told = introduce_kernels(deck, kernels) or [f"products are {deck.found.why}"]

@@ -34,6 +34,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
 from hpctrain.train.dead_experts import DeadExperts
+from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_tokens, known_tokens
 from hpctrain.train.routing import Routing, read_given
@@ -307,6 +308,8 @@ def run_deck(
         with world.agreement():
             # Of a run that goes on the number of replicas follows that of ranks, which is checked then.
             deck = read_deck(path, overrides, None if again else world.size, settled_keys)
+        deck, chose = choose_layout(world, deck)
+        with world.agreement():
             folder = Path(deck.run.dir)
             begun = again and bool(checkpoints(folder / "checkpoints"))
             makes = ""
@@ -316,14 +319,14 @@ def run_deck(
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)
             state = read_state(checkpoint, world.everyone)
-            return _go_on(world, deck, checkpoint, state, signals, replayed, follows=True)
+            return _go_on(world, deck, checkpoint, state, signals, replayed, follows=True, chose=chose)
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
         bound = prepare_ranks(world, deck)
         reads = [] if replayed is None else [str(replayed)]
         run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again, reads), replayed=replayed)
-        return run.train(signals, (bound, makes))
+        return run.train(signals, (bound, makes, chose))
 
 
 def resume(
@@ -339,8 +342,9 @@ def resume(
         with world.agreement():
             require_training_state(path, state, overrides)
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
+        deck, chose = choose_layout(world, deck)
         given = deck.sources.place("layout.replicas").override is not None
-        return _go_on(world, deck, path, state, signals, replayed, follows=not given)
+        return _go_on(world, deck, path, state, signals, replayed, follows=not given, chose=chose)
 
 
 def _go_on(
@@ -351,10 +355,11 @@ def _go_on(
     signals: Signals,
     replayed: Path | None,
     follows: bool,
+    chose: str,
 ) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
-    `follows` says whether the number of replicas is what the ranks make.
+    `follows` says whether the number of replicas is what the ranks make; `chose` is said at the start.
     A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
     InputOutputError where it is damaged.
     """
@@ -386,5 +391,5 @@ def _go_on(
         if world.rank == 0:
             refuse_other_folder(deck, path)
     rates = warms_again(deck, before, step), rate_jumps(deck, before, step)
-    opening = prepare_ranks(world, deck), *rates, makes
+    opening = prepare_ranks(world, deck), *rates, makes, chose
     return open_run(world, deck, path, replayed=replayed).train(signals, opening)

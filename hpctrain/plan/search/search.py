@@ -7,15 +7,15 @@ whether it fits is then asked of the plan of its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
+from math import inf
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices
@@ -25,10 +25,16 @@ from hpctrain.plan.time.machine import Machine
 BEST = 10
 """Layouts that are told."""
 
+_ROOMY = 8
+"""Layouts of the least bounds of memory whose plans are compared, where none fits."""
+
+Progress = Callable[[int], None]
+"""Told of every node that is looked into, with how many there were."""
+
 
 @dataclass(frozen=True)
 class Missed:
-    """The quickest layout that does not fit: its seconds, and what a node lacks."""
+    """A layout that does not fit, and what a node lacks."""
 
     candidate: Candidate
     room: Room
@@ -36,7 +42,9 @@ class Missed:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, the quickest first, what became of others, and the open nodes of the tree."""
+    """The best layouts, the quickest first, what became of others, how many nodes of the tree were left open,
+    and the quickest layout that does not fit, if one came up.
+    """
 
     best: tuple[Candidate, ...]
     fell: Fell
@@ -50,45 +58,81 @@ def search(
     machine: Machine,
     holding: Holding,
     best: int = BEST,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Found:
     """The layouts of a deck on so many ranks of a machine, `best` of them at most."""
     choices = Choices(deck, ranks)
     tree = Tree(choices, machine, holding, holding.of_mean_rank(deck))
-    order = count()
-    open_nodes: list[tuple[float, int, Node, dict[str, float] | None]] = [
-        (node.bound, next(order), node, None) for node in tree.roots()
-    ]
-    heapify(open_nodes)
+    queue = _Queue(tree.roots(), lambda node: node.bound)
     found: list[Candidate] = []
     missed: Missed | None = None
-    while open_nodes and len(found) < best:
-        _, number, node, causes = heappop(open_nodes)
+    for looked, node in enumerate(queue):
         if progress is not None:
-            progress(number)
+            progress(looked)
         if not isinstance(node, Layout):
-            for child in tree.children(node):
-                heappush(open_nodes, (child.bound, next(order), child, None))
-        elif causes is None:
-            if tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
-                continue
-            own = dict(tree.seconds(node))
-            heappush(open_nodes, (sum(own.values()), next(order), node, own))
+            queue.add(tree.children(node))
+        elif node.causes is None:
+            if not tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
+                causes = tree.seconds(node)
+                queue.add([replace(node, bound=sum(causes.values()), causes=causes)])
         else:
-            memory = tree.memory(node)
-            room = holding.room(node.deck, memory)
-            candidate = _candidate(choices, node, causes, memory, room)
+            candidate, room = _planned(tree, node)
             if room is None or room.fits:
                 found.append(candidate)
             else:
                 tree.fell.counts["memory plan"] += 1
                 missed = missed or Missed(candidate, room)
-    return Found(tuple(found), tree.fell, len(open_nodes), missed)
+        if len(found) == best:
+            break
+    return Found(tuple(found), tree.fell, len(queue), missed)
 
 
-def _candidate(
-    choices: Choices, node: Layout, causes: dict[str, float], memory: MemoryPlan, room: Room | None
-) -> Candidate:
-    values = {key: node.deck.value(key) for key in choices.free}
-    needed = memory.node_bytes(choices.ranks) if room is None else room.needed
-    return Candidate(node.deck, values, causes, memory.largest.memory.total, needed)
+def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Missed | None:
+    """Of a deck's layouts the one whose nodes need least, of those whose bounds are least; None where there
+    is none, or it is not known what a node has.
+    """
+    tree = Tree(Choices(deck, ranks), machine, holding, inf)
+    found = [_planned(tree, node) for node in islice(_roomy(tree), _ROOMY)]
+    known = [Missed(candidate, room) for candidate, room in found if room is not None]
+    return min(known, key=lambda each: each.room.needed, default=None)
+
+
+def _roomy(tree: Tree) -> Iterator[Layout]:
+    """Layouts in the order of what they need at the least."""
+    queue = _Queue(tree.roots(), lambda node: node.least)
+    for node in queue:
+        if not isinstance(node, Layout):
+            queue.add(tree.children(node))
+        elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
+            yield replace(node, causes=tree.seconds(node))
+
+
+class _Queue:
+    """Open nodes, the least first; those that are alike in the order in which they came."""
+
+    def __init__(self, nodes: Iterable[Node], size: Callable[[Node], float]) -> None:
+        self._size, self._order = size, count()
+        self._nodes = [(size(node), next(self._order), node) for node in nodes]
+        heapify(self._nodes)
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """Others, which are also open."""
+        for node in nodes:
+            heappush(self._nodes, (self._size(node), next(self._order), node))
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        while self._nodes:
+            yield heappop(self._nodes)[-1]
+
+
+def _planned(tree: Tree, node: Layout) -> tuple[Candidate, Room | None]:
+    """What a layout takes and holds."""
+    assert node.causes is not None
+    memory = tree.memory(node)
+    room = tree.holding.room(node.deck, memory)
+    values = {key: node.deck.value(key) for key in tree.choices.free}
+    needed = memory.node_bytes(tree.choices.ranks) if room is None else room.needed
+    return Candidate(node.deck, values, node.causes, memory.largest.memory.total, needed), room

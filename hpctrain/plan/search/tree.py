@@ -70,9 +70,12 @@ class Fell:
 
 @dataclass(frozen=True)
 class SplitLayers:
-    """How layers are split, and what each kind of layer then takes and keeps of a micro-batch."""
+    """How layers are split, and what each kind of layer then takes and keeps of a micro-batch. Of every node
+    `bound` are seconds that no layout below it undercuts, `least` the bytes of a mean rank that none does.
+    """
 
     bound: float
+    least: float
     deck: Deck
     at: Arrangement
     of_layers: Mapping[LayerSizes, LayerSeconds]
@@ -93,6 +96,7 @@ class Staged:
     """Layers split so over a number of stages."""
 
     bound: float
+    least: float
     deck: Deck
     at: Arrangement
     layers: SplitLayers
@@ -100,12 +104,14 @@ class Staged:
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a layout."""
+    """All of a layout, with its own seconds by cause once they are known: then the bound is their sum."""
 
     bound: float
+    least: float
     deck: Deck
     at: Arrangement
     split: tuple[int, ...]
+    causes: Mapping[str, float] | None = None
 
 
 Node = SplitLayers | Staged | Layout
@@ -217,8 +223,11 @@ class Tree:
             kind: Kept(at.micro_size * each.waiting, at.micro_size * each.again)
             for kind, each in kept.items()
         }
+        waiting *= at.micro_size
+        most = self.choices.ranks // (at.tensor * at.context)
+        least = self._libraries + waiting / max(self.choices.of_stages(most), default=1)
         return SplitLayers(
-            micro * share + self.machine.fixed, deck, at, of_layers, own, at.micro_size * waiting, self.layers
+            micro * share + self.machine.fixed, least, deck, at, of_layers, own, waiting, self.layers
         )
 
     def children(self, node: Node) -> Iterator[Node]:
@@ -242,10 +251,11 @@ class Tree:
             message = boundary_seconds(self.layers[0].hidden, staged, self.machine) if stages > 1 else 0.0
             waits = 2 * message * (stages - 1) / stages * (self.machine.messages == "blocking")
             bound = node.bound + waits * staged.micro_batches
-            if self._least_of_stages(node, staged) > self.limit:
+            least = self._least_of_stages(node, staged)
+            if least > self.limit:
                 self.fell.counts["memory"] += 1
                 continue
-            yield Staged(bound, deck, staged, node)
+            yield Staged(bound, least, deck, staged, node)
 
     def _least_of_stages(self, node: SplitLayers, at: Arrangement) -> float:
         """Bytes of a mean rank, with all states cut as far as can be and one micro-batch under way."""
@@ -275,11 +285,8 @@ class Tree:
                 for stage in form.stages
             ]
             elements = [stage.elements(at) for stage in form.stages]
-            fitting = [
-                zero
-                for zero, states in zeros
-                if self._least(at, waiting, map(states, elements)) <= self.limit
-            ]
+            needs = [(zero, self._least(at, waiting, map(states, elements))) for zero, states in zeros]
+            fitting = [(zero, least) for zero, least in needs if least <= self.limit]
             self.fell.counts["layouts"] += len(zeros)
             self.fell.counts["memory"] += len(zeros) - len(fitting)
             if not fitting:
@@ -301,19 +308,20 @@ class Tree:
                 )
                 for stage in form.stages
             ]
-            for zero in fitting:
+            for zero, least in fitting:
                 whole = with_values(node.deck, zero | {"layout.schedule": schedule, "layout.chunks": chunks})
                 if self.fell.cannot_be(world_problems(whole, self.choices.ranks), whole):
                     continue
                 group, home = whole.layout.zero_group, whole.memory.optimizer
-                assert group != "node"
+                if group == "node":
+                    group = at.data_ranks.together
                 cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
                 rest = min(
                     sum(after_backward(stage.layers, hiding, cut_so, machine).values())
                     for stage, hiding in zip(form.stages, backward, strict=True)
                 )
                 # What is summed in another order here differs by rounding.
-                yield Layout((span + rest) * (1 - _ROUNDING), whole, cut_so, form.split)
+                yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
 
     def _form_of(self, deck: Deck, schedule: str, chunks: int) -> _Form | None:
         """The parts of the model, as a run has them; None where it cannot have them."""

@@ -137,6 +137,7 @@ class Machine(_Table):
         told = deck.machine
         of_node = told.ranks_per_node or told.gpus_per_node or self.ranks_per_node
         found = {"ranks_per_node": of_node, "memory": told.memory or int(self.memory * of_node)}
+        found |= {"gpu_memory": told.gpu_memory or int(self.memory)}
         given = "precision.gradients" in deck.sources.places
         sums = deck.precision.gradients if given else self.gradients
         apart = deck.communication.transport == "auto" and not self.shared_memory

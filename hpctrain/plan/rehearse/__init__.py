@@ -1,0 +1,1 @@
+"""A step of a large job, rehearsed: the programme of every rank, matched with those of all others."""

@@ -1,0 +1,36 @@
+"""What is wrong with a rehearsed step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "missing send",
+    "missing receive",
+    "missing call",
+    "swapped order",
+    "wrong size",
+    "other operation",
+    "cyclic wait",
+    "over memory",
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of some ranks, the first of them and how many are like it: in a sentence, what is there and
+    what would be right.
+    """
+
+    kind: Kind
+    rank: int
+    count: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.sentence}"
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        return {"fault": self.kind, "rank": self.rank, "ranks": self.count, "sentence": self.sentence}

@@ -1,0 +1,71 @@
+"""Even loads of experts, where tensors have no values: what routers would have chosen, and who tells whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from hpctrain.comm.planned import META
+from hpctrain.model.shape import ModelShape
+
+
+class EvenLoads(TorchDispatchMode):
+    """Within, what is counted of tensors without values is as many of each: of n numbers below k, n // k, and
+    one more of the first ones where that leaves some. Nothing for a model without experts.
+
+    A count is in memory of the host, from where layers read it. What is computed of both kinds of memory has
+    none; products by groups are so of any format.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.experts, self.taken = shape.experts, min(1.0, shape.capacity or 1.0)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute, or count."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+            return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if "grouped_mm" in func.name():
+            return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
+        tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
+        if any(each.is_meta for each in tensors) and any(each.is_cpu for each in tensors):
+            args, kwargs = tree_map(_without_values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _counts(self, numbers: Tensor, length: int) -> Tensor:
+        # Copies that no expert takes are counted behind the last one.
+        kinds = length - 1 if length == self.experts + 1 else length
+        whole = numbers.numel()
+        if length == self.experts + 1:
+            whole = int(whole * self.taken)
+        counts = torch.full((length,), whole // kinds, dtype=torch.int64, device="cpu")
+        counts[: whole % kinds] += 1
+        counts[kinds:] = numbers.numel() - whole
+        return counts
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Rows [m, k] by [e, k, n], or [n, m] by [m, k] for each of e groups of m."""
+    if right.dim() == 3:
+        return left.new_empty((left.shape[0], right.shape[2]))
+    return left.new_empty((len(ends), left.shape[0], right.shape[1]))
+
+
+def _without_values(each: Any) -> Any:
+    return each.to(META) if isinstance(each, Tensor) and each.is_cpu else each
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [part for each in values for part in (each if isinstance(each, list | tuple) else [each])]

@@ -1,0 +1,230 @@
+"""Whether what ranks send each other, and call together, fits: each with each, in its order.
+
+Of two ranks the messages of one tag come in the order in which they are sent (MPI: messages do not overtake),
+so the n-th send is for the n-th receive. Of a group the n-th call of one rank is the n-th of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from hpctrain.plan.rehearse.alike import Classes, find_classes
+from hpctrain.plan.rehearse.fault import Fault, Kind
+from hpctrain.plan.rehearse.programme import RECEIVE, SEND, WAIT, Event, Job, Numbers
+from hpctrain.plan.rehearse.progress import find_circles
+from hpctrain.words import counted
+
+Channel = tuple[str, int, int]  # group, places from this rank to its peer, tag
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What was matched: ranks and classes of them, events of all ranks, of these messages, and payload of
+    messages and collectives in bytes, as given to each; faults, if any.
+    """
+
+    ranks: int
+    classes: int
+    events: int
+    messages: int
+    bytes: int
+    faults: tuple[Fault, ...]
+
+
+def match(job: Job) -> Matched:
+    """Match the programmes of all ranks."""
+    classes = find_classes(job)
+    faults = [*_messages(job, classes), *_collectives(job, classes)]
+    if not faults:  # who waits in vain for what is not there tells nothing more
+        faults = find_circles(job, classes)
+    programmes = [job.programmes[job.programme_of[first]] for first in classes.firsts]
+    counts = classes.counts.tolist()
+
+    def over_all(of_event: Sequence[int]) -> int:
+        return sum(number * count for number, count in zip(of_event, counts, strict=True))
+
+    return Matched(
+        job.ranks,
+        len(classes.firsts),
+        over_all([sum(e.operation != WAIT for e in events) for events in programmes]),
+        over_all([sum(e.operation == SEND for e in events) for events in programmes]),
+        over_all([sum(e.bytes for e in events if e.operation != RECEIVE) for events in programmes]),
+        tuple(faults),
+    )
+
+
+def _messages(job: Job, classes: Classes) -> Iterator[Fault]:
+    """Of every pair of classes, what is sent beside what is received."""
+    sends, receives = (
+        [_channels(job.programmes[job.programme_of[first]], operation) for first in classes.firsts]
+        for operation in (SEND, RECEIVE)
+    )
+    for number, first in enumerate(classes.firsts):
+        for (group, step, tag), sent in sends[number].items():
+            membership = job.groups[group]
+            peer = int(membership.peers(np.array([first]), step)[0])
+            back = (group, -step % membership.size, tag)
+            received = receives[classes.of_rank[peer]].get(back, [])
+            yield from _of_channel(job, classes, (first, peer), group, sent, received)
+        for (group, step, tag), received in receives[number].items():
+            membership = job.groups[group]
+            peer = int(membership.peers(np.array([first]), step)[0])
+            back = (group, -step % membership.size, tag)
+            if back not in sends[classes.of_rank[peer]]:
+                yield from _of_channel(job, classes, (peer, first), group, [], received)
+
+
+def _channels(programme: Sequence[Event], operation: str) -> dict[Channel, list[Event]]:
+    found: defaultdict[Channel, list[Event]] = defaultdict(list)
+    for event in programme:
+        if event.operation == operation:
+            found[event.group, event.step, event.tag].append(event)
+    return found
+
+
+def _of_channel(
+    job: Job,
+    classes: Classes,
+    ranks: tuple[int, int],
+    group: str,
+    sent: Sequence[Event],
+    received: Sequence[Event],
+) -> Iterator[Fault]:
+    """The first difference between what one rank sends and what another one receives of it."""
+    sender, receiver = ranks
+    number = _difference(sent, received)
+    if number is None:
+        return
+    there, here = _at(sent, number), _at(received, number)
+    who, whom = _words(job, classes, sender), _words(job, classes, receiver)
+    way = f"message {number + 1} along {group} from {who} to {whom}"
+    told = f"is sent as {there or 'nothing'}, and received as {here or 'nothing'}"
+    kind: Kind
+    if len(sent) < len(received):
+        kind, rank = "missing send", sender
+        right = f"{counted(len(received), 'message')} received, {len(sent)} sent: send {here} there"
+    elif len(sent) > len(received):
+        kind, rank = "missing receive", receiver
+        right = f"{counted(len(sent), 'message')} sent, {len(received)} received: receive {there} there"
+    elif _same(sent, received):
+        kind, rank, right = "swapped order", sender, f"send {here} first"
+    else:
+        assert there is not None and here is not None
+        kind, rank = "wrong size" if there.content == here.content else "other operation", sender
+        right = f"send {here}"
+    yield Fault(kind, rank, int(classes.counts[classes.of_rank[rank]]), f"{way} {told} ({right})")
+
+
+def _collectives(job: Job, classes: Classes) -> Iterator[Fault]:
+    """Of every kind of group, what its ranks call, beside what the first of them does."""
+    calls = [_calls(job.programmes[job.programme_of[first]]) for first in classes.firsts]
+    for group in sorted({group for of_class in calls for group in of_class}):
+        membership = job.groups[group]
+        of_rows = classes.of_rank[membership.rows]
+        kinds, firsts = np.unique(np.sort(of_rows, axis=1), axis=0, return_index=True)
+        for kind, row in zip(kinds, firsts, strict=True):
+            members = membership.rows[row]
+            called = {int(each): calls[each].get(group, []) for each in np.unique(kind)}
+            alike = Counter(_sizes(called[int(each)]) for each in kind)
+            usual = max(called, key=lambda each: (alike[_sizes(called[each])], len(called[each]), -each))
+            reference = int(members[np.flatnonzero(of_rows[row] == usual)[0]])
+            for each, events in called.items():
+                rank = int(members[np.flatnonzero(of_rows[row] == each)[0]])
+                yield from _of_group(job, classes, group, (reference, called[usual]), (rank, events))
+        uneven = any(event.sent for of_class in calls for event in of_class.get(group, []))
+        for row in np.unique(of_rows, axis=0, return_index=True)[1] if uneven else ():
+            yield from _exchanges(job, classes, group, membership.rows[row], calls)
+
+
+def _calls(programme: Sequence[Event]) -> dict[str, list[Event]]:
+    found: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in programme:
+        if event.is_collective:
+            found[event.group].append(event)
+    return found
+
+
+def _of_group(
+    job: Job,
+    classes: Classes,
+    group: str,
+    usual: tuple[int, Sequence[Event]],
+    other: tuple[int, Sequence[Event]],
+) -> Iterator[Fault]:
+    """The first difference between what two ranks of a group call."""
+    number = _difference(usual[1], other[1])
+    if number is None:
+        return
+    there, here = _at(usual[1], number), _at(other[1], number)
+    call = f"call {number + 1} of {group}"
+    told = f"is {here or 'missing'} on {_words(job, classes, other[0])}"
+    right = f"and {there} on {_words(job, classes, usual[0])}"
+    kind: Kind = "other operation"
+    if len(other[1]) < len(usual[1]):
+        kind = "missing call"
+    elif _same(usual[1], other[1]):
+        kind = "swapped order"
+    elif there is not None and here is not None and there.content == here.content:
+        kind = "wrong size"
+    count = int(classes.counts[classes.of_rank[other[0]]])
+    yield Fault(kind, other[0], count, f"{call} {told}, {right}; all are to call the same")
+
+
+def _exchanges(
+    job: Job, classes: Classes, group: str, members: Numbers, calls: Sequence[dict[str, list[Event]]]
+) -> Iterator[Fault]:
+    """Of exchanges of uneven pieces, what each rank sends to each beside what that one receives."""
+    of_members = [calls[classes.of_rank[rank]].get(group, []) for rank in members]
+    for number, together in enumerate(zip(*of_members, strict=False)):
+        if any(event.sent is None or event.received is None for event in together):
+            continue
+        sent, received = np.array([e.sent for e in together]), np.array([e.received for e in together])
+        wrong = np.argwhere(sent != received.T)
+        if len(wrong):
+            source, target = (int(each) for each in wrong[0])
+            sender, receiver = int(members[source]), int(members[target])
+            count = int(classes.counts[classes.of_rank[sender]])
+            yield Fault(
+                "wrong size",
+                sender,
+                count,
+                f"call {number + 1} of {group}, {together[source]}: {_words(job, classes, sender)} sends "
+                f"{sent[source, target]} elements to {_words(job, classes, receiver)}, which receives "
+                f"{received[target, source]} (send as many)",
+            )
+            return
+
+
+def _difference(one: Sequence[Event], other: Sequence[Event]) -> int | None:
+    """The first place at which two orders of events do not fit each other."""
+    for number, (there, here) in enumerate(zip_longest(one, other)):
+        if there is None or here is None or there.content != here.content:
+            return number
+        if there.bytes != here.bytes and there.sent is None:
+            return number
+    return None
+
+
+def _same(one: Sequence[Event], other: Sequence[Event]) -> bool:
+    """Whether they are the same events in another order."""
+    return Counter(_sizes(one)) == Counter(_sizes(other))
+
+
+def _sizes(events: Sequence[Event]) -> tuple[object, ...]:
+    """What tells events from others."""
+    return tuple((event.content, event.bytes if event.sent is None else None) for event in events)
+
+
+def _at(events: Sequence[Event], number: int) -> Event | None:
+    return events[number] if number < len(events) else None
+
+
+def _words(job: Job, classes: Classes, rank: int) -> str:
+    """A rank, and how many are like it."""
+    others = int(classes.counts[classes.of_rank[rank]]) - 1
+    return job.place(rank) + (f" and {counted(others, 'other')} like it" if others else "")

@@ -1,0 +1,211 @@
+"""What one rank calls, as events by the names of its groups, told by a planned mesh that listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import torch
+
+from hpctrain.comm.calls import Call, GroupCalls
+from hpctrain.comm.group import Group
+from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes, rank_count
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.comm.traffic import Traffic
+from hpctrain.comm.transport import Pending
+from hpctrain.plan.rehearse.programme import WAIT, Event, Membership, Numbers
+
+
+@dataclass(frozen=True)
+class Named:
+    """A group of this rank: its name in programmes, this rank's place, the ranks."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+
+class Recorder:
+    """Notes every call of a rank that it is told of while it is `listening`, and every wait.
+
+    `action` is that in which calls are made, where it is known by then; `carried` says what the message that
+    is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
+    one that is started.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.note: Callable[[Event], Pending | None] = self.add
+        self.groups: dict[GroupCalls, Named] = {}
+        self.listening = False
+        self.action = self.carried = self.done = ""
+
+    def __call__(self, call: Call, _: Traffic) -> Pending | None:
+        """See Heard."""
+        self._give(call)
+        if not self.listening:
+            return None
+        pending = self.note(self.event(call))
+        return None if pending is None else _UnderWay(call, pending)
+
+    def _give(self, call: Call) -> None:
+        """Where there is memory, such as that of counts: what comes where all ranks give the same."""
+        given, received = call.tensor, call.output
+        if given is None or received is None or not given.is_cpu or given is received:
+            return
+        named = self.groups[call.group]
+        if call.operation == "all_to_all" and call.counts is None:
+            own = given.view(len(named.ranks), -1)[named.rank]
+            received.view(len(named.ranks), -1).copy_(own)
+        elif call.operation == "all_gather" and call.counts is None:
+            received.view(len(named.ranks), -1).copy_(given.reshape(-1))
+
+    def add(self, event: Event) -> Pending | None:
+        """Add an event; what is waited for where it is only started."""
+        self.events.append(event)
+        return None if event.blocking else _Started(self, len(self.events) - 1)
+
+    def wait(self, index: int) -> None:
+        """Add the wait for an event."""
+        self.events.append(Event(WAIT, of=index, action=self.action))
+
+    def name(self, group: Group, name: str) -> None:
+        """Programmes know a group by that name."""
+        self.groups[group.calls] = Named(name, group.rank, group.ranks)
+
+    def event(self, call: Call) -> Event:
+        """What a call is for a programme."""
+        named = self.groups[call.group]
+        form = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
+        if call.peer >= 0:
+            step = (call.peer - named.rank) % len(named.ranks)
+            sends = call.operation == "send"
+            what, action = (self.carried, self.done or self.action) if sends else ("", self.action)
+            message = call.operation, named.name, call.bytes, step, call.tag
+            return Event(*message, what, form, call.blocking, action)
+        details: list[str] = [call.reduced or ""]
+        details += [f"root {call.root}"] if call.root >= 0 else []
+        sent = received = None
+        if call.received is not None and call.counts is not None:
+            sent, received = tuple(call.counts), tuple(call.received)
+        elif call.counts is not None:
+            details.append(f"in {len(call.counts)} pieces {hash(tuple(call.counts)):x}")
+        return Event(
+            call.operation,
+            named.name,
+            call.bytes,
+            what=" ".join(filter(None, details)),
+            format=form,
+            blocking=call.blocking,
+            action=self.action,
+            sent=sent,
+            received=received,
+        )
+
+    def label(self, first: int, action: str) -> None:
+        """The events from `first` on, which belong to no action yet, belong to this one."""
+        self.events[first:] = [
+            event if event.action else replace(event, action=action) for event in self.events[first:]
+        ]
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A call under way, which is never complete before it is waited for."""
+
+    recorder: Recorder
+    index: int
+
+    def wait(self) -> None:
+        self.recorder.wait(self.index)
+
+    def test(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A call of a group under way, for which its rank waits by itself, or by testing all at once (Work)."""
+
+    call: Call
+    pending: Pending
+
+    def wait(self) -> None:
+        self.pending.wait()
+
+    def test(self) -> bool:
+        waiting = self.call.group.calls.current is self.call
+        if waiting:
+            self.pending.wait()
+        return waiting
+
+
+class RecordedMesh(PlannedMesh):
+    """A planned mesh whose groups have names that are the same on all ranks, in `recorder.groups`."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        sizes: Mapping[str, int],
+        stage: int,
+        ranks_per_node: int,
+        device: torch.device,
+        place: int,
+        transport: str,
+    ) -> None:
+        super().__init__(
+            sizes, stage, ranks_per_node, recorder, device=device, place=place, transport=transport
+        )
+        self.recorder = recorder
+
+    def group(self, *axes: str) -> Group:
+        """See PlannedMesh."""
+        group = super().group(*axes)
+        self.recorder.name(group, group_name(axes))
+        return group
+
+    def part(self, axis: str, size: int) -> Group:
+        """See PlannedMesh."""
+        group = super().part(axis, size)
+        self.recorder.name(group, f"{axis}/{size}")
+        return group
+
+    def cut(self, group: Group, size: int, across: str = "replicas") -> tuple[Group, Group]:
+        """See PlannedMesh."""
+        part, peers = super().cut(group, size, across)
+        self.recorder.name(part, f"{group.name}/{size}")
+        self.recorder.name(peers, f"{across} of {group.name}/{size}")
+        return part, peers
+
+
+def group_name(axes: Iterable[str]) -> str:
+    """Of the group along axes, which is that of all ranks where they lie along all."""
+    axes = tuple(axes)
+    return "world" if axes == AXES else " x ".join(axes)
+
+
+def membership(name: str, sizes: Mapping[str, int]) -> Membership:
+    """The groups of that name on a mesh of these sizes: its axes joined, "/" how many neighbours are a part,
+    and "of" those with the same place in every part.
+    """
+    across, _, whole = name.rpartition(" of ")
+    axes, _, size = whole.partition("/")
+    rows = _lattice(AXES if axes in {"world", "agreements"} else tuple(axes.split(" x ")), sizes)
+    if size:
+        parts = rows.reshape(len(rows), -1, int(size))
+        rows = parts.swapaxes(1, 2) if across else parts
+        rows = rows.reshape(-1, rows.shape[-1])
+    return Membership(rows, rank_count(sizes))
+
+
+def _lattice(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Numbers:
+    """The ranks along axes, [groups, size]."""
+    folding = AXES if set(axes) <= set(AXES) else EXPERT_AXES
+    along = {**expert_sizes(sizes), **sizes}
+    lattice = np.arange(rank_count(sizes)).reshape([along[axis] for axis in folding])
+    inner = [folding.index(axis) for axis in folding if axis in axes]
+    outer = [place for place in range(len(folding)) if place not in inner]
+    rows: Numbers = lattice.transpose([*outer, *inner]).reshape(-1, prod(along[axis] for axis in axes))
+    return rows

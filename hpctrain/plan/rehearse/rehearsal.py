@@ -1,0 +1,112 @@
+"""A deck's step rehearsed: every rank's programme made, matched with all others, and held to the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
+from hpctrain.plan.deck import DeckPlan
+from hpctrain.plan.rehearse.fault import Fault
+from hpctrain.plan.rehearse.match import Matched, match
+from hpctrain.plan.rehearse.memory import Peak, find_peaks, over_memory
+from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.report.terminal import columns, fit
+from hpctrain.units import format_bytes, format_seconds
+from hpctrain.words import counted
+
+FAULTS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was matched, the stage that holds most and when, faults of messages and of memory, seconds."""
+
+    matched: Matched
+    peak: Peak
+    over: tuple[Fault, ...]
+    known_room: bool
+    seconds: float
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """All of them."""
+        return (*self.matched.faults, *self.over)
+
+    @property
+    def exit_code(self) -> int:
+        """70 where programmes do not fit each other, no user's mistake; 2 where memory is lacking."""
+        return EXIT_INTERNAL if self.matched.faults else EXIT_USER if self.over else EXIT_DONE
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        matched = self.matched
+        return {
+            "ranks": matched.ranks,
+            "classes": matched.classes,
+            "events": matched.events,
+            "messages": matched.messages,
+            "bytes": matched.bytes,
+            "peak": {
+                "stage": self.peak.stage,
+                "action": str(self.peak.action),
+                "total_bytes": self.peak.total,
+            },
+            "faults": [fault.row() for fault in self.faults],
+            "seconds": self.seconds,
+        }
+
+
+def rehearse_deck(
+    plan: DeckPlan, ranks_per_node: int | None = None, progress: Callable[[str], None] = lambda _: None
+) -> Rehearsal:
+    """Rehearse a step of a plan's deck, whose nodes have `ranks_per_node` ranks, as in `plan_deck`.
+
+    HpctrainError for a deck with servers, whose ranks do not go in step.
+    """
+    began, deck = perf_counter(), plan.deck
+    if deck.communication.server != "none":
+        sentence = 'a step with servers is not rehearsed ("none" would do)'
+        raise HpctrainError(deck.problem("communication.server", sentence))
+    machine = deck.machine
+    given = ranks_per_node or deck.communication.ranks_per_node
+    per_node = given or machine.ranks_per_node or machine.gpus_per_node or plan.ranks
+    assert deck.model.vocabulary is not None
+    programmes = RankProgrammes(deck, plan.ranks, deck.model.vocabulary, per_node)
+    job = programmes.job(progress)
+    progress("matching")
+    matched = match(job)
+    peaks = find_peaks(programmes, plan.memory)
+    peak = max(peaks, key=lambda each: each.total)
+    over = tuple(over_memory(plan.memory, plan.room, peaks))
+    return Rehearsal(matched, peak, over, plan.room is not None, perf_counter() - began)
+
+
+def rehearsal_text(rehearsal: Rehearsal) -> str:
+    """What was rehearsed, and what is wrong with it, in words."""
+    matched, peak = rehearsal.matched, rehearsal.peak
+    kinds = counted(matched.classes, "kind")
+    lines = [
+        f"Rehearsed a step of {counted(matched.ranks, 'rank')} of {kinds}, in "
+        f"{format_seconds(rehearsal.seconds)}: {counted(matched.events, 'event')}, of which "
+        f"{counted(matched.messages, 'message')}, {format_bytes(matched.bytes)} given to them."
+    ]
+    if matched.faults:
+        lines.append(f"{counted(len(matched.faults), 'fault')} of what ranks send and call:")
+        lines += _shown(matched.faults)
+    else:
+        lines.append("Every send has its receive, every call all of its group, and nobody waits in a circle.")
+    most = f"stage {peak.stage} holds most, {format_bytes(peak.total)} a rank, at {peak.action}"
+    if rehearsal.over:
+        lines += [f"Memory does not do at {counted(len(rehearsal.over), 'stage')}:", *_shown(rehearsal.over)]
+    elif rehearsal.known_room:
+        lines.append(f"Memory is never over what there is: {most}.")
+    else:
+        lines.append(f"What memory there is is not known; {most}.")
+    return "\n".join(line for each in lines for line in fit(each, columns())) + "\n"
+
+
+def _shown(faults: tuple[Fault, ...]) -> list[str]:
+    more = len(faults) - FAULTS_SHOWN
+    return [*(f"  {fault}" for fault in faults[:FAULTS_SHOWN]), *([f"  and {more} more"] if more > 0 else [])]

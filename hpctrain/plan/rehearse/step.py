@@ -1,0 +1,240 @@
+"""The programme of one rank in a step: the run's own executor, buckets and optimizer, on groups that listen.
+
+What is done in a step besides, and in which order, is that of `train/step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.planned import META
+from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.stage import plan_stage
+from hpctrain.model.count import count
+from hpctrain.model.shape import ModelShape
+from hpctrain.objective.choose import make_objective
+from hpctrain.parallel.context import context_positions
+from hpctrain.parallel.noted import How, Noted
+from hpctrain.pipeline.action import Action, Kind, Schedule
+from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
+from hpctrain.plan.rehearse.loads import EvenLoads
+from hpctrain.plan.rehearse.programme import RECEIVE, Event, Programme
+from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
+from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
+from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
+
+NOTED_MICRO_BATCHES = 2
+"""A first one, and one like all others."""
+
+
+class RankStep:
+    """What one rank of a stage does in a step: of the `place`-th rank of stage `number`, and of that rank of
+    the other stages that hold layers of the same kinds.
+    """
+
+    def __init__(
+        self,
+        deck: Deck,
+        shape: ModelShape,
+        sizes: dict[str, int],
+        schedule: Schedule,
+        split: Sequence[int],
+        number: int,
+        place: int,
+        ranks_per_node: int,
+    ) -> None:
+        self.deck, self.shape, self.sizes = deck, shape, sizes
+        device = device_named(deck.run.device)
+        transport = deck.communication.wished_transport if on_host(device) else "nccl"
+        self._mesh_of = sizes, ranks_per_node, device, place, transport
+        self.recorder = recorder = Recorder()
+        self.mesh = self._mesh(number)
+        self.stage = stage = plan_stage(deck, shape, self.mesh, schedule, split, number, device)
+        self.weights = PlannedWeights(stage)
+        self.objective = make_objective(deck)
+        with META:
+            positions = context_positions(stage.groups.context, stage.groups.context_form, shape.sequence)
+            tokens = torch.zeros((deck.batch.micro_size, shape.sequence), dtype=torch.int64)
+            one = torch.ones(())
+            micro = MicroBatch(tokens, tokens)
+            self._batch = PreparedBatch.of(micro, self.objective, one, positions, None, one)
+            stage.outer.begin(self.weights)
+        self.touches = self._note_touches(schedule)
+        self._parts = [
+            StandIn(model, chunk, self.touches, stage.groups.weight_gradients, len(self.objective.figures))
+            for chunk, model in enumerate(stage.models)
+        ]
+        recorder.events.clear()
+
+    def _mesh(self, number: int) -> RecordedMesh:
+        sizes, ranks_per_node, device, place, transport = self._mesh_of
+        return RecordedMesh(self.recorder, sizes, number, ranks_per_node, device, place, transport)
+
+    def _note_touches(self, schedule: Schedule) -> Touches:
+        """What layers do, of the stage's own ones in steps that are plain."""
+        found, stage = Touches(), self.stage
+        halved = any(action.kind == "I" for actions in schedule.stages for action in actions)
+        for kinds in ("FB", "FIW") if halved else ("FB",):
+            steps = plain_of(schedule, NOTED_MICRO_BATCHES, kinds)
+            notes = TouchNotes(self.recorder, steps, found)
+            executor = self._executor(stage.models, self.mesh, stage.groups.noted)
+            found.forget("F")
+            with META, EvenLoads(self.shape) if self.shape.experts else nullcontext():
+                stage.synchronizer.start(steps.micro_batches)
+                with (
+                    stage.weight_maxima.known(),
+                    stage.residency.step(("noted", kinds)),
+                    notes.of(stage),
+                    self._timed(notes),
+                ):
+                    executor.run(steps, [self._batch] * steps.micro_batches)
+                stage.synchronizer.finish()
+                stage.synchronizer.after_step(True, 1.0)
+        return found
+
+    def noted(self) -> dict[How, int]:
+        """Numbers that the rank notes of a step, the largest values and sums."""
+        noted = self.stage.groups.noted
+        return {"max": noted.numbers("max"), "sum": noted.numbers("sum")}
+
+    def programme(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> Programme:
+        """That of the rank in stage `number`, in a step like all others, in which all ranks together note so
+        many numbers.
+
+        Replicas that make steps by themselves meet in it.
+        """
+        recorder, keys = self.recorder, self.deck.communication
+        before = 2 * keys.local_steps - 1 if keys.local_steps > 1 else 0
+        for _ in range(before):
+            self._step(plain(schedule, 1), number, noted)
+        if self.deck.layout.zero == 3:
+            self._step(schedule, number, noted)  # by which the next one knows what is gathered next
+            self.weights.updates -= keys.local_steps > 1
+        recorder.events.clear()
+        recorder.listening = True
+        self._step(schedule, number, noted)
+        recorder.listening = False
+        events, recorder.events = tuple(recorder.events), []
+        return events
+
+    def _step(self, schedule: Schedule, number: int, noted: Mapping[How, int]) -> None:
+        recorder, stage = self.recorder, self.stage
+        everyone = self.mesh.group(*EVERYONE)
+        self._agreement("read")
+        data = self.mesh.group("data")
+        if data.size > 1:
+            data.all_reduce(torch.tensor(0))
+        recorder.action = "begin"
+        with META:
+            stage.synchronizer.start(schedule.micro_batches, self.weights.updates)
+            with stage.weight_maxima.known(), stage.residency.step((number, schedule.micro_batches)):
+                self._execute(schedule, number)
+                recorder.action = "synchronize"
+            stage.synchronizer.finish()
+            recorder.action = "agree"
+            for how, numbers in noted.items():
+                if numbers:
+                    everyone.all_reduce(torch.empty(numbers, dtype=torch.float64), how)
+            figures = len(self.objective.figures) + len(count(self.shape).terms) + stage.replica[1]
+            everyone.all_reduce(torch.empty(figures, dtype=torch.float64))
+            if stage.synchronizer.measured and stage.synchronizer.first is None:
+                everyone.all_reduce(torch.empty(2, dtype=torch.float64))
+            recorder.action = "update"
+            stage.optimizer.rehearse()
+            if self.deck.memory.optimizer != "device":
+                self._agreement("update")
+            self.weights.publish()
+            self.weights.updates += 1
+            recorder.action = "replicas"
+            told = stage.outer.after_update(self.weights)
+            if told:
+                everyone.all_reduce(torch.stack(list(told.values())))
+            stage.synchronizer.after_step(True, 1.0)
+
+    def _agreement(self, action: str) -> None:
+        """All ranks agree that none has an error."""
+        recorder = self.recorder
+        recorder.action = action
+        if recorder.listening and self.mesh.group(*EVERYONE).size > 1:
+            recorder.note(Event("agreement", "agreements", action=action))
+
+    def _execute(self, schedule: Schedule, number: int) -> None:
+        """The actions of a stage, and what messages carry: what is sent by the action after which it is, what
+        is received by who waits for it, in the order of its sender.
+        """
+        recorder, first = self.recorder, len(self.recorder.events)
+        recorder.action = ""
+        self.touches.begin()
+        mesh = self._mesh(number)
+        group, executor = mesh.group("pipeline"), self._executor(self._parts, mesh, None)
+        with self._timed(_Labels(recorder, schedule, number)):
+            executor.run(schedule, [self._batch] * schedule.micro_batches)
+        recorder.done = recorder.carried = ""
+        recorder.label(first, str(schedule.stages[number][-1]))
+        orders = {
+            (sender - number) % group.size: messages(schedule, sender, number)
+            for sender in range(schedule.stage_count)
+            if sender != number
+        }
+        for place, event in enumerate(recorder.events[first:], first):
+            if event.operation == RECEIVE and event.group == "pipeline":
+                come = next(orders[event.step])
+                what = message_name("F" if come.kind == "F" else "B", come.micro_batch, come.chunk)
+                recorder.events[place] = replace(event, what=what)
+
+    def _executor(self, parts: Sequence[Any], mesh: RecordedMesh, noted: Noted | None) -> Executor:
+        """The run's own, over these parts, of which layers note what they do there."""
+        figures, terms = self.objective.figures, count(self.shape).terms
+        queue = self.stage.groups.weight_gradients
+        return Executor(parts, mesh.group("pipeline"), queue, self.mesh.ledger, figures, terms, noted)
+
+    @contextmanager
+    def _timed(self, timeline: object) -> Iterator[None]:
+        ledger = self.mesh.ledger
+        vars(ledger)["timeline"] = timeline
+        yield
+        ledger.timeline = None
+
+
+class _Labels:
+    """The timeline of an executor: says in which action calls are made, and what is sent after it."""
+
+    def __init__(self, recorder: Recorder, schedule: Schedule, number: int) -> None:
+        self.recorder, self.schedule, self.number = recorder, schedule, number
+        self._actions = iter(schedule.stages[number])
+        self._first = len(recorder.events)
+
+    def action(self, *_: object) -> None:
+        """See Timeline: an action ends."""
+        recorder, schedule, action = self.recorder, self.schedule, next(self._actions)
+        recorder.label(self._first, str(action))
+        self._first = len(recorder.events)
+        recorder.done, recorder.carried = str(action), ""
+        part = schedule.part(self.number, action.chunk) + (1 if action.kind == "F" else -1)
+        if action.kind != "W" and 0 <= part < schedule.parts:
+            kind: Kind = "F" if action.kind == "F" else "B"
+            recorder.carried = message_name(kind, action.micro_batch, schedule.home(part)[1])
+
+    def record(self, *_: object, **__: object) -> None:
+        """See Timeline."""
+
+
+def message_name(kind: Kind, micro_batch: int, chunk: int) -> str:
+    """What a message is for, as the action that needs it is written."""
+    return str(Action(kind, micro_batch, chunk))
+
+
+def plain_of(schedule: Schedule, passes: int, kinds: str) -> Schedule:
+    """All forwards, then all backwards of some micro-batches, which are of those kinds of actions."""
+    chunks, some = range(schedule.chunks), range(passes)
+    actions = [Action("F", micro, chunk) for micro in some for chunk in chunks]
+    behind: tuple[Kind, ...] = ("B",) if kinds == "FB" else ("I", "W")
+    actions += [Action(kind, micro, chunk) for micro in some for chunk in reversed(chunks) for kind in behind]
+    return Schedule((tuple(actions),) * schedule.stage_count, "noted", schedule.placement)

@@ -1,0 +1,191 @@
+"""From a deck's file to its best layouts, and the deck that has the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.check import check_deck
+from hpctrain.deck.check_world import world_problems
+from hpctrain.deck.read import deck_text, read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.named import named_problems
+from hpctrain.plan.search.candidate import Candidate
+from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.phrases import nothing_fits
+from hpctrain.plan.search.search import BEST, Found, Missed, Progress, roomiest, search
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
+from hpctrain.words import either
+
+MORE = (2, 4, 8, 16, 32, 64)
+"""How many times as many ranks are tried where nothing fits."""
+
+MOST_TRADED = 12
+"""Layouts of less memory that are looked for."""
+
+_LESS = 0.9
+
+
+@dataclass(frozen=True)
+class DeckSearch:
+    """The best layouts of a deck on so many ranks of a machine."""
+
+    deck: Deck
+    ranks: int
+    machine: Machine
+    found: Found
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        fell, missed = self.found.fell, self.found.missed
+        return {
+            "ranks": self.ranks,
+            "machine": self.machine.name,
+            "best": [each.row() for each in self.found.best],
+            "fell": dict(fell.counts) | {"impossible": dict(fell.impossible), "slower": self.found.slower},
+            "reasons": dict(fell.reasons),
+            "missed": None if missed is None else missed.candidate.row(),
+        }
+
+    @property
+    def text(self) -> str:
+        """The resolved deck with the best layout, as a file that runs on so many ranks."""
+        chosen = with_values(self.deck, self.found.best[0].changes | {"layout.auto": False})
+        return deck_text(chosen, self.ranks)
+
+
+def search_deck(
+    path: Path,
+    ranks: int,
+    overrides: Sequence[str],
+    ranks_per_node: int | None,
+    rates: Machine | None,
+    progress: Progress | None = None,
+) -> DeckSearch:
+    """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
+    deck = read_deck(path, overrides, None, settled_keys, named_problems)
+    machine = rates or deck_rates(deck)
+    if machine is None:
+        raise HpctrainError(f"{path}: {NO_RATES}")
+    found = _search(deck, ranks, ranks_per_node, machine, BEST, progress)
+    return DeckSearch(deck, ranks, machine, found)
+
+
+NO_RATES = (
+    "layouts are compared by the rates of a machine: give --machine NAME|FILE, or machine.rates in the deck; "
+    "hpctrain calibrate measures them"
+)
+
+
+def chosen_layout(
+    deck: Deck, ranks: int, ranks_per_node: int | None = None, rates: Machine | None = None
+) -> tuple[Candidate, Machine]:
+    """The quickest layout that fits, of a deck that leaves it open (layout.auto), by these rates or its own.
+    HpctrainError as above.
+    """
+    machine = rates or deck_rates(deck)
+    if machine is None:
+        sentence = (
+            "needs machine.rates, by which layouts are compared: a file that hpctrain calibrate measures, or "
+            "a published machine"
+        )
+        raise HpctrainError(deck.problem("layout.auto", sentence))
+    return _search(deck, ranks, ranks_per_node, machine, 1).best[0], machine
+
+
+def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
+    """The deck with a layout that was chosen for it; keys that it gives stay. HpctrainError where the two do
+    not go together.
+    """
+    free = Choices(deck, ranks).free
+    kept = {key: value for key, value in changes.items() if key in free}
+    chosen = with_values(deck, kept | {"layout.auto": False})
+    problems = [*check_deck(chosen, ranks), *world_problems(chosen, ranks)]
+    if problems:
+        raise HpctrainError([chosen.problem(each.key, each.sentence) for each in problems])
+    return chosen
+
+
+def laid_out(deck: Deck, ranks: int, ranks_per_node: int | None = None) -> Deck:
+    """The deck with its layout chosen, where it leaves that open."""
+    if not deck.layout.auto:
+        return deck
+    candidate, _ = chosen_layout(deck, ranks, ranks_per_node)
+    return with_choice(deck, candidate.changes, ranks)
+
+
+def trade_offs(searched: DeckSearch, ranks_per_node: int | None) -> list[Candidate]:
+    """Of always less memory the quickest layout: each node holds less than nine tenths of the one before."""
+    found, deck, best = list[Candidate](), searched.deck, searched.found.best[0]
+    while len(found) < MOST_TRADED:
+        less = int(_LESS * best.node_bytes)
+        deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
+        try:
+            best = _search(deck, searched.ranks, ranks_per_node, searched.machine, 1, explain=False).best[0]
+        except HpctrainError:
+            break
+        found.append(best)
+    return found
+
+
+def _search(
+    deck: Deck,
+    ranks: int,
+    ranks_per_node: int | None,
+    machine: Machine,
+    best: int,
+    progress: Progress | None = None,
+    explain: bool = True,
+) -> Found:
+    """HpctrainError where there is no layout, and, to `explain`, why."""
+    told = deck.communication
+    if told.server != "none" or deck.layout.replicas > 1:
+        key = "communication.server" if told.server != "none" else "layout.replicas"
+        raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
+    deck = machine.of_deck(with_values(deck, {"layout.auto": False}))
+    vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
+    holding = Holding(ranks, vocabulary, ranks_per_node)
+    holding.libraries(deck)  # measured while nothing large is there
+    found = search(deck, ranks, machine, holding, best, progress)
+    if found.best:
+        return found
+    if not explain:
+        raise HpctrainError("no layout fits")
+    raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, holding, found)}")
+
+
+def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found: Found) -> str:
+    least = roomiest(deck, ranks, machine, holding)
+    if least is None:
+        near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
+        would = f" ({either(near)} ranks would)" if near else ""
+        first = next(iter(found.fell.reasons.values()), "nothing divides them")
+        return f"no layout has {ranks} ranks{would}: {first}"
+    more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
+    lacking = least.room.needed - least.room.limit.bytes
+    return nothing_fits(least.candidate.changes, str(least.room), lacking, [] if more is None else [more])
+
+
+def _on(holding: Holding, ranks: int) -> Holding:
+    return Holding(ranks, holding.vocabulary, holding.ranks_per_node)
+
+
+def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+    least: Missed | None = roomiest(deck, ranks, machine, _on(holding, ranks))
+    return least is not None and least.room.fits
+
+
+def _can_be(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+    return bool(search(deck, ranks, machine, _on(holding, ranks), 1).best)
+
+
+def _neighbours(ranks: int) -> list[int]:
+    """The powers of two beside a number of ranks."""
+    above = 1 << ranks.bit_length()
+    return [above // 2, above] if above // 2 != ranks else [above]

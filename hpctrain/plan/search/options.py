@@ -1,0 +1,77 @@
+"""From what `hpctrain plan --search` is asked for to its table, JSON, picture and deck."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.files import check_output, require_writable
+from hpctrain.plan.search.deck import DeckSearch, search_deck, trade_offs
+from hpctrain.plan.search.phrases import assignments
+from hpctrain.plan.search.words import search_text
+from hpctrain.plan.time.machine import Machine
+from hpctrain.report.bar import progress_bar
+from hpctrain.report.figures import demand_ending, write_figure
+from hpctrain.report.pareto import Candidate, draw_pareto
+
+
+def demand_search(write: Path | None, *, force: bool) -> None:
+    """HpctrainError where only a search has what is asked for."""
+    asked = [name for name, given in (("--write", write), ("--force", force)) if given]
+    if asked:
+        raise HpctrainError(f"{asked[0]}: is of a search: give --search too")
+
+
+def searched(
+    deck: Path,
+    ranks: int | None,
+    overrides: Sequence[str],
+    ranks_per_node: int | None,
+    rates: Machine | None,
+    write: Path | None,
+    as_json: bool,
+    *,
+    force: bool,
+    plot: Path | None,
+) -> str:
+    """The table of the best layouts, or their JSON; the deck of the quickest and a picture are written, too.
+
+    HpctrainError, before anything is planned, for options that do not go together.
+    """
+    if ranks is None:
+        raise HpctrainError("how many ranks the run has is not said: give --ranks N")
+    if write is not None:
+        require_writable(write)
+        check_output(write, force)
+    if plot is not None:
+        demand_ending(plot)
+    with progress_bar(None, "layouts looked at") as looked:
+        found = search_deck(deck, ranks, overrides, ranks_per_node, rates, looked)
+        more = trade_offs(found, ranks_per_node) if plot is not None else []
+    if write is not None:
+        _write(write, found.text)
+    if plot is not None:
+        shown = [
+            Candidate(assignments(each.changes), each.seconds, each.memory_bytes)
+            for each in (*found.found.best, *more)
+        ]
+        write_figure(plot, lambda: draw_pareto(_title(found), shown))
+    return json.dumps(found.row(), indent=1) if as_json else search_text(found)
+
+
+def _title(found: DeckSearch) -> str:
+    return f"{found.deck.run.title} on {found.ranks} ranks, {found.machine.name}"
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file, or none."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise InputOutputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,196 @@
+"""Plans of a deck at many points: all combinations of some keys' values, each as if it were planned alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.read import read_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.named import named_problems
+from hpctrain.plan.room import Room
+from hpctrain.plan.swept import RANKS, Changes, Swept, points
+from hpctrain.plan.time.machine import Machine
+from hpctrain.plan.time.rates import deck_rates
+from hpctrain.plan.time.step import StepPlan, plan_step
+
+_APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "seed", "log_every"}}
+"""Of a deck, what changes neither memory nor time."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a sweep: its values, how many ranks it has, and its plan, or why the deck cannot have it."""
+
+    changes: Changes
+    ranks: int
+    memory: MemoryPlan | None = None
+    room: Room | None = None
+    step: StepPlan | None = None
+    problem: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the rank that holds most."""
+        assert self.memory is not None
+        return self.memory.largest.memory.total
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a node has what its ranks need; None where that is not known."""
+        return None if self.room is None else self.room.fits
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that each rank of a node could hold."""
+        return None if self.room is None else self.room.limit.bytes / self.room.ranks
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        told: dict[str, object] = {"changes": dict(self.changes), "ranks": self.ranks}
+        if self.memory is None:
+            return told | {"problem": self.problem}
+        if self.step is not None:
+            told |= self.step.row()
+        return told | {"total_bytes": self.total_bytes, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of a deck, in the order of the values; `weak` where the batch grows with the ranks."""
+
+    title: str
+    sweeps: tuple[Swept, ...]
+    points: tuple[Point, ...]
+    machine: str | None
+    weak: bool
+
+    @property
+    def planned(self) -> list[Point]:
+        """Those that the deck can have."""
+        return [point for point in self.points if point.memory is not None]
+
+    def row(self) -> dict[str, object]:
+        """As written into JSON."""
+        swept = {each.key: list(each.values) for each in self.sweeps}
+        return {"sweep": swept, "weak": self.weak, "points": [point.row() for point in self.points]}
+
+
+def sweep_deck(
+    path: Path,
+    ranks: int | None,
+    overrides: Sequence[str],
+    sweeps: Sequence[Swept],
+    ranks_per_node: int | None = None,
+    rates: Machine | None = None,
+    weak: bool = False,
+    reached: Callable[[int], object] = int,
+) -> Sweep:
+    """Plan every point of a deck, on so many ranks where these are not swept; of a machine's rates its steps.
+
+    With `weak`, batch.global_size grows with the ranks: it is the deck's on `ranks`, or on the fewest swept.
+    `reached` is told how many points are done. HpctrainError where no point can be had.
+    """
+    of_ranks = next((each for each in sweeps if each.key == RANKS), None)
+    if of_ranks is None and ranks is None:
+        raise HpctrainError(
+            "how many ranks the deck is to have is not said: give --ranks N, or --sweep ranks=N,N"
+        )
+    if weak and of_ranks is None:
+        raise HpctrainError(
+            "--weak: the batch grows with the ranks, which are not swept: give --sweep ranks=N,N"
+        )
+    base = ranks or (min(map(int, of_ranks.values)) if of_ranks is not None else 1)
+    planner = _Planner(path, tuple(overrides), ranks_per_node, rates, base if weak else None)
+    found = list[Point]()
+    for number, changes in enumerate(points(sweeps), 1):
+        found.append(planner.point(changes, int(dict(changes).get(RANKS, base))))
+        reached(number)
+    if all(point.memory is None for point in found):
+        raise HpctrainError(list(dict.fromkeys(planner.problems)))
+    return Sweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
+
+
+class _Planner:
+    """Plans points; what two of them have in common is planned once. With `base` the deck's batch is that of
+    so many ranks, and grows with them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: tuple[str, ...],
+        ranks_per_node: int | None,
+        rates: Machine | None,
+        base: int | None,
+    ) -> None:
+        self.path, self.overrides, self.ranks_per_node = path, overrides, ranks_per_node
+        self.rates, self.base = rates, base
+        self.title = ""
+        self.machine: str | None = None
+        self.problems: list[str] = []
+        self.vocabularies: dict[str, int] = {}
+        self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
+
+    def point(self, changes: Changes, ranks: int) -> Point:
+        """The plan of a point; InputOutputError where files cannot be read."""
+        try:
+            deck = self.deck(changes, ranks)
+            self.title = deck.run.title
+            key = ranks, deck.model_dump_json(exclude=_APART)
+            if key not in self.plans:
+                self.plans[key] = self.plan(deck, ranks)
+            return Point(changes, ranks, *self.plans[key])
+        except InputOutputError:
+            raise
+        except HpctrainError as error:
+            self.problems += error.problems
+            return Point(changes, ranks, problem=error.problems[0])
+
+    def deck(self, changes: Changes, ranks: int) -> Deck:
+        """The deck of a point."""
+        sets = [*self.overrides, *(f"{key}={value}" for key, value in changes if key != RANKS)]
+        if self.base is not None:
+            size = read_deck(self.path, sets, None, settled_keys).batch.global_size
+            if size * ranks % self.base:
+                sentence = f"grown from {self.base} to {ranks} ranks is no whole number"
+                raise HpctrainError(f"batch.global_size = {size}: {sentence}")
+            sets.append(f"batch.global_size={size * ranks // self.base}")
+        named = partial(named_problems, rates=self.rates is None)
+        deck = read_deck(self.path, sets, ranks, settled_keys, named)
+        rates = self.rates_of(deck)
+        self.machine = None if rates is None else rates.name
+        return deck if rates is None else rates.of_deck(deck)
+
+    def plan(self, deck: Deck, ranks: int) -> tuple[MemoryPlan, Room | None, StepPlan | None]:
+        """Memory, whether it fits, and on a machine the step."""
+        tokens = deck.data.tokens
+        vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
+        if vocabulary is None:
+            vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
+        holding = Holding(ranks, vocabulary, self.ranks_per_node)
+        memory, rates = holding.memory(deck), self.rates_of(deck)
+        step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
+        return memory, holding.room(deck, memory), step
+
+    def rates_of(self, deck: Deck) -> Machine | None:
+        """Those that were asked for, or that the deck names."""
+        return deck_rates(deck) if self.rates is None else self.rates
+
+
+def short_reason(problem: str) -> str:
+    """What a problem is, without where it was asked for, such as `--set layout.tensor=3: `, and what else
+    would be right.
+    """
+    place, found, rest = problem.partition(": ")
+    reason = rest if found and re.match(r"--set |.*(\.toml|:[0-9]+)$", place) else problem
+    return re.split(r" \(|; ", reason)[0]

@@ -1,0 +1,154 @@
+"""What `--sweep` says: a key of the deck, or `ranks`, and the values that it takes one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from hpctrain.deck.key import Section, name_of, present_name
+from hpctrain.deck.schema import fields, sections
+from hpctrain.deck.sources import clipped
+from hpctrain.deck.toml import TomlError, parse_argument
+from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
+from hpctrain.errors import HpctrainError
+
+RANKS = "ranks"
+MOST_RANKS = 1 << 20
+MOST_POINTS = 1000
+_CLOSING = {"[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A key and its values as `--set` would write them; of `ranks`, whole numbers."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def short(self) -> str:
+        """The key without its section."""
+        return self.key.rpartition(".")[2]
+
+
+Changes = tuple[tuple[str, str], ...]
+"""Keys and values of a point, in the order in which they were asked for."""
+
+
+def parse_sweeps(arguments: Sequence[str]) -> tuple[Swept, ...]:
+    """Those of all `--sweep` arguments. HpctrainError with all that is wrong with them."""
+    problems = list[str]()
+    found = list[Swept]()
+    for argument in arguments:
+        try:
+            swept = parse_sweep(argument)
+        except HpctrainError as error:
+            problems += error.problems
+            continue
+        if swept.key in [each.key for each in found]:
+            problems.append(
+                f"--sweep {clipped(argument)}: {swept.key} is swept twice; give all values at once"
+            )
+        found.append(swept)
+    count = prod(len(each.values) for each in found)
+    if count > MOST_POINTS and not problems:
+        sizes = " x ".join(str(len(each.values)) for each in found)
+        problems.append(f"--sweep: {sizes} = {count} points are more than {MOST_POINTS}: give fewer values")
+    if problems:
+        raise HpctrainError(problems)
+    return tuple(found)
+
+
+def parse_sweep(argument: str) -> Swept:
+    """One of `key=value,value,...`; commas in brackets and quotes belong to values."""
+    where = f"--sweep {clipped(argument)}"
+    name, equals, text = argument.partition("=")
+    section, dot, own = name.strip().partition(".")
+    if not equals or not section or (dot and not own):
+        raise HpctrainError(f"{where}: must be written as section.key=value,value,..., or ranks=64,128")
+    if not dot and section != RANKS:
+        near = (
+            f"must be written as {section}.key=value,..."
+            if section in sections()
+            else unknown_key("", section)
+        )
+        raise HpctrainError(f"{where}: {near}")
+    if dot:
+        if section not in sections():
+            raise HpctrainError(f"{where}: {unknown_section(section, [own])}")
+        own = present_name(section, own)
+        if own not in fields(section):
+            raise HpctrainError(f"{where}: {unknown_key(section, own)}")
+    try:
+        values = tuple(value.strip() for value in _values(text))
+    except ValueError as error:
+        raise HpctrainError(f"{where}: {error}") from None
+    if not all(values):
+        which = "no values" if not "".join(values) else "a value that is empty"
+        raise HpctrainError(f"{where}: has {which}: write them with commas between them")
+    twice = next((value for value in values if values.count(value) > 1), None)
+    problems = [f"{where}: {clipped(twice)} is given twice"] if twice is not None else []
+    for value in dict.fromkeys(values):
+        wrong = _wrong_ranks(value) if not dot else _wrong(section, own, value)
+        problems += [f"{where}: {clipped(value)}: {wrong}"] if wrong else []
+    if problems:
+        raise HpctrainError(problems)
+    return Swept(f"{section}.{own}" if dot else RANKS, values)
+
+
+def points(sweeps: Sequence[Swept]) -> Iterator[Changes]:
+    """All combinations of values, the last key's changing first."""
+    for values in product(*(each.values for each in sweeps)):
+        yield tuple((each.key, value) for each, value in zip(sweeps, values, strict=True))
+
+
+def _values(text: str) -> Iterator[str]:
+    """The text cut at its commas, but not at those in brackets and quotes."""
+    open_ones, quote, begin, escaped = list[str](), "", 0, False
+    for at, letter in enumerate(text):
+        if quote:
+            closes = letter == quote and not escaped
+            escaped = letter == "\\" and quote == '"' and not escaped
+            quote = "" if closes else quote
+        elif letter in "\"'" and text[begin:at].rstrip()[-1:] in {"", "[", ",", "{", "="}:
+            quote = letter
+        elif letter in _CLOSING:
+            open_ones.append(_CLOSING[letter])
+        elif open_ones and letter == open_ones[-1]:
+            open_ones.pop()
+        elif letter == "," and not open_ones:
+            yield text[begin:at]
+            begin = at + 1
+    if quote or open_ones:
+        raise ValueError("a quote is not closed" if quote else f"a {open_ones[-1]} is missing")
+    yield text[begin:]
+
+
+def _wrong_ranks(value: str) -> str:
+    if value.isdecimal() and value.isascii() and len(value) < 10 and 1 <= int(value) <= MOST_RANKS:
+        return ""
+    return f"must be a whole number from 1 to {MOST_RANKS}"
+
+
+def _wrong(section: str, name: str, text: str) -> str:
+    """What is wrong with a value by itself, whatever the deck; "" where it could be one."""
+    field = fields(section)[name]
+    try:
+        value = parse_argument(text)
+    except TomlError as error:
+        return error.reason
+    if plain_type(field) is str and not isinstance(value, str):
+        value = text
+    of_value: Any = field.annotation, deepcopy(field)
+    model = create_model("Value", __base__=Section, value=of_value)
+    try:
+        model.model_validate({name_of("value", field): value})
+    except ValidationError:
+        return f"must be {wanted(field)}{given(value, field)}"
+    return ""

@@ -1,0 +1,109 @@
+"""A picture of memory against time: what can be had of one only for more of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.report.figures import time_axis
+from hpctrain.report.fonts import drawable
+from hpctrain.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_NAMED = 20  # of the frontier; of more those at its two ends and evenly between
+_LETTERS = 95
+_INCHES = (8.0, 5.0)
+_INCHES_OF_ROW = 0.21
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, say: its name, seconds, the bytes of the rank that holds most, and how many there are for it,
+    None where that is not known.
+    """
+
+    label: str
+    seconds: float
+    bytes: float
+    limit: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much as it needs, or nothing is known."""
+        return self.limit is None or self.bytes <= self.limit
+
+
+def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of those that fit, the ones that no other beats in both: the least memory first, the fastest last."""
+    kept = list[Candidate]()
+    fitting = (each for each in candidates if each.fits)
+    for each in sorted(fitting, key=lambda each: (each.bytes, each.seconds)):
+        if not kept or each.seconds < kept[-1].seconds:
+            kept.append(each)
+    return kept
+
+
+def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "a step") -> Figure:
+    """All of them, those that do not fit as crosses; the frontier as a line with numbers, told below it."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    best = frontier(candidates)
+    named = _spread(best)
+    words = [
+        f"{number}: {each.label} ({format_seconds(each.seconds)}, {format_bytes(each.bytes)})"
+        for number, each in enumerate(named, 1)
+    ]
+    told = [fill(drawable(each), _LETTERS, subsequent_indent="     ") for each in words]
+    rows = sum(each.count("\n") + 1 for each in told)
+    figure = Figure(figsize=(_INCHES[0], _INCHES[1] + _INCHES_OF_ROW * (rows + 1)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(drawable(title), fontsize=14, loc="left", pad=26)
+    others = [each for each in candidates if each.fits and each not in best]
+    lacking = [each for each in candidates if not each.fits]
+    for group, style in (
+        (others, {"marker": "o", "color": "#56b4e9", "s": 28, "label": "fits"}),
+        (lacking, {"marker": "x", "color": "#d55e00", "s": 30, "label": "does not fit"}),
+    ):
+        if group:
+            marks: dict[str, Any] = dict(style)
+            axes.scatter([each.bytes for each in group], [each.seconds for each in group], **marks)
+    if best:
+        line: dict[str, Any] = {"color": "#000000", "linewidth": 1.4, "drawstyle": "steps-post"}
+        at = [each.bytes for each in best], [each.seconds for each in best]
+        axes.plot(*at, marker="o", markersize=6, label="nothing fits with less of both", zorder=3, **line)
+    for number, each in enumerate(named, 1):
+        place: dict[str, Any] = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 10}
+        axes.annotate(str(number), (each.bytes, each.seconds), zorder=4, **place)
+    limits = {each.limit for each in candidates}
+    if len(limits) == 1 and (limit := limits.pop()) is not None:
+        axes.axvline(
+            limit, color="#d55e00", linestyle="--", linewidth=1.2, label=f"there is: {format_bytes(limit)}"
+        )
+    axes.set_xlim(left=0)
+    axes.margins(y=0.12)
+    axes.set_xlabel("memory of the rank that holds most", fontsize=12)
+    axes.set_ylabel(f"time of {seconds_of}", fontsize=12)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value) if value else "0"))
+    time_axis(axes)
+    axes.tick_params(labelsize=11)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": 4, "frameon": False, "fontsize": 9}
+    axes.legend(borderaxespad=0.2, columnspacing=1.2, handletextpad=0.4, **place)
+    if told:
+        figure.supxlabel("\n".join(told), x=0.02, ha="left", fontsize=9)
+    return figure
+
+
+def _spread(best: Sequence[Candidate]) -> list[Candidate]:
+    """All, or as many as can be named, the two ends among them."""
+    if len(best) <= _MOST_NAMED:
+        return list(best)
+    places = {round(number * (len(best) - 1) / (_MOST_NAMED - 1)) for number in range(_MOST_NAMED)}
+    return [best[place] for place in sorted(places)]

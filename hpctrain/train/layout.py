@@ -1,0 +1,28 @@
+"""The layout of a run whose deck leaves it open: chosen by rank 0, the same on all ranks."""
+
+from __future__ import annotations
+
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.plan.search.choices import Values
+from hpctrain.plan.search.deck import chosen_layout, with_choice
+from hpctrain.plan.search.phrases import choice
+
+
+def choose_layout(world: World, deck: Deck) -> tuple[Deck, str]:
+    """The deck with the quickest layout that fits these ranks and their nodes, and what is to be said of it;
+    itself where it says how it is laid out. Collective; HpctrainError on all ranks where none fits.
+    """
+    if not deck.layout.auto:
+        return deck, ""
+    found: tuple[Values, str] | None = None
+    with world.agreement():
+        if world.rank == 0:
+            candidate, machine = chosen_layout(deck, world.size, world.local_size)
+            found = candidate.changes, choice(candidate.changes, candidate.seconds, machine.name)
+    found = world.everyone.broadcast_object(found)
+    assert found is not None
+    changes, said = found
+    with world.agreement():
+        deck = with_choice(deck, changes, world.size)
+    return deck, said

@@ -1,0 +1,40 @@
+"""Stages over memory, and when they hold most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.comm.host_memory import Limit
+from hpctrain.pipeline.action import live_activations
+from hpctrain.plan.memory import plan_memory
+from hpctrain.plan.rehearse.memory import find_peaks, over_memory
+from hpctrain.plan.rehearse.ranks import RankProgrammes
+from hpctrain.plan.room import Room
+from tests.engines import small_deck
+
+KEYS = ("layout.pipeline=4", "model.layers=4", "batch.micro_size=1")
+
+
+def test_a_stage_over_memory_is_found_and_named() -> None:
+    deck = small_deck(*KEYS)
+    memory = plan_memory(deck, 8, 61, ranks_per_node=2)
+    programmes = RankProgrammes(deck, 8, 61, 2)
+    peaks = find_peaks(programmes, memory)
+    # A stage holds most where most micro-batches are alive.
+    for peak, actions in zip(peaks, programmes.schedule.stages, strict=True):
+        alive = list(live_activations(actions))
+        before = max(0, actions.index(peak.action) - 1)
+        assert max(alive) in alive[before : actions.index(peak.action) + 1]
+    most = memory.largest.memory.total
+    room = Room("a node", 2, 2 * most, Limit("node", 2 * most, "of memory"))
+    assert over_memory(memory, room, peaks) == []
+    planted = memory.stages[2]
+    planted = replace(planted, memory=replace(planted.memory, activation=planted.memory.activation + most))
+    stages = (*memory.stages[:2], planted, memory.stages[3])
+    larger = replace(memory, stages=stages)
+    room = replace(room, needed=2 * planted.memory.total)
+    (fault,) = over_memory(larger, room, find_peaks(programmes, larger))
+    assert (fault.kind, fault.rank, fault.count) == ("over memory", 4, 2)
+    assert fault.sentence.startswith(f"stage 2, from rank 4: at {peaks[2].action} a rank holds most, ")
+    assert "activations" in fault.sentence
+    assert over_memory(larger, None, peaks) == []

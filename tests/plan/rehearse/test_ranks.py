@@ -1,0 +1,71 @@
+"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.plan.rehearse.match import match
+from hpctrain.plan.rehearse.programme import SEND, Job
+from hpctrain.plan.rehearse.ranks import RankProgrammes
+from tests.engines import LLAMA, small_deck
+
+VOCABULARY = 61
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=2")
+SPLIT = ("layout.tensor=2", "layout.sequence_parallel=true")
+LAYOUTS: list[tuple[int, int, tuple[str, ...]]] = [
+    (4, 4, ("layout.zero=2", "memory.recompute=full")),
+    (4, 2, ("layout.zero=3", "layout.zero_group=node", *SPLIT)),
+    (6, 4, ("layout.pipeline=3", "layout.split=[2, 1, 1]", "model.layers=4", "layout.zero=1")),
+    (8, 3, ("layout.pipeline=2", "layout.tensor=2", "layout.zero=3", "batch.global_size=16", *LLAMA)),
+    (8, 8, ("layout.context=2", "layout.pipeline=2", "model.tied=true", "batch.global_size=16")),
+    (8, 4, (*MIXTURE, *SPLIT, "layout.expert=2", "layout.expert_tensor=2", "batch.global_size=16")),
+    (8, 8, (*MIXTURE, "layout.pipeline=2", "layout.expert=4", "batch.global_size=16")),
+    (
+        8,
+        4,
+        (
+            "layout.pipeline=2",
+            "layout.chunks=2",
+            "layout.schedule=interleaved",
+            "model.layers=4",
+            "batch.global_size=32",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "keys"), LAYOUTS, ids=range(len(LAYOUTS)))
+def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys: tuple[str, ...]) -> None:
+    deck = small_deck(*keys)
+    alike = RankProgrammes(deck, ranks, VOCABULARY, per_node).job()
+    each = RankProgrammes(deck, ranks, VOCABULARY, per_node).every_job()
+    for rank in range(ranks):
+        assert alike.programmes[alike.programme_of[rank]] == each.programmes[rank], each.place(rank)
+    assert len(alike.programmes) < ranks
+    one, other = match(alike), match(each)
+    assert not one.faults
+    assert not other.faults
+    assert (one.events, one.messages, one.bytes) == (other.events, other.messages, other.bytes)
+
+
+def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
+    """Of 64 ranks one leaves out what it sends third."""
+    keys = ("layout.pipeline=4", "layout.tensor=2", "model.layers=4", "batch.global_size=32")
+    job = RankProgrammes(small_deck(*keys, "batch.micro_size=1"), 64, VOCABULARY, 8).job()
+    assert not match(job).faults
+    assert match(job).classes == 4
+    rank = 21
+    events = list(job.programmes[job.programme_of[rank]])
+    sent = [index for index, event in enumerate(events) if event.operation == SEND][2]
+    kept = [
+        event if event.of < sent else event.__class__("wait", of=event.of - 1, action=event.action)
+        for index, event in enumerate(events)
+        if index != sent and event.of != sent
+    ]
+    programme_of = job.programme_of.copy()
+    programme_of[rank] = len(job.programmes)
+    fault = match(Job([*job.programmes, tuple(kept)], programme_of, job.groups, job.place)).faults[0]
+    assert fault.kind == "missing send"
+    assert (fault.rank, fault.count) == (rank, 1)
+    assert "rank 21 (pipeline 1, data 2, tensor 1)" in fault.sentence
+    assert f"send {events[sent].what} of" in fault.sentence

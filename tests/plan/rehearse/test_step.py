@@ -1,0 +1,115 @@
+"""Programmes of a step: event by event what ranks of a run call, and the same told for many as for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hpctrain.comm.calls import Call, GroupCalls
+from hpctrain.comm.world import World
+from hpctrain.deck.schema import Deck
+from hpctrain.plan.rehearse.programme import WAIT, Programme
+from hpctrain.plan.rehearse.ranks import RankProgrammes
+from tests.engines import LLAMA, small_deck, trainer
+
+VOCABULARY = 61
+
+Told = tuple[str, str, int, int, str, bool]
+
+
+@contextmanager
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Told]]:
+    """What this rank calls within: operation, group, bytes, places to the peer, type, whether it waits."""
+    told: list[Told] = []
+    enter = GroupCalls.enter
+
+    def heard(self: GroupCalls, call: Call) -> None:
+        rank = rank_in(self)
+        step = (call.peer - rank) % len(self.ranks) if call.peer >= 0 else 0
+        form = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
+        told.append((call.operation, self.name, call.bytes, step, form, call.blocking))
+        enter(self, call)
+
+    def rank_in(group: GroupCalls) -> int:
+        from mpi4py import MPI
+
+        return group.ranks.index(MPI.COMM_WORLD.rank)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupCalls, "enter", heard)
+        yield told
+
+
+def planned(programme: Programme) -> list[Told]:
+    """The same of a programme, whose groups have longer names."""
+
+    def name(group: str) -> str:
+        across, _, whole = group.rpartition(" of ")
+        return "world" if group == "agreements" else across or whole.partition("/")[0]
+
+    return [
+        (e.operation, name(e.group), e.bytes, e.step, e.format, e.blocking)
+        for e in programme
+        if e.operation != WAIT
+    ]
+
+
+LOCAL = ("layout.tensor=2", "layout.sequence_parallel=true")
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=32", "model.experts_per_token=4")
+LAYOUTS: dict[int, list[tuple[str, ...]]] = {
+    2: [
+        (),
+        ("layout.zero=1", "precision.compute=bf16", "run.noise_scale_steps=5", *LLAMA),
+        ("layout.zero=2", "precision.gradients=compute", "precision.compute=bf16"),
+        ("layout.zero=3", "memory.recompute=full"),
+        ("layout.zero=3", "memory.accumulate=sliced", "communication.transport=mpi"),
+        ("layout.tensor=2", *LLAMA, "model.tied=true"),
+        (*LOCAL, "memory.recompute=selective"),
+        (*LOCAL, "precision.compute=fp8", "precision.fp8=tensor"),
+        ("layout.context=2", *LLAMA),
+        ("layout.context=2", "layout.context_form=all_to_all"),
+        ("layout.pipeline=2", "model.tied=true"),
+        ("layout.pipeline=2", "layout.schedule=zb-h1", "batch.global_size=16", "batch.micro_size=1"),
+        ("layout.pipeline=2", 'model.frozen=["embedding.*", "blocks.0.*"]'),
+        ("communication.compress=powersgd",),
+        ("layout.replicas=2", "communication.local_steps=2", "communication.outer=diloco"),
+        ("optimizer.name=muon", "layout.zero=3"),
+        (*MIXTURE, "layout.expert=2"),
+    ],
+    4: [
+        ("layout.tensor=2", "layout.zero=1", "layout.zero_group=1"),
+        ("layout.pipeline=2", "layout.chunks=2", "layout.schedule=interleaved", "model.layers=4"),
+        ("layout.pipeline=2", "layout.tensor=2", "batch.global_size=32", "layout.zero=2"),
+        ("layout.pipeline=2", "layout.context=2", "layout.zero=3", *LLAMA),
+        (*MIXTURE, *LOCAL, "layout.expert=2", "layout.expert_tensor=2"),
+        (*MIXTURE, "layout.pipeline=2", "layout.expert=2", "model.balance_loss=0.01"),
+    ],
+}
+
+
+def of_each(deck: Deck, rank: int, ranks: int) -> Programme:
+    found = RankProgrammes(deck, ranks, VOCABULARY, ranks)
+    return found.programme(*divmod(rank, found.of_stage), found.kinds[rank // found.of_stage])
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("number", range(17))
+def test_a_rank_of_a_run_does_what_its_programme_says(
+    world: World, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = LAYOUTS.get(world.size, [])
+    if number >= len(layouts):
+        pytest.skip("no such layout")
+    deck = small_deck(*layouts[number])
+    run = trainer(world, deck)
+    # The second step gathers ahead; replicas meet after every second one.
+    run.train(3)
+    with listening(monkeypatch) as told:
+        run.train(1)
+    programme = planned(of_each(deck, world.rank, world.size))
+    if deck.model.experts:
+        # How many rows go where is the routers' choice.
+        told, programme = ([(*e[:2], 0, *e[3:]) for e in each] for each in (told, programme))
+    assert programme == told

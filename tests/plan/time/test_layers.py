@@ -1,0 +1,72 @@
+"""What a layer keeps for backward, and waits for where that lies elsewhere.
+
+Tests of plan/time/layers.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm.device import device_named
+from hpctrain.comm.planned import PlannedMesh
+from hpctrain.engine.place import placed_by_flops
+from hpctrain.engine.sizes import axis_sizes
+from hpctrain.engine.stage import plan_stage
+from hpctrain.memory.saved import part_bytes
+from hpctrain.model.shape import ModelShape
+from hpctrain.parallel.saved import total
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.layers import LayerSeconds, layer_seconds, layer_sizes
+from hpctrain.plan.time.machine import Machine, parse_machine
+from tests.engines import LLAMA, small_deck
+from tests.plan.time.test_machine import FILE
+
+VOCABULARY = 61
+BANDWIDTH = 1e5
+HALF = "[machine.products.bf16]\npeak = 1e11\nefficiency = 0.8\nsaturation = 100.0\n"
+DISK = FILE.replace('name = "ours"', f'name = "ours"\ndisk = {BANDWIDTH}') + HALF
+
+
+def seconds_of(machine: Machine, ranks: int, *keys: str) -> LayerSeconds:
+    """Of the first block."""
+    deck = small_deck(*keys)
+    at = Arrangement.of(deck, ranks, 8)
+    return layer_seconds(layer_sizes(ModelShape.of(deck, VOCABULARY))[1], at, machine)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (1, ()),
+        (1, LLAMA),
+        (1, ("precision.compute=bf16", "memory.recompute=selective")),
+        (1, ("memory.recompute=full",)),
+        (2, ("layout.tensor=2",)),
+        (2, ("layout.tensor=2", "layout.sequence_parallel=true", "precision.compute=bf16", *LLAMA)),
+        (2, ("layout.context=2",)),
+    ],
+)
+def test_what_lies_on_a_disk_goes_and_comes_back(ranks: int, keys: tuple[str, ...]) -> None:
+    """As many bytes as autograd saves, of which those hide that move while the block computes."""
+    deck = small_deck(*keys)
+    shape, sizes = ModelShape.of(deck, VOCABULARY), axis_sizes(deck, ranks)
+    placement, mesh = placed_by_flops(deck, shape, sizes["data"]), PlannedMesh(sizes, 0, 8)
+    schedule, device = placement.schedule_of(1), device_named(deck.run.device)
+    stage = plan_stage(deck, shape, mesh, schedule, placement.split, 0, device)
+    (part,) = part_bytes(deck, stage.models, True, deck.memory.recompute)
+    moving = total(part.segments()[0]) / BANDWIDTH
+    machine = parse_machine(DISK, "")
+    kept = seconds_of(machine, ranks, *keys)
+    there = seconds_of(machine, ranks, *keys, "memory.activations=disk")
+    forward = sum(kept.forward.values())
+    backward = sum(kept.input_gradient.values()) + sum(kept.weight_gradient.values())
+    assert moving > forward + backward > 0
+    assert there.forward["offload"] == pytest.approx(moving - forward, rel=0.05)
+    assert there.input_gradient["offload"] == pytest.approx(moving - backward, rel=0.05)
+    assert "offload" not in kept.forward
+
+
+def test_what_moves_while_a_block_computes_is_not_waited_for() -> None:
+    fast = parse_machine(DISK.replace(f"disk = {BANDWIDTH}", "disk = 1e15"), "")
+    there = seconds_of(fast, 1, "memory.activations=disk")
+    assert there.forward["offload"] == there.input_gradient["offload"] == 0

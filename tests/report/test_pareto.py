@@ -1,0 +1,61 @@
+"""Frontiers against brute force, and what is drawn of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpctrain.report.pareto import Candidate, draw_pareto, frontier
+
+
+def brute(candidates: list[Candidate]) -> set[tuple[float, float]]:
+    """Memory and time of those that fit and that no other that fits beats."""
+    fitting = [each for each in candidates if each.limit is None or each.bytes <= each.limit]
+    return {
+        (one.bytes, one.seconds)
+        for one in fitting
+        if not any(
+            other.bytes <= one.bytes
+            and other.seconds <= one.seconds
+            and (other.bytes, other.seconds) != (one.bytes, one.seconds)
+            for other in fitting
+        )
+    }
+
+
+@pytest.mark.parametrize("limit", [None, 6.0])
+def test_the_frontier_is_that_of_brute_force(limit: float | None) -> None:
+    chance = random.Random(1)
+    for _ in range(300):
+        some = [
+            Candidate(str(number), chance.randint(1, 9), chance.randint(1, 9), limit)
+            for number in range(chance.randint(0, 12))
+        ]
+        found = [(each.bytes, each.seconds) for each in frontier(some)]
+        assert found == sorted(brute(some))
+
+
+def test_the_picture_marks_the_frontier_and_the_limit() -> None:
+    few = [
+        Candidate("small", 9.0, 1e9, 5e9),
+        Candidate("worse", 9.5, 2e9, 5e9),
+        Candidate("fast", 1.0, 4e9, 5e9),
+        Candidate("large", 0.5, 6e9, 5e9),
+    ]
+    figure = draw_pareto("title", few)
+    (axes,) = figure.axes
+    line, limit = axes.lines
+    assert list(line.get_xdata()) == [1e9, 4e9] and list(line.get_ydata()) == [9.0, 1.0]
+    assert set(limit.get_xdata()) == {5e9}
+    words = axes.get_legend_handles_labels()[1]
+    assert {"fits", "does not fit", "there is: 5 GB"} <= set(words)
+    told = figure.get_supxlabel()
+    assert told.splitlines() == ["1: small (9 s, 1 GB)", "2: fast (1 s, 4 GB)"]
+    assert [text.get_text() for text in axes.texts] == ["1", "2"]
+
+
+def test_of_a_long_frontier_some_are_named_the_ends_among_them() -> None:
+    many = [Candidate(f"c{number}", 100.0 - number, 1e6 + number) for number in range(60)]
+    named = draw_pareto("title", many).get_supxlabel().splitlines()
+    assert len(named) == 20 and "c0 " in named[0] and "c59 " in named[-1]
