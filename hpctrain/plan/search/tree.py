@@ -15,18 +15,20 @@ from itertools import accumulate
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.problem import Problem
+from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import split_by_flops
+from hpctrain.engine.place import placed_by_flops, split_by_flops
+from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.split import cut
-from hpctrain.pipeline.wanted import outline
+from hpctrain.pipeline.wanted import make_schedule, outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
-from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds, live
+from hpctrain.plan.search.least_seconds import KNOWN, PartSeconds, least_seconds, live
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine
@@ -36,14 +38,20 @@ from hpctrain.plan.time.synchronize import after_backward
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
 
-_NEUTRAL: Values = {
+_NO_ZERO: Values = {
+    "layout.zero": 0,
+    "layout.zero_group": None,
+    "memory.keep_gathered": 0,
+    "memory.accumulate": "whole",
+}
+"""What asks for no stage of ZeRO."""
+
+_NEUTRAL: Values = _NO_ZERO | {
     "layout.data": None,
     "layout.pipeline": 1,
     "layout.schedule": "1f1b",
     "layout.chunks": 1,
     "layout.split": None,
-    "layout.zero": 0,
-    "layout.zero_group": None,
     "layout.replicas": 1,
 }
 """What of a layout layers do not ask for: any model has it."""
@@ -190,6 +198,7 @@ class Tree:
         self._libraries, self._together = holding.libraries(deck), holding.together(deck)
         self._forms: dict[object, _Form | None] = {}
         self._schedule = lru_cache(maxsize=16)(_schedule)
+        self._placed: dict[object, Schedule] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
         """Every way to split layers whose micro-batches have room."""
@@ -242,7 +251,7 @@ class Tree:
             data = ranks // stages
             asked = self.choices.deck.layout.data
             deck = with_values(node.deck, {"layout.pipeline": stages})
-            checked = with_values(deck, {"layout.zero": 0, "layout.zero_group": None})
+            checked = with_values(deck, _NO_ZERO)
             if (asked is not None and asked != data) or self.fell.cannot_be(
                 world_problems(checked, self.choices.ranks), checked
             ):
@@ -276,7 +285,7 @@ class Tree:
         zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
         for schedule, chunks in self.choices.of_schedules(at.pipeline, at.micro_batches):
             form = self._form_of(node.deck, schedule, chunks)
-            if form is None:
+            if form is None or not self._is_had(node, schedule, chunks):
                 continue
             waiting = [
                 stage.waiting(
@@ -328,13 +337,26 @@ class Tree:
         key = deck.layout.pipeline, chunks, schedule, deck.memory.recompute
         if key not in self._forms:
             values: Values = {"layout.schedule": schedule, "layout.chunks": chunks}
-            plain = with_values(deck, values | {"layout.zero": 0, "layout.zero_group": None})
+            plain = with_values(deck, values | _NO_ZERO)
             if self.fell.cannot_be(layout_problems(plain), plain):
                 self._forms[key] = None
             else:
                 form = outline(plain)
                 self._forms[key] = _Form.of(form, split_by_flops(plain, self.shape, form), self.layers)
         return self._forms[key]
+
+    def _is_had(self, node: Staged, schedule: str, chunks: int) -> bool:
+        """Whether there is such a schedule: a file has one of some stages, chunks and micro-batches alone."""
+        if schedule in NAMES:
+            return True
+        deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
+        try:
+            make_schedule(deck, node.at.data)
+        except HpctrainError as error:
+            return not self.fell.cannot_be(
+                [Problem("layout.schedule", error.problems[0].split(": ", 2)[-1])], deck
+            )
+        return True
 
     def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
         """Bytes of the states of elements, of experts and of others, under some ZeRO."""
@@ -361,6 +383,12 @@ class Tree:
     def schedule(self, layout: Layout) -> Schedule:
         """That of a layout's step."""
         keys, at = layout.deck.layout, layout.at
+        if at.pipeline > 1 and keys.schedule not in KNOWN:
+            kind = keys.schedule, at.pipeline, at.micro_batches, layout.split, at.recompute
+            if kind not in self._placed:
+                placement = placed_by_flops(layout.deck, self.shape, at.data)
+                self._placed[kind] = placement.schedule_of(at.micro_batches)
+            return self._placed[kind]
         return self._schedule(keys.schedule, at.pipeline, at.micro_batches, keys.chunks)
 
     def seconds(self, layout: Layout) -> Mapping[str, float]:
