@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
@@ -199,6 +199,7 @@ class Tree:
         self._forms: dict[object, _Form | None] = {}
         self._schedule = lru_cache(maxsize=16)(_schedule)
         self._placed: dict[object, Schedule] = {}
+        self._afters: dict[object, float] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
         """Every way to split layers whose micro-batches have room."""
@@ -293,10 +294,13 @@ class Tree:
                 )
                 for stage in form.stages
             ]
+            self.fell.counts["layouts"] += len(zeros)
+            if self._least(at, waiting, repeat(0.0, len(waiting))) > self.limit:
+                self.fell.counts["memory"] += len(zeros)
+                continue
             elements = [stage.elements(at) for stage in form.stages]
             needs = [(zero, self._least(at, waiting, map(states, elements))) for zero, states in zeros]
             fitting = [(zero, least) for zero, least in needs if least <= self.limit]
-            self.fell.counts["layouts"] += len(zeros)
             self.fell.counts["memory"] += len(zeros) - len(fitting)
             if not fitting:
                 continue
@@ -325,12 +329,23 @@ class Tree:
                 if group == "node":
                     group = at.data_ranks.together
                 cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
-                rest = min(
-                    sum(after_backward(stage.layers, hiding, cut_so, machine).values())
-                    for stage, hiding in zip(form.stages, backward, strict=True)
-                )
+                rest = self._after(form, backward, cut_so)
                 # What is summed in another order here differs by rounding.
                 yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
+
+    def _after(self, form: _Form, backward: Sequence[float], at: Arrangement) -> float:
+        """Seconds that any stage of a form takes after its backward, at the least."""
+        ranks = at.tensor, at.context, at.data, at.expert, at.expert_tensor, at.sequence_parallel
+        often = at.micro_batches if at.zero == 3 or at.sliced else 1
+        hiding = tuple(backward) if self.machine.overlap else ()
+        # Nothing else of an arrangement differs within a tree and is asked for.
+        key = id(form), hiding, ranks, often, at.zero, at.zero_group, at.optimizer_home
+        if key not in self._afters:
+            self._afters[key] = min(
+                sum(after_backward(stage.layers, hides, at, self.machine).values())
+                for stage, hides in zip(form.stages, backward, strict=True)
+            )
+        return self._afters[key]
 
     def _form_of(self, deck: Deck, schedule: str, chunks: int) -> _Form | None:
         """The parts of the model, as a run has them; None where it cannot have them."""
