@@ -111,10 +111,12 @@ class Choices:
 
         def usual(schedule: str) -> Sequence[int]:
             if schedule == "interleaved":
-                return range(2, most + 1) if micro_batches % stages == 0 else []
+                return range(2, most + 1)
             return [2] if schedule in TWO_CHUNKS else [1]
 
-        yield from self._named(self.of("layout.schedule", ORDERED), usual)
+        for schedule, chunks in self._named(self.of("layout.schedule", ORDERED), usual):
+            if schedule != "interleaved" or micro_batches % stages == 0:
+                yield schedule, chunks
 
     def _named(
         self, schedules: Sequence[object], usual: Callable[[str], Sequence[int]]

@@ -31,7 +31,8 @@ class PartSeconds(NamedTuple):
         return sum(self)
 
 
-_KNOWN = frozenset({"1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v"})
+KNOWN = frozenset({"1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v"})
+"""Schedules whose order is known without looking for it."""
 
 SPLITTING = frozenset({"zb-h1", "zb-h2"})
 """Of these, those that put the gradients of weights off, each by so many micro-batches on a stage."""
@@ -54,7 +55,7 @@ def least_seconds(
         chunk, stage = divmod(number, stages)
         work[stages - 1 - stage if v_shaped and chunk % 2 else stage] += part.total
     longest = max(work) * micro_batches
-    if schedule not in _KNOWN or stages == 1:
+    if schedule not in KNOWN or stages == 1:
         return longest
     # Through the first parts of all stages there, and back again.
     there = [0.0, *accumulate(part.forward + message for part in parts[: stages - 1])]

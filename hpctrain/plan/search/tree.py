@@ -10,23 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.problem import Problem
+from hpctrain.deck.schedules import NAMES
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.place import split_by_flops
+from hpctrain.engine.place import placed_by_flops, split_by_flops
+from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.split import cut
-from hpctrain.pipeline.wanted import outline
+from hpctrain.pipeline.wanted import make_schedule, outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
-from hpctrain.plan.search.least_seconds import PartSeconds, least_seconds, live
+from hpctrain.plan.search.least_seconds import KNOWN, PartSeconds, least_seconds, live
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
@@ -36,14 +38,20 @@ from hpctrain.plan.time.step import boundary_seconds, split_by_seconds, step_sec
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
 
-_NEUTRAL: Values = {
+_NO_ZERO: Values = {
+    "layout.zero": 0,
+    "layout.zero_group": None,
+    "memory.keep_gathered": 0,
+    "memory.accumulate": "whole",
+}
+"""What asks for no stage of ZeRO."""
+
+_NEUTRAL: Values = _NO_ZERO | {
     "layout.data": None,
     "layout.pipeline": 1,
     "layout.schedule": "1f1b",
     "layout.chunks": 1,
     "layout.split": None,
-    "layout.zero": 0,
-    "layout.zero_group": None,
     "layout.replicas": 1,
 }
 """What of a layout layers do not ask for: any model has it."""
@@ -198,6 +206,8 @@ class Tree:
         self._schedule = lru_cache(maxsize=16)(_schedule)
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
         self._ranks_of_kinds = [ranks for _, ranks in lying]
+        self._placed: dict[object, Schedule] = {}
+        self._afters: dict[object, float] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
         """Every way to split layers whose micro-batches have room."""
@@ -270,7 +280,7 @@ class Tree:
             data = ranks // stages
             asked = self.choices.deck.layout.data
             deck = with_values(node.deck, {"layout.pipeline": stages})
-            checked = with_values(deck, {"layout.zero": 0, "layout.zero_group": None})
+            checked = with_values(deck, _NO_ZERO)
             if (asked is not None and asked != data) or self.fell.cannot_be(
                 world_problems(checked, self.choices.ranks), checked
             ):
@@ -313,7 +323,7 @@ class Tree:
         zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
         for schedule, chunks in self.choices.of_schedules(at.pipeline, at.micro_batches):
             form = self._form_of(node.deck, schedule, chunks)
-            if form is None:
+            if form is None or not self._is_had(node, schedule, chunks):
                 continue
             own = form.split
             if not ground.is_one and form.schedule.parts > 1 and not self.choices.given("layout.split"):
@@ -325,10 +335,13 @@ class Tree:
                 )
                 for stage in form.stages
             ]
+            self.fell.counts["layouts"] += len(zeros)
+            if self._least(at, waiting, repeat(0.0, len(waiting))) > self.limit:
+                self.fell.counts["memory"] += len(zeros)
+                continue
             elements = [stage.elements(at) for stage in form.stages]
             needs = [(zero, self._least(at, waiting, map(states, elements))) for zero, states in zeros]
             fitting = [(zero, least) for zero, least in needs if least <= self.limit]
-            self.fell.counts["layouts"] += len(zeros)
             self.fell.counts["memory"] += len(zeros) - len(fitting)
             if not fitting:
                 continue
@@ -361,20 +374,36 @@ class Tree:
                 if group == "node":
                     group = at.data_ranks.together
                 cut_so = replace(at, zero=whole.layout.zero, zero_group=group or 0, optimizer_home=home)
-                rests = [
-                    sum(ground.after(stage.layers, hiding, cut_so, stage.number).values())
-                    for stage, hiding in zip(form.stages, backward, strict=True)
-                ]
-                rest = min(rests) if ground.is_one else max(rests)
+                rest = self._after(ground, form, backward, cut_so)
                 # What is summed in another order here differs by rounding.
                 yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
+
+    def _after(self, ground: Ground, form: _Form, backward: Sequence[float], at: Arrangement) -> float:
+        """Seconds that any stage of a form takes after its backward, at the least; where stages lie on several
+        kinds of node, those that all wait for.
+        """
+
+        def of_stages() -> Iterator[float]:
+            for stage, hides in zip(form.stages, backward, strict=True):
+                yield sum(ground.after(stage.layers, hides, at, stage.number).values())
+
+        if not ground.is_one:
+            return max(of_stages())
+        ranks = at.tensor, at.context, at.data, at.expert, at.expert_tensor, at.sequence_parallel
+        often = at.micro_batches if at.zero == 3 or at.sliced else 1
+        hiding = tuple(backward) if self.machine.overlap else ()
+        # Nothing else of an arrangement differs within a tree and is asked for; forms of one kind of node stay.
+        key = id(form), hiding, ranks, often, at.zero, at.zero_group, at.optimizer_home
+        if key not in self._afters:
+            self._afters[key] = min(of_stages())
+        return self._afters[key]
 
     def _form_of(self, deck: Deck, schedule: str, chunks: int) -> _Form | None:
         """The parts of the model, as a run has them; None where it cannot have them."""
         key = deck.layout.pipeline, chunks, schedule, deck.memory.recompute
         if key not in self._forms:
             values: Values = {"layout.schedule": schedule, "layout.chunks": chunks}
-            plain = with_values(deck, values | {"layout.zero": 0, "layout.zero_group": None})
+            plain = with_values(deck, values | _NO_ZERO)
             if self.fell.cannot_be(layout_problems(plain), plain):
                 self._forms[key] = None
             else:
@@ -382,6 +411,19 @@ class Tree:
                 split = split_by_flops(plain, self.shape, form)
                 self._forms[key] = _Form.of(form, split, self.layers, [0] * form.stage_count)
         return self._forms[key]
+
+    def _is_had(self, node: Staged, schedule: str, chunks: int) -> bool:
+        """Whether there is such a schedule: a file has one of some stages, chunks and micro-batches alone."""
+        if schedule in NAMES:
+            return True
+        deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
+        try:
+            make_schedule(deck, node.at.data)
+        except HpctrainError as error:
+            return not self.fell.cannot_be(
+                [Problem("layout.schedule", error.problems[0].split(": ", 2)[-1])], deck
+            )
+        return True
 
     def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
         """Bytes of the states of elements, of experts and of others, under some ZeRO."""
@@ -408,6 +450,12 @@ class Tree:
     def schedule(self, layout: Layout) -> Schedule:
         """That of a layout's step."""
         keys, at = layout.deck.layout, layout.at
+        if at.pipeline > 1 and keys.schedule not in KNOWN:
+            kind = keys.schedule, at.pipeline, at.micro_batches, layout.split, at.recompute
+            if kind not in self._placed:
+                placement = placed_by_flops(layout.deck, self.shape, at.data)
+                self._placed[kind] = placement.schedule_of(at.micro_batches)
+            return self._placed[kind]
         return self._schedule(keys.schedule, at.pipeline, at.micro_batches, keys.chunks)
 
     def seconds(self, layout: Layout) -> Mapping[str, float]:

@@ -1,0 +1,248 @@
+"""Searches against brute force over all layouts; their bounds; what decks give; where nothing fits.
+
+Tests of plan/search/search.py, plan/search/tree.py, plan/search/choices.py and plan/search/candidate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import Place
+from hpctrain.pipeline.generate import generate
+from hpctrain.plan.search.search import Found, search
+from hpctrain.plan.search.tree import Layout, Node, Tree
+from hpctrain.plan.time.machine import Machine, read_machine
+from hpctrain.plan.time.step import plan_step
+from tests.plan.search.brute import Brute
+from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, bare, layouts, tree_of
+from tests.plan.search.test_least_bytes import machine_of
+
+SELENE = read_machine("selene-2021")
+SLOW = SELENE.model_copy(update={"between": SELENE.between.model_copy(update={"bandwidth": 1e9})})
+
+NO_CONTEXT = {"context": 1}
+KEPT = {"recompute": "none", "activations": "keep"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A deck that gives some keys of its layout and its memory, on so many ranks of a machine, each of which
+    may hold `room` bytes.
+    """
+
+    keys: Sequence[str]
+    layout: Mapping[str, object] = field(default_factory=dict)
+    memory: Mapping[str, object] = field(default_factory=dict)
+    room: float = 1e12
+    ranks: int = 64
+    machine: Machine = SELENE
+
+    @property
+    def deck(self) -> Deck:
+        of_node = int(self.room * self.machine.ranks_per_node)
+        keys = ("precision.compute=bf16", f"machine.memory={of_node}", *self.keys)
+        deck = self.machine.of_deck(parse_deck(DECK, keys)).with_keys(layout=self.layout, memory=self.memory)
+        given = [f"layout.{key}" for key in self.layout] + [f"memory.{key}" for key in self.memory]
+        places = {**deck.sources.places, **{key: Place("deck.toml") for key in given}}
+        sections = {name: getattr(deck, name) for name in type(deck).model_fields}
+        return Deck.model_validate(sections, context=replace(deck.sources, places=places))
+
+
+LARGE = ("model.hidden=2048", "model.heads=16", "batch.sequence=1024")
+CASES = {
+    "dense": Case(
+        (*LARGE, "model.layers=8"),
+        {**NO_CONTEXT, "sequence_parallel": False, "zero": 1, "zero_group": None},
+        {**KEPT, "optimizer": "device"},
+        room=0.8e9,
+    ),
+    "llama": Case(
+        (*LARGE, *LLAMA, "model.key_value_heads=4", "batch.micro_size=1"),
+        {"pipeline": 2, "schedule": "1f1b", "chunks": 1, "zero": 0},
+        {"activations": "keep", "optimizer": "device"},
+        room=0.4e9,
+    ),
+    "mixture": Case(
+        (*MIXTURE, "batch.micro_size=1"),
+        {**NO_CONTEXT, "schedule": "interleaved", "chunks": 2, "pipeline": 2, "sequence_parallel": False},
+        {**KEPT, "optimizer": "device"},
+        room=0.16e9,
+    ),
+    "vocabulary": Case(
+        ("model.vocabulary=200000", "model.tied=true", "batch.global_size=64"),
+        {**NO_CONTEXT, "zero": 0, "sequence_parallel": False},
+        {**KEPT, "optimizer": "device"},
+        room=0.8e9,
+    ),
+    "tight": Case(
+        ("model.hidden=1024", "batch.global_size=64"),
+        {
+            **NO_CONTEXT,
+            "tensor": 2,
+            "sequence_parallel": True,
+            "pipeline": 4,
+            "schedule": "1f1b",
+            "chunks": 1,
+        },
+        room=0.25e9,
+        machine=machine_of(8),
+    ),
+    "one node": Case(
+        (*LLAMA, "batch.global_size=16"),
+        {"zero": 1},
+        {**KEPT, "optimizer": "device"},
+        room=0.4e9,
+        ranks=8,
+        machine=machine_of(8, shared=True),
+    ),
+    "slow links": Case(
+        (*LARGE, "batch.global_size=64"),
+        {**NO_CONTEXT, "schedule": "zb-h1", "chunks": 1, "sequence_parallel": True},
+        {**KEPT, "optimizer": "device"},
+        room=0.9e9,
+        machine=SLOW,
+    ),
+    "nodes of six": Case(
+        ("model.vocabulary=50000", "batch.global_size=36", "batch.micro_size=1"),
+        {**NO_CONTEXT, "zero": 1, "zero_group": None, "sequence_parallel": False},
+        {"activations": "keep", "optimizer": "device"},
+        room=0.4e9,
+        ranks=36,
+        machine=machine_of(6),
+    ),
+}
+
+
+def key_of(deck: Deck) -> tuple[object, ...]:
+    """What a layout is."""
+    return deck.layout, deck.memory, deck.batch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_are_those_of_brute_force(name: str) -> None:
+    case = CASES[name]
+    deck, ranks, machine = case.deck, case.ranks, case.machine
+    holding = bare(deck, ranks)
+    found = search(deck, ranks, machine, holding)
+    expected = Brute(deck, ranks, machine).best(holding, 10)
+    assert len(expected) >= 10
+    assert [each.seconds for each in found.best] == pytest.approx(
+        [each[0] for each in expected[:10]], rel=1e-9
+    )
+    known = [key_of(each) for _, each in expected]
+    assert all(key_of(each.deck) in known for each in found.best)
+
+
+def found_by(case: Case, best: int = 10) -> Found:
+    return search(case.deck, case.ranks, case.machine, bare(case.deck, case.ranks), best)
+
+
+OPEN = ("model.layers=8", "batch.global_size=32", "model.vocabulary=50000")
+
+
+def down(tree: Tree, node: Node, random: Random) -> list[Node]:
+    """The nodes of a way from one that is open to a layout; shorter where nothing is below."""
+    way = [node]
+    while not isinstance(way[-1], Layout):
+        below = list(tree.children(way[-1]))
+        if not below:
+            break
+        way.append(random.choice(below))
+    return way
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture", "tight", "nodes of six"])
+def test_no_layout_undercuts_the_nodes_above_it(name: str) -> None:
+    case, random = CASES[name], Random(name)
+    deck = case.deck
+    tree, holding = tree_of(deck, case.ranks, case.machine, 1e15), bare(deck, case.ranks)
+    together, roots, seen = holding.together(deck), list(tree.roots()), 0
+    for root in random.choices(roots, k=25):
+        *above, last = down(tree, root, random)
+        if not isinstance(last, Layout):
+            continue
+        seen += 1
+        seconds = plan_step(last.deck, case.ranks, holding.vocabulary, case.machine).seconds
+        assert sum(tree.seconds(last).values()) == pytest.approx(seconds)
+        needed = holding.memory(last.deck).node_bytes(together) / together
+        for node in (*above, last):
+            assert node.bound <= seconds * (1 + 1e-12), (node, last.deck.layout)
+            assert node.least <= needed, (node, last.deck.layout)
+    assert seen > 5
+
+
+GIVEN: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "schedule": ({"schedule": "zb-h1", "pipeline": 4}, {}),
+    "searched for": ({"schedule": "zb-v", "chunks": 2, "pipeline": 4}, {}),
+    "chunks": ({"chunks": 2, "pipeline": 4}, {}),
+    "a split": ({"split": (3, 5), "pipeline": 2, "chunks": 1}, {}),
+    "data": ({"data": 4}, {}),
+    "kept gathered": ({}, {"keep_gathered": 1}),
+    "sliced": ({}, {"accumulate": "sliced"}),
+    "a group": ({"zero": 3, "zero_group": 4}, {}),
+    "axes": ({"tensor": 4, "context": 2, "pipeline": 2}, {"recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_a_deck_gives_stays_and_what_is_found_is_what_its_deck_is_planned_to_be(name: str) -> None:
+    layout, memory = GIVEN[name]
+    case = Case(OPEN, {**NO_CONTEXT, **layout}, {**KEPT, **memory})
+    holding = bare(case.deck, case.ranks)
+    found = found_by(case, 2).best
+    assert found
+    for each in found:
+        assert {key: getattr(each.deck.layout, key) for key in layout} == layout
+        assert {key: getattr(each.deck.memory, key) for key in memory} == memory
+        assert not {f"layout.{key}" for key in layout} & set(each.changes)
+        step = plan_step(each.deck, case.ranks, holding.vocabulary, case.machine)
+        assert each.seconds == pytest.approx(step.seconds)
+        assert each.seconds_by_cause == pytest.approx(step.seconds_by_cause)
+        plan = holding.memory(each.deck)
+        assert each.memory_bytes == plan.largest.memory.total
+        assert each.node_bytes == plan.node_bytes(case.machine.ranks_per_node)
+        assert each.row()["changes"] == {key: each.deck.value(key) for key in each.changes}
+    assert found[0].seconds <= found[1].seconds
+
+
+def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path) -> None:
+    path = tmp_path / "ours.txt"
+    path.write_text(str(generate("1f1b", 4, 8)))
+    layout = {"schedule": str(path), "tensor": 4, "context": 1, "chunks": 1}
+    case = Case((*OPEN, "batch.micro_size=1"), layout, {"recompute": "full"})
+    staged = [each.deck.layout.pipeline for each in found_by(case, 99).best if each.deck.layout.pipeline > 1]
+    assert set(staged) == {4}
+    wrong = found_by(replace(case, layout=layout | {"pipeline": 8}))
+    assert not wrong.best
+    assert f"{path}: has 4 stages, but layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
+
+
+def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
+    vocabulary = CASES["vocabulary"]
+    case = replace(vocabulary, layout={**vocabulary.layout, "tensor": 2, "schedule": "1f1b"}, room=1e7)
+    assert not found_by(case).best
+    holding = bare(case.deck, case.ranks)
+    known = layouts(tree_of(case.deck, case.ranks, case.machine, 1e15))
+    needs = [holding.memory(each.deck).node_bytes(8) / 8 for each in known]
+    case = replace(case, room=0.97 * min(needs))
+    found = found_by(case)
+    assert found.fell.counts["memory"] + found.fell.counts["memory plan"] > 0
+    assert not found.best
+    assert found.missed is None or not found.missed.room.fits
+    assert found_by(replace(case, room=1.001 * min(needs))).best
+
+
+def test_ranks_that_nothing_divides() -> None:
+    prime = found_by(Case((*OPEN, "batch.micro_size=1"), {"pipeline": 1}, KEPT, ranks=61))
+    assert not prime.best
+    assert {"layout.tensor", "batch.global_size"} & set(prime.fell.impossible)
+    assert prime.missed is None
+    staged = found_by(Case((*OPEN, "model.layers=64", "batch.micro_size=1"), {}, KEPT, ranks=61), 1)
+    assert [each.deck.layout.pipeline for each in staged.best] == [61]
