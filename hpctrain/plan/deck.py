@@ -107,7 +107,7 @@ def plan_deck(
     rates = deck_rates(deck) if rates is None else rates
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    holding = Holding(ranks, vocabulary, ranks_per_node)
+    holding = Holding(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
     holding.libraries(deck)
     memory = holding.memory(deck)
     savings: list[MemorySaving] = []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 
 from hpctrain.comm.device import device_named, on_host
@@ -22,12 +23,15 @@ from hpctrain.plan.served import plan_served
 @dataclass(frozen=True)
 class Holding:
     """Of so many ranks, with a vocabulary that is settled. A node has `ranks_per_node`, else those that a
-    deck emulates, else those of its [machine], else all.
+    deck emulates, else those of its [machine], else all. Where nodes are of several `kinds`, these are their
+    names, numbers and bytes of memory for a rank, in the order in which ranks fill them: then no node has
+    more than its kind.
     """
 
     ranks: int
     vocabulary: int
     ranks_per_node: int | None = None
+    kinds: tuple[tuple[str, int, float], ...] = ()
 
     @cached_property
     def _shared(self) -> int:
@@ -99,4 +103,19 @@ class Holding:
         on_cpu = on_host(device_named(deck.run.device))
         given = deck.machine.memory if on_cpu else deck.machine.gpu_memory
         host = "this machine" if given is None else "a node"
-        return Room(host, limit[1], memory.node_bytes(limit[1], self.shared(deck)), limit[0])
+        (most, together), shared = limit, self.shared(deck)
+        if not self.kinds:
+            return Room(host, together, memory.node_bytes(together, shared), most)
+        rooms = []
+        for number, needed in enumerate(memory.bytes_of_nodes(together, shared)):
+            name, size = self._kind_of(number * together // self.together(deck))
+            own = Limit(most.pool, min(most.bytes, int(size * together)), "of memory")
+            rooms.append(Room(f"a node of {name}", together, needed, own))
+        return max(rooms, key=lambda room: room.needed / room.limit.bytes)
+
+    def _kind_of(self, node: int) -> tuple[str, float]:
+        """The name of a node's kind, and its bytes of memory for a rank; the last one's beyond all."""
+        ends = accumulate(nodes for _, nodes, _ in self.kinds)
+        number = sum(end <= node for end in ends)
+        name, _, size = self.kinds[min(number, len(self.kinds) - 1)]
+        return name, size

@@ -92,11 +92,15 @@ class MemoryPlan:
         """What the `ranks` ranks of one node hold together, on the node that holds most; what they have in
         common, `shared` bytes, counts once.
         """
+        return max(self.bytes_of_nodes(ranks, shared))
+
+    def bytes_of_nodes(self, ranks: int, shared: int = 0) -> list[int]:
+        """As `node_bytes`, of each node in the order of ranks."""
         of_ranks = [
             stage.memory.total for stage, n in zip(self.stages, self.ranks, strict=True) for _ in range(n)
         ]
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
-        return max(sum(node) - shared * (len(node) - 1) for node in nodes)
+        return [sum(node) - shared * (len(node) - 1) for node in nodes]
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""

@@ -177,8 +177,10 @@ class _Planner:
         vocabulary = deck.model.vocabulary or self.vocabularies.get(tokens)
         if vocabulary is None:
             vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
-        holding = Holding(ranks, vocabulary, self.ranks_per_node)
-        memory, rates = holding.memory(deck), self.rates_of(deck)
+        rates = self.rates_of(deck)
+        kinds = () if rates is None else rates.memories
+        holding = Holding(ranks, vocabulary, self.ranks_per_node, kinds)
+        memory = holding.memory(deck)
         step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
         return memory, holding.room(deck, memory), step
 

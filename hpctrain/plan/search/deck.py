@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.exchange.source import settled_keys
@@ -157,7 +157,7 @@ def _search(
     deck = with_values(deck, {"layout.auto": False})
     deck = machine.of_deck(on_nodes_of(deck, ranks_per_node))
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    holding = Holding(ranks, vocabulary, ranks_per_node)
+    holding = Holding(ranks, vocabulary, ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
     found = search(deck, ranks, machine, holding, best, progress)
     if found.best:
@@ -187,7 +187,7 @@ def on_nodes_of(deck: Deck, ranks_per_node: int | None) -> Deck:
 
 
 def _on(holding: Holding, ranks: int) -> Holding:
-    return Holding(ranks, holding.vocabulary, holding.ranks_per_node)
+    return replace(holding, ranks=ranks)
 
 
 def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:

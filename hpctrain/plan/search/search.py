@@ -20,6 +20,7 @@ from hpctrain.plan.room import Room
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices
 from hpctrain.plan.search.tree import Fell, Layout, Node, Tree
+from hpctrain.plan.search.uneven import split_unevenly
 from hpctrain.plan.time.machine import Machine
 
 BEST = 10
@@ -59,8 +60,13 @@ def search(
     holding: Holding,
     best: int = BEST,
     progress: Progress | None = None,
+    uneven: bool = True,
 ) -> Found:
-    """The layouts of a deck on so many ranks of a machine, `best` of them at most."""
+    """The layouts of a deck on so many ranks of a machine, `best` of them at most.
+
+    Those that are quickest with the run's own split are, with `uneven`, split by seconds where that is
+    quicker and fits; on several kinds of node all layouts are.
+    """
     choices = Choices(deck, ranks)
     tree = Tree(choices, machine, holding, holding.of_mean_rank(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
@@ -78,13 +84,22 @@ def search(
         else:
             candidate, room = _planned(tree, node)
             if room is None or room.fits:
-                found.append(candidate)
+                found.append(_split_unevenly(tree, node) or candidate if uneven else candidate)
             else:
                 tree.fell.counts["memory plan"] += 1
                 missed = missed or Missed(candidate, room)
         if len(found) == best:
             break
+    found.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(found), tree.fell, len(queue), missed)
+
+
+def _split_unevenly(tree: Tree, node: Layout) -> Candidate | None:
+    other = split_unevenly(tree, node)
+    if other is None:
+        return None
+    candidate, room = _planned(tree, other)
+    return candidate if room is None or room.fits else None
 
 
 def roomiest(

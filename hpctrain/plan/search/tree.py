@@ -379,8 +379,8 @@ class Tree:
                 yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
 
     def _after(self, ground: Ground, form: _Form, backward: Sequence[float], at: Arrangement) -> float:
-        """Seconds that any stage of a form takes after its backward, at the least; where stages lie on several
-        kinds of node, those that all wait for.
+        """Seconds that any stage of a form takes after its backward, at the least; where stages lie on kinds
+        of node, those that all wait for.
         """
 
         def of_stages() -> Iterator[float]:
@@ -392,7 +392,7 @@ class Tree:
         ranks = at.tensor, at.context, at.data, at.expert, at.expert_tensor, at.sequence_parallel
         often = at.micro_batches if at.zero == 3 or at.sliced else 1
         hiding = tuple(backward) if self.machine.overlap else ()
-        # Nothing else of an arrangement differs within a tree and is asked for; forms of one kind of node stay.
+        # Nothing else of an arrangement differs within a tree and is asked for; forms of one kind stay.
         key = id(form), hiding, ranks, often, at.zero, at.zero_group, at.optimizer_home
         if key not in self._afters:
             self._afters[key] = min(of_stages())

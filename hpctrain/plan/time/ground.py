@@ -125,8 +125,13 @@ def _together(kinds: Sequence[Machine]) -> tuple[Machine, ...]:
     return tuple(kind.model_copy(update={"between": between, "others": ()}) for kind in kinds)
 
 
-def _slowest(links: Sequence[Link]) -> Link:
-    return Link(bandwidth=min(link.bandwidth for link in links), latency=max(link.latency for link in links))
+def _slowest(links: Sequence[Link | None]) -> Link | None:
+    """As slow as each of them; None where one is not known."""
+    known = [link for link in links if link is not None]
+    if len(known) < len(links):
+        return None
+    bandwidths, latencies = [link.bandwidth for link in known], [link.latency for link in known]
+    return Link(bandwidth=min(bandwidths), latency=max(latencies))
 
 
 def _total(causes: Mapping[str, float]) -> float:

@@ -197,9 +197,10 @@ class Machine(_Table):
         return (self, *self.others)
 
     @property
-    def memories(self) -> tuple[tuple[int, float], ...]:
-        """Nodes of each kind, and bytes of memory for a rank there; none where all are of one kind."""
-        return tuple((kind.nodes or 0, kind.memory) for kind in self.kinds) if self.others else ()
+    def memories(self) -> tuple[tuple[str, int, float], ...]:
+        """Of each kind its name, its nodes and bytes of memory for a rank there; none where there is one."""
+        found = ((kind.name, kind.nodes or 0, kind.memory) for kind in self.kinds)
+        return tuple(found) if self.others else ()
 
     def of_deck(self, deck: Deck) -> Deck:
         """The deck, on nodes and by the habits of this machine where it does not say otherwise."""
