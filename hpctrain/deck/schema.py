@@ -418,7 +418,7 @@ class Machine(Section):
         "auto",
     )
     compile: bool = key(
-        "Whether a CPU computes attention, activations and RMSNorm by functions compiled at the start.",
+        "Whether a CPU computes attention, activations, norms and losses by functions compiled at the start.",
         False,
     )
     ranks_per_node: int | None = key(

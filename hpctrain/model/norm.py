@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
@@ -31,13 +30,13 @@ class Norm(nn.Module):
         """Normalize over the last dim."""
         if self.bias is None:
             return self.functions.rms_norm(x, self.weight, self.epsilon)
-        return functional.layer_norm(x, self.size, self.weight, self.bias, self.epsilon)
+        return self.functions.layer_norm(x, self.weight, self.bias, self.epsilon)
 
     def saved(self, at: Saving) -> list[Storage]:
         """Input and statistics; torch's RMSNorm on the CPU keeps input and normalized input in fp32."""
         (hidden,), gpu = self.size, at.gpu
         if self.bias is not None:
-            statistic = 4 if gpu else at.itemsize
+            statistic = 4 if gpu or self.functions.compiled else at.itemsize
             return [at.row_features(hidden), *[Storage(statistic * at.rows, statistic, features=False)] * 2]
         inputs = [at.itemsize] if gpu or self.functions.compiled else [4, 4]
         return [*(at.row_features(hidden, each) for each in inputs), Storage(4 * at.rows, 4, features=False)]

@@ -277,11 +277,13 @@ class Predictor(TransformerLayer):
         return [*self.norm.saved(at), at.features(*self.norm.size)]
 
     def workspace(self, at: Saving) -> int:
-        """See Layer: logits and their gradients, of a chunk of tokens and of the one before."""
+        """See Layer: logits and their gradients, of a chunk of tokens and of the one before, in 16 bits with
+        a copy in fp32 for torch's functions.
+        """
         rows = len(self.head.table)
         count = chunk_rows(at.tokens, rows, at.gpu)
-        converted = at.itemsize if at.itemsize < 4 else 0
-        return 2 * count * rows * (4 + converted) + self.head.product.passing(count, at)
+        copied = 4 if at.itemsize < 4 and not self.head.groups.functions.compiled else 0
+        return 2 * count * rows * (at.itemsize + copied) + self.head.product.passing(count, at)
 
 
 class Transformer(nn.Module):

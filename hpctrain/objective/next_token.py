@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
@@ -47,24 +48,19 @@ class CrossEntropy:
         return Losses(loss, (loss.detach(),))
 
     def of_chunk(
-        self, head: VocabularyHead, targets: Tensor, logits: Tensor, rows: slice, learning: bool
+        self, head: VocabularyHead, targets: Tensor, logits: Logits, rows: slice, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses of `rows` of the targets; when learning, the gradient of `logits` [n, V/t] too, in place."""
+        """See ChunkLoss, of `rows` of the targets."""
         targets = targets[rows]
         tensor = head.groups.tensor
         predicted = targets >= 0
         local = targets - head.table.shard.start[0]
         mine = predicted & (local >= 0) & (local < head.rows)
-        column = local.masked_fill(~mine, 0).unsqueeze(1)
 
-        at_target = logits.gather(1, column).squeeze(1).masked_fill_(~mine, -torch.inf)
-        maximum = logits.amax(1)
-        # A rank that holds only padding has a maximum of -inf, of which nothing may be subtracted.
-        finite = maximum.clamp_min(torch.finfo(torch.float32).min) if tensor.size > 1 else maximum
-        logits.sub_(finite.unsqueeze(1)).exp_()
-        total = logits.sum(1)
+        own = head.groups.functions.partition(logits, local.masked_fill(~mine, -1))
+        maximum, total, at_target = own.maximum, own.total, own.at_column
         if tensor.size > 1:
-            parts = tensor.all_gather(torch.stack((finite, total, at_target)).unsqueeze(0))
+            parts = tensor.all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0))
             maximum = parts[:, 0].amax(0)
             total = (parts[:, 1] * (parts[:, 0] - maximum).exp()).sum(0)
             at_target = parts[:, 2].amax(0)
@@ -73,9 +69,7 @@ class CrossEntropy:
         if not learning:
             return loss, None
         weight = predicted * self.scale
-        probability = (finite - maximum).exp() / total * weight
+        probability = (own.maximum - maximum).exp() / total * weight
         if self.z_loss:
             probability = probability * (1 + 2 * self.z_loss * log_partition)
-        logits.mul_(probability.unsqueeze(1))
-        logits.scatter_add_(1, column, -(mine * weight).unsqueeze(1))
-        return loss, logits
+        return loss, own.gradient(probability, mine * weight)

@@ -3,12 +3,13 @@
  * Compiled at a run's start for the processor that it runs on. Every sum is of sixteen lanes, whatever the width of
  * the processor's registers, and of fused multiply-adds in one order, so that all that have these agree. */
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <math.h>
 
-enum { LANES = 16, ROWS = 64, PANEL = 32 };
+enum { LANES = 16, ROWS = 64, PANEL = 32, BLOCK = 1024 };
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -52,6 +53,12 @@ INLINE void store_some(char *at, int size, int count, Floats x) {
     memcpy(at, some, (size_t)count * size);
 }
 
+/* The first `count` lanes of x, in the others something else. */
+INLINE Floats first(int count, Floats x, float otherwise) {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return chosen(lane < count, x, all(otherwise));
+}
+
 INLINE float total(Floats x) {
     float sum = 0;
     for (int lane = 0; lane < LANES; ++lane) sum += x[lane];
@@ -72,6 +79,12 @@ INLINE Floats power_of_2(Floats x) {
     p = p * f + 1.0f;
     Ints shifted = __builtin_convertvector(whole, Ints) << 23;
     return (Floats)((Ints)p + shifted);
+}
+
+/* e^x to 2e-7, and nought of what is below -87.3. */
+INLINE Floats exponential(Floats x) {
+    x *= 1.4426950408889634f;
+    return chosen(x < -126.0f, all(0), power_of_2(x));
 }
 
 INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + power_of_2(x * -1.4426950408889634f)); }
@@ -154,6 +167,69 @@ INLINE void rms_gradient_of(const char *dy, const char *x, const char *weight, c
     }
 }
 
+/* Rows [rows, width] less their mean over the root of their variance, times a weight, and a bias (LayerNorm);
+ * `mean` and `inverse` [rows] of that root. */
+INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse,
+                          size_t rows, size_t width, float epsilon, int size) {
+    for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
+        Floats sum = all(0), squares = all(0);
+        ELEMENTS(size, width, { sum += load(x + i * size, size); }, { sum += load_some(x + i * size, size, some); })
+        const float middle = mean[row] = total(sum) / width;
+        ELEMENTS(size, width,
+            { const Floats a = load(x + i * size, size) - middle; squares += a * a; },
+            { const Floats a = first(some, load_some(x + i * size, size, some) - middle, 0); squares += a * a; })
+        const float root = inverse[row] = 1 / sqrtf(total(squares) / width + epsilon);
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+            const Floats b = whole ? load(bias + i * size, size) : load_some(bias + i * size, size, some);
+            const Floats result = (a - middle) * root * w + b;
+            if (whole) store(y + i * size, size, result);
+            else store_some(y + i * size, size, some, result);
+        }
+    }
+}
+
+/* Its gradients: of x, and added to `of_weight` and `of_bias` [width], in fp32. */
+INLINE void layer_norm_gradient_of(const char *dy, const char *x, const char *weight, const float *mean,
+                                   const float *inverse, char *dx, float *of_weight, float *of_bias, size_t rows,
+                                   size_t width, int size) {
+    for (size_t row = 0; row < rows; ++row, dy += width * size, x += width * size, dx += width * size) {
+        const float root = inverse[row], middle = mean[row];
+        Floats sum = all(0), along = all(0);
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
+            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+            const Floats normal = (a - middle) * root, add = normal * d;
+            sum += d * w;
+            along += add * w;
+            if (whole) {
+                *(Floats *)(of_weight + i) += add;
+                *(Floats *)(of_bias + i) += d;
+            } else {
+                store_some((char *)(of_weight + i), 4, some, load_some((char *)(of_weight + i), 4, some) + add);
+                store_some((char *)(of_bias + i), 4, some, load_some((char *)(of_bias + i), 4, some) + d);
+            }
+        }
+        const float part = total(sum) / width, slope = total(along) / width;
+        for (size_t i = 0; i < width; i += LANES) {
+            const int some = width - i < LANES ? (int)(width - i) : LANES;
+            const int whole = some == LANES;
+            const Floats a = whole ? load(x + i * size, size) : load_some(x + i * size, size, some);
+            const Floats d = whole ? load(dy + i * size, size) : load_some(dy + i * size, size, some);
+            const Floats w = whole ? load(weight + i * size, size) : load_some(weight + i * size, size, some);
+            const Floats result = root * (d * w - part - (a - middle) * root * slope);
+            if (whole) store(dx + i * size, size, result);
+            else store_some(dx + i * size, size, some, result);
+        }
+    }
+}
+
 /* Rows of gate and up beside each other [rows, 2 width]: silu(gate) up. */
 INLINE void gated_of(const char *x, char *y, size_t rows, size_t width, int size) {
     for (size_t row = 0; row < rows; ++row, x += 2 * width * size, y += width * size) {
@@ -180,6 +256,53 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
             if (whole) { store(dx + i * size, size, dg); store(dup + i * size, size, du); }
             else { store_some(dx + i * size, size, some, dg); store_some(dup + i * size, size, some, du); }
         }
+    }
+}
+
+/* Of logits, which are x [rows, columns] in rows of `width` times a factor: the largest of each row, at the least
+ * -FLT_MAX; the sum of the exponentials of what they are less than that; the one at a column, which if negative is
+ * nowhere: -infinity. Every block of a row is read once from where it lies, and summed for itself. */
+INLINE void partition_of(const char *x, const int64_t *column, float *maximum, float *sum, float *at_column,
+                         size_t rows, size_t columns, size_t width, float factor, int size) {
+    for (size_t row = 0; row < rows; ++row, x += width * size) {
+        float largest = -FLT_MAX, whole = 0;
+        for (size_t start = 0; start < columns; start += BLOCK) {
+            const char *at = x + start * size;
+            const size_t count = columns - start < BLOCK ? columns - start : BLOCK;
+            Floats most = all(largest), part = all(0);
+            ELEMENTS(size, count,
+                { const Floats a = load(at + i * size, size) * factor; most = chosen(a > most, a, most); },
+                { const Floats a = first(some, load_some(at + i * size, size, some) * factor, -FLT_MAX);
+                  most = chosen(a > most, a, most); })
+            const float before = largest;
+            for (int lane = 0; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+            ELEMENTS(size, count,
+                { part += exponential(load(at + i * size, size) * factor - largest); },
+                { part += first(some, exponential(load_some(at + i * size, size, some) * factor - largest), 0); })
+            whole = whole * exponential(all(before - largest))[0] + total(part);
+        }
+        maximum[row] = largest;
+        sum[row] = whole;
+        at_column[row] = column[row] < 0 ? -INFINITY : (load_some(x + column[row] * size, size, 1) * factor)[0];
+    }
+}
+
+/* In place of x the gradient of a function of these: the exponentials times `weight` [rows], less `of_column` [rows]
+ * at the column, all that times the factor; nought in what is filled up. */
+INLINE void partition_gradient_of(char *x, const int64_t *column, const float *maximum, const float *weight,
+                                  const float *of_column, size_t rows, size_t columns, size_t width, float factor,
+                                  int size) {
+    for (size_t row = 0; row < rows; ++row, x += width * size) {
+        const float largest = maximum[row], times = weight[row] * factor;
+        char *at = column[row] < 0 ? 0 : x + column[row] * size;
+        Floats there = all(0);
+        if (at) there = exponential(load_some(at, size, 1) * factor - largest) * times - of_column[row] * factor;
+        ELEMENTS(size, columns,
+            { store(x + i * size, size, exponential(load(x + i * size, size) * factor - largest) * times); },
+            { store_some(x + i * size, size, some,
+                         exponential(load_some(x + i * size, size, some) * factor - largest) * times); })
+        memset(x + columns * size, 0, (width - columns) * size);
+        if (at) store_some(at, size, 1, there);
     }
 }
 
@@ -211,6 +334,30 @@ void rms_norm_gradient(const char *dy, const char *x, const char *weight, const 
                        float *of_weight, size_t rows, size_t width, int size) {
     BY_SIZE(size, rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 4),
             rms_gradient_of(dy, x, weight, inverse, dx, of_weight, rows, width, 2))
+}
+
+void layer_norm(const char *x, const char *weight, const char *bias, char *y, float *mean, float *inverse, size_t rows,
+                size_t width, float epsilon, int size) {
+    BY_SIZE(size, layer_norm_of(x, weight, bias, y, mean, inverse, rows, width, epsilon, 4),
+            layer_norm_of(x, weight, bias, y, mean, inverse, rows, width, epsilon, 2))
+}
+
+void layer_norm_gradient(const char *dy, const char *x, const char *weight, const float *mean, const float *inverse,
+                         char *dx, float *of_weight, float *of_bias, size_t rows, size_t width, int size) {
+    BY_SIZE(size, layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 4),
+            layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 2))
+}
+
+void partition(const char *x, const int64_t *column, float *maximum, float *sum, float *at_column, size_t rows,
+               size_t columns, size_t width, float factor, int size) {
+    BY_SIZE(size, partition_of(x, column, maximum, sum, at_column, rows, columns, width, factor, 4),
+            partition_of(x, column, maximum, sum, at_column, rows, columns, width, factor, 2))
+}
+
+void partition_gradient(char *x, const int64_t *column, const float *maximum, const float *weight,
+                        const float *of_column, size_t rows, size_t columns, size_t width, float factor, int size) {
+    BY_SIZE(size, partition_gradient_of(x, column, maximum, weight, of_column, rows, columns, width, factor, 4),
+            partition_gradient_of(x, column, maximum, weight, of_column, rows, columns, width, factor, 2))
 }
 
 /* C [m, n] (+)= A B, of A's elements at row * ra + column * ca, B [k, n] with rows ldb apart; m of eights, n of

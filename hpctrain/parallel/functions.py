@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.parallel.library import Attention, Heads, workspace_floats
+from hpctrain.parallel.partition import CompiledPartition, Logits, Partition
 
 _ROUNDING = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 """What results may be apart, relatively and beside that, by format."""
@@ -48,6 +49,14 @@ class Functions:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """RMSNorm (arXiv 1910.07467) over the last dim."""
         return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """LayerNorm (arXiv 1607.06450) over the last dim."""
+        return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+    def partition(self, logits: Logits, column: Tensor) -> Partition:
+        """See Partition."""
+        return Partition(logits, column)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
@@ -108,6 +117,15 @@ class CompiledFunctions(Functions):
         result: Tensor = _RmsNorm.apply(x, weight, self, epsilon)
         return result
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        """See Functions."""
+        result: Tensor = _LayerNorm.apply(x, weight, bias, self, epsilon)
+        return result
+
+    def partition(self, logits: Logits, column: Tensor) -> Partition:
+        """See Functions."""
+        return CompiledPartition(logits, column, self.call)
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
     ) -> Tensor:
@@ -131,6 +149,8 @@ def agrees(functions: Functions) -> bool:
         (lambda by: by.gelu, [4 * random(3, 35)]),
         (lambda by: lambda x: by.gated(x, (21, 21)), [random(3, 42)]),
         (lambda by: lambda x, weight: by.rms_norm(x, weight, 1e-5), [random(3, 35), random(35)]),
+        (lambda by: lambda x, *of: by.layer_norm(x, *of, 1e-5), [random(3, 35), random(35), random(35)]),
+        (lambda by: lambda x: _Losses.apply(x, by), [3 * random(4, 1100)]),
         (
             lambda by: lambda q, k, v: by.attend(q, k, v, [x.to(q.dtype) for x in tables], None),
             [random(rows, 2, heads, head) for heads in (4, 2, 2)],
@@ -152,6 +172,25 @@ def _agree(
         found.append([each.detach().float() for each in (result, *gradients)])
     relative, beside = _ROUNDING[form]
     return all(torch.allclose(a, b, rtol=relative, atol=beside) for a, b in zip(*found, strict=True))
+
+
+class _Losses(torch.autograd.Function):
+    """Cross-entropies [n] of rows that are filled up, by their partition; gradients come a thousand times as
+    large, so that what probabilities are apart is seen.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, functions: Functions) -> Tensor:
+        column = torch.arange(len(x)) * 271 - 1
+        found = functions.partition(Logits(x.clone(), x.shape[1] - 3, 0.7), column)
+        ctx.partition, ctx.predicted = found, column >= 0
+        return (found.total.log() + found.maximum - found.at_column).masked_fill(column < 0, 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weight = 1000 * gradient.float() * ctx.predicted
+        result: Tensor = ctx.partition.gradient(weight / ctx.partition.total, weight)
+        return result, None
 
 
 def _argument(given: object) -> object:
@@ -230,6 +269,35 @@ class _RmsNorm(torch.autograd.Function):
             "rms_norm_gradient", gradient, x, weight, inverse, result, of_weight, rows, width, size
         )
         return result, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, functions: CompiledFunctions, epsilon: float
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, size = prod(x.shape[:-1]), ctypes.c_int(x.element_size())
+        result, mean, inverse = torch.empty_like(x), torch.empty(rows), torch.empty(rows)
+        functions.call("layer_norm", x, weight, bias, result, mean, inverse, rows, x.shape[-1], epsilon, size)
+        ctx.functions = functions
+        ctx.save_for_backward(x, weight, mean, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        gradient, result = gradient.contiguous(), torch.empty_like(x)
+        sums = torch.zeros(2, *weight.shape)
+        rows, width, size = inverse.numel(), x.shape[-1], ctypes.c_int(x.element_size())
+        ctx.functions.call(
+            "layer_norm_gradient", gradient, x, weight, mean, inverse, result, *sums, rows, width, size
+        )
+        of_weight, of_bias = (
+            each.to(weight.dtype) if needed else None
+            for each, needed in zip(sums, ctx.needs_input_grad[1:3], strict=True)
+        )
+        return result, of_weight, of_bias, None, None
 
 
 class _Attend(torch.autograd.Function):

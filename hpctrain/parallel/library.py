@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-_LANES, _ROWS, _PANEL = 16, 64, 32  # as in functions.c
+_LANES, _ROWS, _PANEL, _BLOCK = 16, 64, 32, 1024  # as in functions.c
 
 
 class Heads(ctypes.Structure):
@@ -64,6 +64,7 @@ def call_all(library: ctypes.CDLL) -> None:
     address = ctypes.addressof(zeros)
     tensor = ctypes.byref(Heads(address, heads * head, heads * head, head))
     first, last = ctypes.c_int64(0), ctypes.c_int64(1)
+    column = (ctypes.c_int64 * 2)(-1, _BLOCK)
     for size in (4, 2):
         sizes = ctypes.byref(Attention(rows, 1, heads, 1, head, size, 1.0, address, address))
         library.gelu(x, x, ctypes.c_int64(rows * head + 1), size)
@@ -72,6 +73,11 @@ def call_all(library: ctypes.CDLL) -> None:
         library.gated_gradient(x, x, x, height, width, size)
         library.rms_norm(x, x, x, memory, height, width, ctypes.c_float(1.0), size)
         library.rms_norm_gradient(x, x, x, memory, x, memory, height, width, size)
+        library.layer_norm(x, x, x, x, memory, memory, height, width, ctypes.c_float(1.0), size)
+        library.layer_norm_gradient(x, x, x, memory, memory, x, memory, memory, height, width, size)
+        of_rows = ctypes.c_int64(2), *[ctypes.c_int64(_BLOCK + 8)] * 2, ctypes.c_float(1.0), size
+        library.partition(memory, column, x, x, x, *of_rows)
+        library.partition_gradient(memory, column, x, x, x, *of_rows)
         library.attend(sizes, *[tensor] * 4, x, memory, first, last)
         library.attend_gradient(sizes, *[tensor] * 8, x, memory, first, last)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.products import make_product
 from hpctrain.parallel.shard import Parameter, Shard
 
@@ -111,9 +112,9 @@ class VocabularyEmbedding(nn.Module):
         return result
 
 
-ChunkLoss = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
-"""Losses [n] of a chunk of tokens, and their logits' gradient [n, V/t] when learning: of the rank's logits
-[n, V/t] in fp32, whose memory may be used, and of which tokens these are.
+ChunkLoss = Callable[[Logits, slice, bool], tuple[Tensor, Tensor | None]]
+"""Losses [n] of a chunk of tokens, and when learning the gradient [n, V/t] of the products that its logits
+are made of, as stored: of the rank's logits, and of which tokens these are.
 """
 
 
@@ -158,17 +159,8 @@ class VocabularyHead(nn.Module):
     def losses(
         self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses of tokens [n] and, when learning, the gradient of their logits [n, V/t]."""
-        stored = self.product.logits(hidden[rows])
-        logits = stored.float()
-        if self.multiplier != 1:
-            logits.mul_(self.multiplier)
-        if self.rows < self.table.shape[0]:
-            logits[:, self.rows :] = -torch.inf
-        losses, gradient = of_chunk(logits, rows, learning)
-        if gradient is not None and self.multiplier != 1:
-            gradient.mul_(self.multiplier)
-        return losses, gradient if gradient is None or logits is stored else stored.copy_(gradient)
+        """Losses of tokens [n] and, when learning, the gradient of their products with the table [n, V/t]."""
+        return of_chunk(Logits(self.product.logits(hidden[rows]), self.rows, self.multiplier), rows, learning)
 
 
 class _Loss(torch.autograd.Function):

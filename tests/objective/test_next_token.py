@@ -9,22 +9,34 @@ from torch.nn import functional
 
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
+from hpctrain.engine.functions import compiled_functions
 from hpctrain.objective.next_token import CrossEntropy
 from hpctrain.parallel import vocabulary
+from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions
 from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.library import open_library
 from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead, vocabulary_shard
 
 VOCABULARY, HIDDEN, SEQUENCE, BATCH = 37, 8, 12, 3
 
 
-def head(world: World, weight: Tensor) -> VocabularyHead:
+@pytest.fixture(scope="module")
+def compiled() -> CompiledFunctions:
+    return CompiledFunctions(open_library(compiled_functions()))
+
+
+def head(
+    world: World, weight: Tensor, functions: Functions = TORCH, multiplier: float = 1.0
+) -> VocabularyHead:
     mesh = Mesh(world, {"tensor": world.size})
-    groups = LayerGroups(mesh.group("tensor"), mesh.group("context"))
+    groups = LayerGroups(
+        mesh.group("tensor"), mesh.group("context"), functions=functions, product_format=weight.dtype
+    )
     table = Parameter(vocabulary_shard("head.weight", VOCABULARY, HIDDEN, groups))
     table.data = table.shard.take(weight)
     table.gradient = torch.zeros(table.shape)
-    return VocabularyHead(table, groups)
+    return VocabularyHead(table, groups, multiplier)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -52,6 +64,39 @@ def test_loss_and_gradients(world: World, monkeypatch: pytest.MonkeyPatch, z_los
     table = layer.table
     assert weight.grad is not None
     torch.testing.assert_close(table.gradient, table.shard.take(weight.grad), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary_size", [1, 2, 37, 2051])
+def test_compiled_losses_are_those_of_torch(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: CompiledFunctions,
+    vocabulary_size: int,
+    form: torch.dtype,
+) -> None:
+    """Of a vocabulary of one, a second rank holds only what is filled up."""
+    monkeypatch.setattr("tests.objective.test_next_token.VOCABULARY", vocabulary_size)
+    monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(vocabulary, "CHUNK_ROWS", 7)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(vocabulary_size, HIDDEN, generator=generator).to(form)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(form)
+    targets = torch.randint(vocabulary_size, (SEQUENCE, BATCH), generator=generator)
+    targets[1:3, 1] = -1
+    found = []
+    for functions in (compiled, TORCH):
+        layer, mine = head(world, weight, functions, 0.5), hidden.clone().requires_grad_()
+        loss = CrossEntropy(targets, torch.tensor(0.25), 0.01)(layer, mine).total
+        loss.backward()
+        found.append((loss.detach(), mine.grad, layer.table.gradient))
+    rounding = 3e-6 if form == torch.float32 else 1e-2
+    for own, other in zip(*found, strict=True):
+        assert own is not None
+        assert other is not None
+        # The gradient of a vocabulary of one is that of z-loss alone.
+        assert (own.double() - other.double()).norm() <= rounding * other.double().norm() + 1e-6
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)

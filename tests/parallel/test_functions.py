@@ -29,6 +29,7 @@ from hpctrain.parallel.functions import (
     agrees,
 )
 from hpctrain.parallel.library import open_library, workspace_floats
+from hpctrain.parallel.partition import Logits, Partition
 
 FORMATS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """How far results may be from the exact ones, in the norm."""
@@ -51,9 +52,15 @@ def derived(compute: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Te
 
 
 def compare(
-    own: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int]
+    own: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    shape: Sequence[int],
+    condition: float = 1,
 ) -> None:
-    for form, bound in FORMATS.items():
+    """Inputs and results of a function that makes so much more of its operands' rounding in fp32."""
+    for form, rounding in FORMATS.items():
+        bound = rounding + condition * FORMATS[torch.float32]
         given, weight = [x.to(form) for x in inputs], random(*shape, seed=1).to(form)
         expected = derived(exact, [x.double() for x in given], weight)
         for found, right in zip(derived(own, given, weight), expected, strict=True):
@@ -112,6 +119,24 @@ def test_rms_norm(compiled: CompiledFunctions) -> None:
             [random(6, 3, width), random(width, seed=2)],
             (6, 3, width),
         )
+
+
+def test_layer_norm(compiled: CompiledFunctions) -> None:
+    def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        middle = x - x.mean(-1, keepdim=True)
+        return middle / (middle.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight + bias
+
+    for width in (5, 32, 100):
+        # Far from nought and nearly alike, where a sum of squares would lose what they differ by.
+        for at, spread in ((0.0, 1.0), (3.0, 1.0), (100.0, 0.1)):
+            x = (at + spread * random(6, 3, width)).bfloat16().float()
+            given = [x, random(width, seed=2), random(width, seed=3)]
+            compare(
+                lambda x, *of: compiled.layer_norm(x, *of, 1e-3), exact, given, (6, 3, width), 1 + at / spread
+            )
+    x, fixed = random(2, 8).requires_grad_(), random(8)
+    compiled.layer_norm(x, fixed, fixed, 1e-3).sum().backward()
+    assert fixed.grad is None
 
 
 def softmax_attention(tables: Sequence[Tensor], scale: float | None) -> Callable[..., Tensor]:
@@ -177,6 +202,7 @@ def test_what_is_not_finite_stays_so(compiled: CompiledFunctions) -> None:
             assert not compiled.attend(x, x, x, (), None)[11].isfinite().all()
             for result in (
                 compiled.rms_norm(x, torch.ones(8, dtype=form), 1e-5),
+                compiled.layer_norm(x, *torch.ones(2, 8, dtype=form), 1e-5),
                 compiled.gated(torch.cat((x, x), -1), (8, 8)),
                 compiled.gelu(x),
             ):
@@ -210,6 +236,21 @@ def test_a_library_that_computes_something_else_is_found_out(compiled: CompiledF
 
     assert not agrees(WrongInHalf())
 
+    class WrongWithoutBias(Functions):
+        def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+            return super().layer_norm(x, weight, 0.9 * bias, epsilon)
+
+    assert not agrees(WrongWithoutBias())
+
+    class WrongSums(Functions):
+        def partition(self, logits: Logits, column: Tensor) -> Partition:
+            found = super().partition(logits, column)
+            if logits.products.dtype == torch.bfloat16:
+                found.total *= 1.1
+            return found
+
+    assert not agrees(WrongSums())
+
 
 def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
     """The library of `functions.c` with something that is not to be done in one of its functions."""
@@ -224,7 +265,7 @@ def trapping(before: str, instead: str = "__builtin_trap();") -> bytes:
 def test_a_library_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Path(library.__file__)
     try_library(compiled_functions(), program)
-    for name in ("gelu_gradient", "attend_gradient"):
+    for name in ("gelu_gradient", "partition_gradient", "attend_gradient"):
         with pytest.raises(CompilerError, match=r"does not run on this processor: SIG(ILL|TRAP)$"):
             try_library(trapping(name), program)
     with pytest.raises(CompilerError, match=r"does not run .*SIG(ILL|TRAP)"):  # in bf16 alone
