@@ -125,7 +125,7 @@ class Written:
 
     def _take(self, section: str, table: object, name: str, lines: Mapping[tuple[str, ...], int]) -> None:
         self.places[section] = Place(name, lines.get((section,)), value=table)
-        table = whole_section(section, table)
+        written, table = table, whole_section(section, table)
         if not isinstance(table, dict):
             self.values[section] = table
             return
@@ -133,7 +133,8 @@ class Written:
         present = {present_name(section, key): value for key, value in table.items()}
         self.values[section] = {**below, **present} if isinstance(below, dict) else present
         for key, value in table.items():
-            place = Place(name, lines.get((section, key)), value=value)
+            line = lines.get((section, key), lines.get((section,)) if isinstance(written, str) else None)
+            place = Place(name, line, value=value)
             self.places[f"{section}.{present_name(section, key)}"] = place
 
     def override(self, argument: str) -> None:

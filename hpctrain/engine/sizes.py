@@ -17,7 +17,7 @@ def axis_sizes(deck: Deck, ranks: int) -> dict[str, int]:
     """
     if deck.layout.auto:
         raise HpctrainError(
-            deck.problem("layout.auto", "is for run, plan, deck and job, which choose a layout")
+            deck.problem("layout.auto", "is for run, resume, plan, deck and job, which choose one")
         )
     sizes = {axis: getattr(deck.layout, axis) for axis in AXES}
     return sizes | {"data": data_ranks(deck, ranks)} | expert_sizes(deck)

@@ -160,6 +160,11 @@ def _search(
     holding = Holding(ranks, vocabulary, ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
     found = search(deck, ranks, machine, holding, best, progress)
+    if not found.best and found.fell.counts["memory plan"]:
+        # Of the quickest none fits; that which needs least may.
+        least = roomiest(deck, ranks, machine, holding)
+        if least is not None and least.room.fits:
+            return replace(found, best=(least.candidate,))
     if found.best:
         return found
     if not explain:

@@ -35,6 +35,8 @@ class Kept:
 
     waiting: float
     again: float
+    passing: float = 0.0
+    """What its backward, or its loss, needs in passing."""
 
 
 class LayerBytes:
@@ -54,7 +56,10 @@ class LayerBytes:
         gpu = not on_host(device_named(deck.run.device))
         (saved,) = part_bytes(deck, [part], gpu, deck.memory.recompute)
         return {
-            layer.kind: self._kept(saved, deck, total(layer.saved(saved.at)), layer.is_block)
+            layer.kind: replace(
+                self._kept(saved, deck, total(layer.saved(saved.at)), layer.is_block),
+                passing=layer.workspace(saved.at),
+            )
             for layer in part.layers
         }
 

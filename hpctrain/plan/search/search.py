@@ -26,6 +26,9 @@ from hpctrain.plan.time.machine import Machine
 BEST = 10
 """Layouts that are told."""
 
+MOST_MISSED = 300
+"""Layouts that fit by what they need at the least, but not by their plan, after which a search ends."""
+
 _ROOMY = 8
 """Layouts of the least bounds of memory whose plans are compared, where none fits."""
 
@@ -88,7 +91,7 @@ def search(
             else:
                 tree.fell.counts["memory plan"] += 1
                 missed = missed or Missed(candidate, room)
-        if len(found) == best:
+        if len(found) == best or tree.fell.counts["memory plan"] == MOST_MISSED:
             break
     found.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(found), tree.fell, len(queue), missed)
@@ -105,9 +108,7 @@ def _split_unevenly(tree: Tree, node: Layout) -> Candidate | None:
 def roomiest(
     deck: Deck, ranks: int, machine: Machine, holding: Holding, looked_at: int = _ROOMY
 ) -> Missed | None:
-    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least, without its
-    seconds; None where there is none, or it is not known what a node has.
-    """
+    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least; None where there is none, or it is not known what a node has."""
     tree = Tree(Choices(deck, ranks), machine, holding, inf)
     found = [_planned(tree, node) for node in islice(_roomy(tree), looked_at)]
     known = [Missed(candidate, room) for candidate, room in found if room is not None]
@@ -121,7 +122,7 @@ def _roomy(tree: Tree) -> Iterator[Layout]:
         if not isinstance(node, Layout):
             queue.add(tree.children(node))
         elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
-            yield replace(node, causes={})
+            yield replace(node, causes=tree.seconds(node))
 
 
 class _Queue:

@@ -149,7 +149,8 @@ class _Stage:
         # While a block is computed again, the head's part is gone.
         gone = sum(kept[layer.kind].waiting for layer, _ in self.alike if layer.is_last)
         again = max(kept[layer.kind].again for layer, _ in self.alike)
-        return max(waiting, waiting - gone + again)
+        passing = max(kept[layer.kind].passing - (gone if layer.is_block else 0.0) for layer, _ in self.alike)
+        return max(waiting, waiting - gone + again) + max(0.0, passing)
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Tree:
         # Micro-batches of a rank over its share of the layers: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
         own = {
-            kind: Kept(at.micro_size * each.waiting, at.micro_size * each.again)
+            kind: Kept(at.micro_size * each.waiting, at.micro_size * each.again, each.passing)
             for kind, each in kept.items()
         }
         waiting *= at.micro_size

@@ -1,4 +1,7 @@
-"""Stages over memory, and when they hold most."""
+"""Stages over memory, and when they hold most.
+
+Tests of plan/rehearse/rehearsal.py too.
+"""
 
 from __future__ import annotations
 

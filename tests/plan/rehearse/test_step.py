@@ -1,4 +1,7 @@
-"""Programmes of a step: event by event what ranks of a run call, and the same told for many as for each."""
+"""Programmes of a step: event by event what ranks of a run call, and the same told for many as for each.
+
+Tests of plan/rehearse/record.py and plan/rehearse/touches.py too.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From a deck's file to the layouts that fit, and decks that leave theirs open.
 
-Tests of plan/search/deck.py, plan/search/options.py, plan/search/words.py, plan/search/phrases.py and
-plan/search/candidate.py, and of the way in deck/gather.py from `layout = "auto"` there.
+Tests of plan/holding.py, plan/search/deck.py, plan/search/options.py, plan/search/words.py,
+plan/search/phrases.py and plan/search/candidate.py, and of the way there in deck/gather.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def test_a_word_opens_the_layout_that_was_given() -> None:
 
 
 def test_what_chooses_no_layout_refuses_to_have_none(path: Path) -> None:
-    with pytest.raises(HpctrainError, match=r"open\.toml:2: layout\.auto = true: is for run, resume, plan"):
+    with pytest.raises(
+        HpctrainError, match=r"open\.toml:2: layout\.auto = true: is for run, resume, plan, deck and job"
+    ):
         axis_sizes(read_deck(path, ranks=RANKS), RANKS)
 
 
@@ -135,7 +137,7 @@ def test_choices_that_do_not_go_with_what_is_given_are_refused(path: Path) -> No
     ("overrides", "ranks", "words"),
     [
         (["machine.rates="], 16, ("needs machine.rates", "calibrate")),
-        (["machine.memory=3.6 GB"], 16, ("no layout fits into memory", "lacks", "3.6 GB", "would do")),
+        (["machine.memory=3.2 GB"], 16, ("no layout fits into memory", "lacks", "3.2 GB", "would do")),
         (["machine.memory=1 MB"], 16, ("no layout fits into memory", "lacks")),
         ([], 13, ("no layout has 13 ranks", "8 or 16 ranks would")),
         (["layout.replicas=2", "communication.local_steps=2"], 16, ("where all ranks train as one",)),
