@@ -19,18 +19,19 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
-from hpctrain.plan.search.search import BEST, Found, Progress, roomiest, search
+from hpctrain.plan.search.search import BEST, MOST_MISSED, Found, Progress, roomiest, search
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.words import either
 
-MORE = (2, 4, 8, 16)
+MORE = (2, 4)
 """How many times as many ranks are tried where nothing fits."""
 
 MOST_TRADED = 12
 """Layouts of less memory that are looked for."""
 
 _LESS = 0.9
+_FEW = 20
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,12 @@ def trade_offs(searched: DeckSearch, ranks_per_node: int | None) -> list[Candida
         less = int(_LESS * best.node_bytes)
         deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
         try:
-            best = _search(deck, searched.ranks, ranks_per_node, searched.machine, 1, explain=False).best[0]
+            found_less = _search(
+                deck, searched.ranks, ranks_per_node, searched.machine, 1, most_missed=_FEW, explain=False
+            )
         except HpctrainError:
             break
+        best = found_less.best[0]
         found.append(best)
     return found
 
@@ -147,6 +151,7 @@ def _search(
     machine: Machine,
     best: int,
     progress: Progress | None = None,
+    most_missed: int = MOST_MISSED,
     explain: bool = True,
 ) -> Found:
     """HpctrainError where there is no layout, and, to `explain`, why."""
@@ -159,8 +164,8 @@ def _search(
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     holding = Holding(ranks, vocabulary, ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
-    found = search(deck, ranks, machine, holding, best, progress)
-    if not found.best and found.fell.counts["memory plan"]:
+    found = search(deck, ranks, machine, holding, best, progress, most_missed=most_missed)
+    if explain and not found.best and found.fell.counts["memory plan"]:
         # Of the quickest none fits; that which needs least may.
         least = roomiest(deck, ranks, machine, holding)
         if least is not None and least.room.fits:

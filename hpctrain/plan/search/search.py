@@ -27,7 +27,7 @@ BEST = 10
 """Layouts that are told."""
 
 MOST_MISSED = 300
-"""Layouts that fit by what they need at the least, but not by their plan, after which a search ends."""
+"""After so many layouts that fit by what they need at the least, but not by their plan, a search ends."""
 
 _ROOMY = 8
 """Layouts of the least bounds of memory whose plans are compared, where none fits."""
@@ -64,8 +64,10 @@ def search(
     best: int = BEST,
     progress: Progress | None = None,
     uneven: bool = True,
+    most_missed: int = MOST_MISSED,
 ) -> Found:
-    """The layouts of a deck on so many ranks of a machine, `best` of them at most.
+    """The layouts of a deck on so many ranks of a machine, `best` of them at most; fewer where so many came
+    up that fit by what they need at the least, but not by their plan.
 
     Those that are quickest with the run's own split are, with `uneven`, split by seconds where that is
     quicker and fits; on several kinds of node all layouts are.
@@ -91,7 +93,7 @@ def search(
             else:
                 tree.fell.counts["memory plan"] += 1
                 missed = missed or Missed(candidate, room)
-        if len(found) == best or tree.fell.counts["memory plan"] == MOST_MISSED:
+        if len(found) == best or tree.fell.counts["memory plan"] == most_missed:
             break
     found.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(found), tree.fell, len(queue), missed)
@@ -108,7 +110,9 @@ def _split_unevenly(tree: Tree, node: Layout) -> Candidate | None:
 def roomiest(
     deck: Deck, ranks: int, machine: Machine, holding: Holding, looked_at: int = _ROOMY
 ) -> Missed | None:
-    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least; None where there is none, or it is not known what a node has."""
+    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least; None where there
+    is none, or it is not known what a node has.
+    """
     tree = Tree(Choices(deck, ranks), machine, holding, inf)
     found = [_planned(tree, node) for node in islice(_roomy(tree), looked_at)]
     known = [Missed(candidate, room) for candidate, room in found if room is not None]
