@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace, nsmallest
+from heapq import heapify, heappop, heapreplace, nsmallest
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -107,13 +107,16 @@ def _of_alike(times: Sequence[Sequence[float]], schedule: Schedule) -> list[int]
         limit = max(limit, seconds)
         heapreplace(with_one_more, (seconds + block[stage], stage))
     limit *= 1 + _ROUNDING
+    shortest = [(parts[part] + block[stage], parts[part], part) for part, stage in enumerate(stage_of)]
+    heapify(shortest)
     for _ in blocks_left:
-        roomy = [part for part, stage in enumerate(stage_of) if stages[stage] + block[stage] <= limit]
-        part = min(roomy, key=lambda part: (parts[part] + block[stage_of[part]], parts[part]))
+        while stages[stage_of[shortest[0][-1]]] + block[stage_of[shortest[0][-1]]] > limit:
+            heappop(shortest)  # its stage has no room, and will have none
+        seconds, _, part = shortest[0]
         stage = stage_of[part]
         split[part] += 1
-        parts[part] += block[stage]
         stages[stage] += block[stage]
+        heapreplace(shortest, (seconds + block[stage], seconds, part))
     return split
 
 

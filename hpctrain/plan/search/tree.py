@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.split import cut, split_over
 from hpctrain.pipeline.wanted import make_schedule, outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
@@ -33,7 +33,7 @@ from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine
-from hpctrain.plan.time.step import boundary_seconds, split_by_seconds, step_seconds, waits_of
+from hpctrain.plan.time.step import boundary_seconds, step_seconds, waits_of
 
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
@@ -96,7 +96,20 @@ class SplitLayers:
     @cached_property
     def prefix(self) -> list[PartSeconds]:
         """Seconds of the layers before each, on nodes of the first kind."""
-        return prefix_of(self.layers, self.of_kinds[0])
+        return _prefix(self.layers, self.of_kinds[0])
+
+    @cached_property
+    def _of_groups(self) -> dict[tuple[int, ...], tuple[list[PartSeconds], list[float]]]:
+        return {}
+
+    def on(self, ground: Ground, group: int) -> tuple[list[PartSeconds], list[float]]:
+        """Seconds of the layers before each, and of each, on stages of a group."""
+        key = ground.numbers[group]
+        if key not in self._of_groups:
+            seconds = self.of_kinds[key[0]] if len(key) == 1 else ground.layers(self.layers, group)
+            total = {layer: each.total for layer, each in seconds.items()}
+            self._of_groups[key] = _prefix(self.layers, seconds), [total[layer] for layer in self.layers]
+        return self._of_groups[key]
 
 
 @dataclass(frozen=True)
@@ -179,9 +192,13 @@ class _Form:
         for stage in range(form.stage_count):
             numbers = [form.part(stage, chunk) for chunk in range(form.chunks)]
             own = tuple(layer for number in numbers for layer in held[number])
-            alike = tuple(Counter(own).items())
-            known = stages.setdefault((groups[stage], frozenset(alike)), _Stage(stage, own, alike, []))
-            known.first_parts.append(numbers[0])
+            counted = Counter(map(id, own))  # layers that are alike are one object
+            key = groups[stage], frozenset(counted.items())
+            if key not in stages:
+                by_id = {id(layer): layer for layer in own}
+                alike = tuple((by_id[each], count) for each, count in counted.items())
+                stages[key] = _Stage(stage, own, alike, [])
+            stages[key].first_parts.append(numbers[0])
         homes = [form.home(part)[0] for part in range(form.parts)]
         ends = tuple(waits_of([float(one != other) for one, other in pairwise(homes)]))
         return _Form(form, split, tuple(parts), ends, tuple(stages.values()))
@@ -314,10 +331,9 @@ class Tree:
     def _layouts(self, node: Node) -> Iterator[Layout]:
         assert isinstance(node, Staged)
         at, machine, layers, ground = node.at, self.machine, node.layers, node.ground
-        prefixes = [layers.prefix]
+        prefixes, splits = [layers.prefix], dict[tuple[int, str], _Form]()
         if not ground.is_one:
-            groups = range(len(ground.groups))
-            prefixes = [prefix_of(self.layers, ground.layers(self.layers, group)) for group in groups]
+            prefixes = [layers.on(ground, group)[0] for group in range(len(ground.groups))]
         message = self._message(at)
         blocking = machine.messages == "blocking"
         sent = 0.0 if blocking else message
@@ -328,8 +344,10 @@ class Tree:
                 continue
             own = form.split
             if not ground.is_one and form.schedule.parts > 1 and not self.choices.given("layout.split"):
-                split = split_by_seconds(self.layers, ground, form.schedule)
-                form = _Form.of(form.schedule, split, self.layers, ground.of_stage)
+                placed = chunks, form.schedule.placement
+                if placed not in splits:
+                    splits[placed] = self._by_seconds(form.schedule, layers, ground)
+                form = splits[placed]
             waiting = [
                 stage.waiting(
                     layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, stage.number)
@@ -426,6 +444,12 @@ class Tree:
             )
         return True
 
+    def _by_seconds(self, form: Schedule, layers: SplitLayers, ground: Ground) -> _Form:
+        """The parts of the model, split over stages on several kinds of node."""
+        times = [layers.on(ground, group)[1] for group in range(len(ground.groups))]
+        split = tuple(split_over([times[group] for group in ground.of_stage], form))
+        return _Form.of(form, split, self.layers, ground.of_stage)
+
     def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
         """Bytes of the states of elements, of experts and of others, under some ZeRO."""
         stage, group = zero["layout.zero"], zero["layout.zero_group"]
@@ -474,7 +498,7 @@ def _schedule(name: str, stages: int, micro_batches: int, chunks: int) -> Schedu
     return generate(name, stages, micro_batches, chunks if name == "interleaved" else None)
 
 
-def prefix_of(layers: Sequence[LayerSizes], seconds: Mapping[LayerSizes, LayerSeconds]) -> list[PartSeconds]:
+def _prefix(layers: Sequence[LayerSizes], seconds: Mapping[LayerSizes, LayerSeconds]) -> list[PartSeconds]:
     """Seconds of the layers before each."""
     of_layers = {layer: _part(passes) for layer, passes in seconds.items()}
     return list(accumulate((of_layers[layer] for layer in layers), _plus, initial=_NONE))

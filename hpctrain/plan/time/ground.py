@@ -20,7 +20,8 @@ _NOT_TIMED = ("name", "source", "nodes", "memory", "others", "date", "processor"
 
 class Ground:
     """The kinds of node under a pipeline's stages: `of_stage` has the number of each one's `groups`, and a
-    group the kinds that stages of it lie on, alone or together. Kinds that are as fast are one.
+    group the kinds that stages of it lie on, alone or together, `numbers` their places in the machine. Kinds
+    that are as fast are one.
 
     HpctrainError where a machine has fewer nodes than the ranks need.
     """
@@ -28,6 +29,7 @@ class Ground:
     def __init__(self, machine: Machine, at: Arrangement) -> None:
         self.at = at
         self.groups: list[tuple[Machine, ...]] = [(machine,)]
+        self.numbers: list[tuple[int, ...]] = [(0,)]
         self.of_stage = [0] * at.pipeline
         self._joined: dict[tuple[int, int], tuple[Machine, ...]] = {}
         if not machine.others:
@@ -42,6 +44,7 @@ class Ground:
             under = [kind for kind, begin in enumerate(begins) if begin < last and first < ends[kind]]
             kinds = tuple(dict.fromkeys(alike[kind] for kind in under))
             self.of_stage[stage] = found.setdefault(kinds, len(found))
+        self.numbers = list(found)
         self.groups = [_together([machine.kinds[kind] for kind in kinds]) for kinds in found]
 
     @property

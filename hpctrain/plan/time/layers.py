@@ -77,6 +77,11 @@ class LayerSeconds:
     input_gradient: Causes
     weight_gradient: Causes
 
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return sum(sum(each.values()) for each in (self.forward, self.input_gradient, self.weight_gradient))
+
 
 @lru_cache(maxsize=16)
 def layer_sizes(shape: ModelShape, frozen: tuple[str, ...] = ()) -> tuple[LayerSizes, ...]:

@@ -223,13 +223,7 @@ def split_by_seconds(layers: Sequence[LayerSizes], ground: Ground, schedule: Sch
     """
     times = []
     for group in range(len(ground.groups)):
-        passes = ground.layers(layers, group)
-        of_layers = {
-            layer: sum(
-                sum(causes.values()) for causes in (each.forward, each.input_gradient, each.weight_gradient)
-            )
-            for layer, each in passes.items()
-        }
+        of_layers = {layer: each.total for layer, each in ground.layers(layers, group).items()}
         times.append([of_layers[layer] for layer in layers])
     return tuple(split_over([times[group] for group in ground.of_stage], schedule))
 
