@@ -106,14 +106,14 @@ def test_counts_begin_at_one(benchmark: str, option: str) -> None:
         assert f"Invalid value for '{option}': {count} is not in the range x>=1" in done.output
 
 
-ALL = ("collectives", "train", "mixture", "offload", "checkpoint", "communication", "fp8", "mup")
+ALL = ("collectives", "train", "mixture", "offload", "checkpoint", "communication", "fp8", "mup", "plan")
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path: Path) -> None:
     """Nor is the deck read, which is not there."""
     assert {*ALL} == {*command.commands}
     for benchmark in ALL:
-        deck = () if benchmark in {"collectives", "fp8"} else ("gone.toml",)
+        deck = () if benchmark in {"collectives", "fp8", "plan"} else ("gone.toml",)
         for option in ("--json", *(["--plot"] if benchmark == "mup" else [])):
             file = tmp_path / "no" / "figures"
             with pytest.MonkeyPatch.context() as patch:
