@@ -77,6 +77,7 @@ class LateGroup:
     def __init__(self, group: Group, clock: Clock, seconds: float) -> None:
         self.group, self.rank, self.size, self.empty = group, group.rank, group.size, group.empty
         self.clock, self.seconds, self.device = clock, seconds, group.device
+        self.computes_on = group.computes_on
         self.waits: list[int] = []
 
     def start_recv(self, tensor: Tensor, source: int) -> LateWork:
