@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, repeat
+from statistics import fmean
 
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
@@ -348,18 +349,23 @@ class Tree:
                 if placed not in splits:
                     splits[placed] = self._by_seconds(form.schedule, layers, ground)
                 form = splits[placed]
+            alone = self._holds_whole_nodes(at)
             waiting = [
-                stage.waiting(
-                    layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, stage.number)
+                fmean(
+                    stage.waiting(layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, number))
+                    for number in ([stage.number] if alone else stage.first_parts)
                 )
                 for stage in form.stages
             ]
+            counts = [len(stage.first_parts) for stage in form.stages]
             self.fell.counts["layouts"] += len(zeros)
-            if self._least(at, waiting, repeat(0.0, len(waiting))) > self.limit:
+            if self._least(at, counts, waiting, repeat(0.0, len(waiting))) > self.limit:
                 self.fell.counts["memory"] += len(zeros)
                 continue
             elements = [stage.elements(at) for stage in form.stages]
-            needs = [(zero, self._least(at, waiting, map(states, elements))) for zero, states in zeros]
+            needs = [
+                (zero, self._least(at, counts, waiting, map(states, elements))) for zero, states in zeros
+            ]
             fitting = [(zero, least) for zero, least in needs if least <= self.limit]
             self.fell.counts["memory"] += len(zeros) - len(fitting)
             if not fitting:
@@ -465,12 +471,23 @@ class Tree:
 
         return states
 
-    def _least(self, at: Arrangement, waiting: Sequence[float], states: Iterable[float]) -> float:
-        """Bytes of the rank that holds most, or, where a node has several stages, of that which holds least:
-        at least so much has the mean rank of some node.
+    def _holds_whole_nodes(self, at: Arrangement) -> bool:
+        """Whether each node's ranks are of one stage."""
+        return at.stage_ranks % self._together == 0
+
+    def _least(
+        self, at: Arrangement, counts: Sequence[int], waiting: Sequence[float], states: Iterable[float]
+    ) -> float:
+        """Bytes of the rank that holds most; where a node has ranks of several stages, of a mean rank, which
+        those of the fullest node hold at the least. `counts` are stages that are alike.
         """
         held = [one + other for one, other in zip(waiting, states, strict=True)]
-        return self._libraries + (max(held) if self._together <= at.stage_ranks else min(held))
+        if self._holds_whole_nodes(at):
+            return self._libraries + max(held)
+        ranks = self.choices.ranks
+        nodes = -(-ranks // self._together)
+        mean = sum(count * each for count, each in zip(counts, held, strict=True)) / sum(counts)
+        return (self._libraries + mean) * ranks / (nodes * self._together)
 
     def schedule(self, layout: Layout) -> Schedule:
         """That of a layout's step."""
