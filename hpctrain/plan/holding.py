@@ -32,6 +32,8 @@ class Holding:
     vocabulary: int
     ranks_per_node: int | None = None
     kinds: tuple[tuple[str, int, float], ...] = ()
+    measured: int | None = None
+    """Bytes of a process without a model, where they were measured before: this one grows as it plans."""
 
     @cached_property
     def _shared(self) -> int:
@@ -40,7 +42,7 @@ class Holding:
 
     @cached_property
     def _libraries(self) -> int:
-        return library_bytes()
+        return library_bytes() if self.measured is None else self.measured
 
     def libraries(self, deck: Deck) -> int:
         """Bytes of a process that has no model, where they count; to be asked for before others are made."""

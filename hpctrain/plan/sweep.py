@@ -15,6 +15,7 @@ from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError, InputOutputError
 from hpctrain.plan.holding import Holding
+from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.room import Room
@@ -135,6 +136,7 @@ class _Planner:
     ) -> None:
         self.path, self.overrides, self.ranks_per_node = path, overrides, ranks_per_node
         self.rates, self.base = rates, base
+        self.libraries = library_bytes()
         self.title = ""
         self.machine: str | None = None
         self.problems: list[str] = []
@@ -179,7 +181,7 @@ class _Planner:
             vocabulary = self.vocabularies[tokens] = TokenFile(tokens).vocabulary
         rates = self.rates_of(deck)
         kinds = () if rates is None else rates.memories
-        holding = Holding(ranks, vocabulary, self.ranks_per_node, kinds)
+        holding = Holding(ranks, vocabulary, self.ranks_per_node, kinds, self.libraries)
         memory = holding.memory(deck)
         step = None if rates is None else plan_step(deck, ranks, vocabulary, rates)
         return memory, holding.room(deck, memory), step

@@ -75,7 +75,9 @@ def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "
     if best:
         line: dict[str, Any] = {"color": "#000000", "linewidth": 1.4, "drawstyle": "steps-post"}
         at = [each.bytes for each in best], [each.seconds for each in best]
-        axes.plot(*at, marker="o", markersize=6, label="nothing fits with less of both", zorder=3, **line)
+        axes.plot(
+            *at, marker="o", markersize=6, label="none of these fits with less of both", zorder=3, **line
+        )
     for number, each in enumerate(named, 1):
         place: dict[str, Any] = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 10}
         axes.annotate(str(number), (each.bytes, each.seconds), zorder=4, **place)

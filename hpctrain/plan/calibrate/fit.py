@@ -62,10 +62,10 @@ def _scaled(of_all: Efficiency, times: Sequence[ProductTime], peak: float) -> Ef
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     """`latency + bytes / bandwidth`."""
-    inverse, latency = not_negative(
+    inverse, latency = _with_rate(
         [size / taken for size, taken in zip(sizes, seconds, strict=True)], [1 / taken for taken in seconds]
     )
-    return Link(bandwidth=1 / max(inverse, 1e-15), latency=latency)
+    return Link(bandwidth=1 / inverse, latency=latency)
 
 
 def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attention:
@@ -76,10 +76,20 @@ def fit_attention(times: Sequence[tuple[float, float, float, float]]) -> Attenti
     for direction, many in ((0, 1), (1, 2)):
         flops = [many * row[0] / row[2 + direction] for row in times]
         features = [row[1] / row[2 + direction] for row in times]
-        inverse, rest = not_negative(flops, features)
-        found.append((1 / max(inverse, 1e-18), rest))
+        inverse, rest = _with_rate(flops, features)
+        found.append((1 / inverse, rest))
     (forward, first), (backward, second) = found
     return Attention(forward=forward, backward=backward, features=(first, second))
+
+
+def _with_rate(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """As `not_negative`, with some of the first: measurements that do not tell the two apart, as of a single
+    size, or disturbed ones, would have what is larger take no longer.
+    """
+    inverse, rest = not_negative(first, second)
+    if inverse > 0:
+        return inverse, rest
+    return not_negative(first, [0.0] * len(first))[0], 0.0
 
 
 def not_negative(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from hpctrain.plan.search.phrases import changed, nothing_fits
 from hpctrain.plan.search.search import BEST, MOST_MISSED, Found, Progress, roomiest, search
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
-from hpctrain.words import either
+from hpctrain.words import counted, either
 
 MORE = (2, 4)
 """How many times as many ranks are tried where nothing fits."""
@@ -182,8 +182,8 @@ def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found:
     if least is None:
         near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
         would = f" ({either(near)} ranks would)" if near else ""
-        first = next(iter(found.fell.reasons.values()), "nothing divides them")
-        return f"no layout has {ranks} ranks{would}: {first}"
+        first = next(iter(found.fell.reasons.values()), "the keys that the deck gives make another number")
+        return f"no layout has {counted(ranks, 'rank')}{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
     lacking = least.room.needed - least.room.limit.bytes
     return nothing_fits(

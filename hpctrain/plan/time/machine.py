@@ -68,7 +68,7 @@ class Products(Efficiency):
     those of a pass do.
     """
 
-    peak: float = Field(gt=0)
+    peak: float = Field(ge=1, le=1e30)
     passes: Mapping[ProductPass, Efficiency] = Field(default_factory=dict)
 
     def seconds(self, m: float, n: float, k: float, kind: ProductPass = "forward") -> float:
@@ -103,7 +103,7 @@ _NO_FORMAT = Format()
 class Link(_Table):
     """Between ranks: bytes a second that each has in either direction, and seconds of a message of none."""
 
-    bandwidth: float = Field(gt=0)
+    bandwidth: float = Field(ge=1, le=1e30)
     latency: float = Field(ge=0)
 
 
@@ -112,8 +112,8 @@ class Host(_Table):
     its processor passes over for a rank.
     """
 
-    bandwidth: float = Field(gt=0)
-    memory_bandwidth: float = Field(gt=0)
+    bandwidth: float = Field(ge=1, le=1e30)
+    memory_bandwidth: float = Field(ge=1, le=1e30)
 
 
 class Collective(_Table):
@@ -160,8 +160,8 @@ class Machine(_Table):
     source: str = Field(min_length=1)
     nodes: int | None = Field(None, ge=1)
     ranks_per_node: int = Field(ge=1)
-    memory: float = Field(gt=0)
-    memory_bandwidth: float = Field(gt=0)
+    memory: float = Field(gt=0, le=1e18)
+    memory_bandwidth: float = Field(ge=1, le=1e30)
     launch: float = Field(0.0, ge=0)
     fixed: float = Field(0.0, ge=0)
     optimizer: float | None = Field(None, gt=0)

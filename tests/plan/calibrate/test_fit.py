@@ -95,3 +95,15 @@ def test_neither_part_is_below_zero() -> None:
     first, second = not_negative([-1.0, -2.0], [1.0, 1.0])
     assert first == 0
     assert second == pytest.approx(1.0)
+
+
+def test_attention_that_takes_no_longer_for_longer_sequences_has_a_rate() -> None:
+    """As where something else has held up the shorter ones."""
+    rows = [(4.0 * length * 64, 64.0, 1.1 - length / 4096, 2.2 - length / 2048) for length in (256, 512)]
+    found = fit_attention(rows)
+    assert found.forward is not None and found.backward is not None
+    assert max(found.forward, found.backward) < 1e6
+
+
+def test_a_link_whose_large_messages_take_no_longer_has_a_rate() -> None:
+    assert fit_link([1e3, 1e6], [4e-3, 3e-3]).bandwidth < 1e12
