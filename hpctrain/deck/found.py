@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Found:
     """`split`, the blocks of every part of a model; `products`, which kernel computes each of them, by the
-    names of what is measured, and in words `why` so; `functions`, what computes those of its blocks, and
-    whether they were `compiled` in a run that is gone on with, where that wished it.
+    names of what is measured, and in words `why` so; `functions`, what computes those of its blocks, and the
+    record of those `compiled` in a run that is gone on with, where that wished it: of torch's it is empty.
 
     It goes with the deck through its changes. All Found are equal: it is no part of what a deck says.
     """
@@ -19,4 +19,4 @@ class Found:
     products: Mapping[str, str] = field(default_factory=dict, compare=False)
     why: str = field(default="", compare=False)
     functions: object = field(default=None, compare=False)
-    compiled: bool | None = field(default=None, compare=False)
+    compiled: str | None = field(default=None, compare=False)

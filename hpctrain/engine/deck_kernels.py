@@ -15,6 +15,7 @@ import torch
 from hpctrain.comm.device import on_host
 from hpctrain.deck.found import Found
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.functions import record_of
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.groups import LayerGroups
@@ -117,7 +118,7 @@ def computed_by(groups: LayerGroups) -> dict[str, str]:
     choice = crc32(json.dumps(kernels.record, sort_keys=True).encode()) if kernels.record else None
     return {
         "products": kernels.other.name if choice is None else f"chosen {choice:08x}",
-        "functions": "compiled" if groups.functions.compiled else "torch",
+        "functions": f"compiled {groups.functions.record}" if groups.functions.compiled else "torch",
     }
 
 
@@ -131,7 +132,7 @@ def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:
     split, products = state.get("split") if deck.layout == before.layout else None, state.get("products")
     found = Found(None if split is None else tuple(split), known_kernels(products))
     if before.machine.compile:
-        found = replace(found, compiled=bool(state.get("compiled")))
+        found = replace(found, compiled=record_of(state.get("compiled")))
     deck = deck.with_found(found)
     if "products" in state or "machine.products" in deck.sources.places:
         return deck

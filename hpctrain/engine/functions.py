@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import as_file, files
 from time import perf_counter
+from zlib import crc32
 
 import torch
 
@@ -18,6 +19,11 @@ from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agr
 from hpctrain.parallel.library import open_library
 
 _LEFT = "; those of the run that this goes on with were compiled: from here on its losses have other bits"
+_OTHERWISE = (
+    "; those of the run that this goes on with were compiled of another version of hpctrain, or by another"
+    " compiler or for another processor: from here on its losses may have other bits"
+)
+_LONGEST_RECORD = 100
 
 
 def compiled_functions() -> bytes:
@@ -43,7 +49,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
     everyone = world.everyone
     if not all(everyone.all_gather_object(on_host(world.device))):
         raise HpctrainError(deck.problem("machine.compile", "is for runs on CPUs (leave it out on GPUs)"))
-    if deck.found.compiled is False:
+    if deck.found.compiled == "":
         before = Functions("the run that this goes on with had none compiled")
         return deck.with_found(replace(deck.found, functions=before))
     began, content, why = perf_counter(), None, ""
@@ -57,9 +63,10 @@ def with_functions(deck: Deck, world: World) -> Deck:
     if (library := of_nodes.get(world.node)) is not None:
         why = "what was compiled cannot be loaded"
         with suppress(OSError, AttributeError):
-            functions = CompiledFunctions(
-                open_library(library), f"compiled in {perf_counter() - began:.1f} s"
-            )
+            record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
+            why_so = f"compiled in {perf_counter() - began:.1f} s"
+            why_so += _OTHERWISE if deck.found.compiled not in {None, record} else ""
+            functions = CompiledFunctions(open_library(library), why_so, record)
             why = "" if agrees(functions) else "what was compiled computes something else"
     whys = [each for each in everyone.all_gather_object(why) if each]
     if whys or not functions.compiled:
@@ -70,7 +77,7 @@ def with_functions(deck: Deck, world: World) -> Deck:
 
 def planned_functions(deck: Deck) -> Deck:
     """The deck for a plan: what its run is to compile is so, but for the library."""
-    if not deck.machine.compile or deck.found.functions is not None or deck.found.compiled is False:
+    if not deck.machine.compile or deck.found.functions is not None or deck.found.compiled == "":
         return deck
     return deck.with_found(replace(deck.found, functions=CompiledFunctions()))
 
@@ -79,6 +86,13 @@ def functions_of(deck: Deck, device: torch.device) -> Functions:
     """Those of a deck's blocks: torch's where none were compiled for it, as where text is generated."""
     found = deck.found.functions
     return found if isinstance(found, Functions) and deck.machine.compile and on_host(device) else TORCH
+
+
+def record_of(stored: object) -> str:
+    """The record of functions that a checkpoint tells, of whatever is stored there."""
+    if isinstance(stored, str):
+        return stored[:_LONGEST_RECORD]
+    return "an earlier version's" if stored is True else ""
 
 
 def introduce_functions(deck: Deck, functions: Functions) -> list[str]:

@@ -29,7 +29,7 @@ from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting, total
 from hpctrain.parallel.saved_policy import LayerPass
 from hpctrain.parallel.shard import Parameter, Shard
-from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, chunk_rows, vocabulary_shard
+from hpctrain.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_shard
 
 HOLES = {"gpt2": 2.4, "llama": 3.5}
 """Activations of so many blocks: freed memory between what is in use, which the C library keeps.
@@ -277,13 +277,8 @@ class Predictor(TransformerLayer):
         return [*self.norm.saved(at), at.features(*self.norm.size)]
 
     def workspace(self, at: Saving) -> int:
-        """See Layer: logits and their gradients, of a chunk of tokens and of the one before, in 16 bits with
-        a copy in fp32 for torch's functions.
-        """
-        rows = len(self.head.table)
-        count = chunk_rows(at.tokens, rows, at.gpu)
-        copied = 4 if at.itemsize < 4 and not self.head.groups.functions.compiled else 0
-        return 2 * count * rows * (at.itemsize + copied) + self.head.product.passing(count, at)
+        """See Layer."""
+        return self.head.workspace(at)
 
 
 class Transformer(nn.Module):

@@ -30,12 +30,12 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Functions:
-    """By torch's operations; `why` not otherwise, where that was wished."""
+    """By torch's operations; `why` not otherwise, where that was wished. `record` tells libraries apart."""
 
     compiled = False
 
-    def __init__(self, why: str = "") -> None:
-        self.why = why
+    def __init__(self, why: str = "", record: str = "") -> None:
+        self.why, self.record = why, record
 
     def gelu(self, x: Tensor) -> Tensor:
         """GELU by tanh (arXiv 1606.08415)."""
@@ -90,8 +90,8 @@ class CompiledFunctions(Functions):
 
     compiled = True
 
-    def __init__(self, library: ctypes.CDLL | None = None, why: str = "") -> None:
-        super().__init__(why)
+    def __init__(self, library: ctypes.CDLL | None = None, why: str = "", record: str = "") -> None:
+        super().__init__(why, record)
         self._library = library
 
     def call(self, name: str, *arguments: object) -> None:

@@ -246,8 +246,13 @@ def kernel_named(name: str, storage: torch.dtype) -> Kernel:
 
 
 def apart_bytes(elements: int, at: Saving) -> int:
-    """What the product for a weight's gradient takes beside a sum in another format to which it is added."""
-    return min(elements, PRODUCT_ELEMENTS) * at.itemsize if at.itemsize != at.gradient_itemsize else 0
+    """What the product for a weight's gradient takes beside a sum in another format to which it is added:
+    itself, and on a CPU, where torch adds what is of one format, converted.
+    """
+    if at.itemsize == at.gradient_itemsize:
+        return 0
+    converted = 0 if at.gpu else at.gradient_itemsize
+    return min(elements, PRODUCT_ELEMENTS) * (at.itemsize + converted)
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

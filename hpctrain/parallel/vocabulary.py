@@ -18,6 +18,7 @@ from torch.nn import functional
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.products import make_product
+from hpctrain.parallel.saved import Saving
 from hpctrain.parallel.shard import Parameter, Shard
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU = 6_500_000, 1 << 26
@@ -156,6 +157,15 @@ class VocabularyHead(nn.Module):
             local = tensor.all_gather(local.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
         return local[..., : self.table.shard.shape[0]]
 
+    def workspace(self, at: Saving) -> int:
+        """Bytes of a loss in passing: logits, or their gradients, of a chunk of tokens; beside these what
+        products take, or in 16 bits a copy in fp32 for torch's functions.
+        """
+        count = chunk_rows(at.tokens, len(self.table), at.gpu)
+        logits = count * len(self.table)
+        copied = 4 if at.itemsize < 4 and not self.groups.functions.compiled else 0
+        return logits * at.itemsize + max(logits * copied, self.product.passing(count, at))
+
     def losses(
         self, hidden: Tensor, rows: slice, of_chunk: ChunkLoss, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -182,6 +192,7 @@ class _Loss(torch.autograd.Function):
                 head.product.input_gradient(of_logits, gradient[part])
                 if table.requires_grad:
                     head.product.add_weight_gradient(of_logits, rows[part])
+            del of_logits  # the next chunk's logits can lie where this one's did
         ctx.head = head
         if gradient is not None:
             ctx.save_for_backward(gradient.view_as(whole))

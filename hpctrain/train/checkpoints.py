@@ -212,7 +212,7 @@ class Checkpoints(Hook):
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             "products": engine.groups.kernels.record,
-            "compiled": engine.groups.functions.compiled,
+            "compiled": engine.groups.functions.record,
             **self.known,
             "ranks": engine.world.size,
             "code_version": __version__,

@@ -21,6 +21,7 @@ from hpctrain.checkpoint.versions import library_versions
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.deck_kernels import as_before, computed_by
+from hpctrain.engine.functions import record_of
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.report.contents import layout_text
@@ -219,7 +220,7 @@ def _computed_otherwise(
     here, reasons = computed_by(groups), []
     before = {
         "products": groups.kernels.record != (state.get("products") or {}),
-        "functions": groups.functions.compiled != bool(state.get("compiled")),
+        "functions": groups.functions.record != record_of(state.get("compiled")),
     }
     for name, differs in before.items():
         others = [each.first_step for each in made if each.computed.get(name, here[name]) != here[name]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -168,7 +169,9 @@ def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.
 def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     old, deck = small_deck(), small_deck(COMPILE)
     assert as_before(deck, old, {}).found.compiled is None
-    assert as_before(deck, deck, {"compiled": True}).found.compiled
+    assert as_before(deck, deck, {"compiled": "89abcdef"}).found.compiled == "89abcdef"
+    assert as_before(deck, deck, {"compiled": True}).found.compiled == "an earlier version's"
+    assert as_before(deck, deck, {"compiled": 3}).found.compiled == ""
     fallen = as_before(deck, deck, {"compiled": False, "products": {}})
     found = with_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
@@ -183,7 +186,7 @@ def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     assert with_functions(old, world) is old
     again = compiled(deck, world)
     assert with_functions(again, world) is again
-    assert replace(Found(), compiled=True) == Found()
+    assert replace(Found(), compiled="89abcdef") == Found()
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
@@ -212,9 +215,10 @@ def test_resumed_runs_have_the_same_bits(
     assert "functions of blocks are compiled for this processor" in capfd.readouterr().out or world.rank
     run("parts", "run.steps=2", "learning_rate.decay_steps=4", COMPILE)
     newest = mpi_tmp_path / "parts" / "checkpoints" / "step-00000002.h5"
-    assert read_state(newest, world.everyone)["compiled"] is True
+    assert read_state(newest, world.everyone)["compiled"] == f"{crc32(compiled_functions()):08x}"
     assert resume(world, mpi_tmp_path / "parts", ["run.steps=4"]) == 0
     assert losses("parts") == losses("whole")
+    assert "may have other bits" not in capfd.readouterr().out
     # Begun where there was no compiler, it stays with torch where there is one.
     with monkeypatch.context() as without:
         without.setattr(module, "compiled_functions", compiled_functions)
@@ -251,6 +255,14 @@ def test_what_leaves_the_bits_says_so(
         why = "functions of blocks are torch's: no C compiler: magic-cc not found; those of the run that this"
         assert why in capfd.readouterr().out or world.rank
         assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
+    other = compiled_functions() + bytes(1)
+    with monkeypatch.context() as changed:
+        changed.setattr(module, "compiled_functions", lambda: other)
+        assert replayed(2, "run.steps=8").endswith("with functions that something else computes.")
+        # What follows was torch's.
+        assert resume(world, folder / "checkpoints" / "step-00000004.h5", [f"run.dir={folder}2"]) == 0
+        why = "compiled of another version of hpctrain, or by another compiler or for another processor"
+        assert why in capfd.readouterr().out or world.rank
     later = "as is to be expected with functions that something else computed from step 5 on."
     assert replayed(2).endswith(later)
     # Its later steps were torch's, and the checkpoint before them tells of compiled ones.

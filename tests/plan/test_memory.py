@@ -381,7 +381,8 @@ def test_gradients_in_the_format_of_products_take_none_beside_their_sum(compute:
         plan(1, *half, f"precision.gradients={kind}").stages[0].memory for kind in ("fp32", "compute")
     )
     assert direct.gradient == summed.gradient // 2
-    assert summed.other - direct.other == 2 * 4 * 512 * 512  # of a block's widest matrix
+    # Of a block's widest matrix, and converted before it is added.
+    assert summed.other - direct.other == (2 + 4) * 4 * 512 * 512
     assert replace(direct, gradient=summed.gradient, other=summed.other) == summed
 
 
