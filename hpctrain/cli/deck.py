@@ -15,11 +15,22 @@ import click
     "--ranks", type=click.IntRange(1, 1 << 20), metavar="N", help="Check the deck against N ranks too."
 )
 @click.option("--reference", is_flag=True, help="Print all keys, or those of SECTION, with type and default.")
-def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool) -> None:
+@click.option(
+    "--from",
+    "foreign",
+    metavar="FILE",
+    help="Print a deck from DeepSpeed's configuration, or from Megatron-LM's arguments.",
+)
+def command(
+    deck: str | None, overrides: tuple[str, ...], ranks: int | None, reference: bool, foreign: str | None
+) -> None:
     """Print the deck in file DECK with every default filled in, or say all that is wrong with it.
 
     What it names is looked into too; a token file that is not there may still be made. With --ranks, a layout
     that it leaves open (layout = "auto") is chosen.
+
+    With --from, ds_config.json, or a file or script with Megatron-LM's arguments, becomes a deck that tells
+    what could not be said in it, and what is still to be given.
 
     Under mpirun or srun it is checked against the ranks that were started, and rank 0 alone prints.
     """
@@ -31,13 +42,19 @@ def command(deck: str | None, overrides: tuple[str, ...], ranks: int | None, ref
     size = started_size(os.environ)
     if ranks is None and size > 1:
         ranks = size
-    if reference:
+    if foreign is not None:
+        from hpctrain.deck.foreign.deck import foreign_deck
+
+        if deck is not None or overrides or reference:
+            raise click.UsageError("--from makes a deck by itself: leave out DECK, --set and --reference")
+        text = foreign_deck(foreign)
+    elif reference:
         from hpctrain.report.terminal import columns
 
         width = columns()
         text = reference_text(deck) if width is None else reference_text(deck, width)
     elif deck is None:
-        raise click.UsageError("give a DECK, or --reference")
+        raise click.UsageError("give a DECK, --from or --reference")
     else:
         found = read_deck(deck, overrides, ranks, _read_source, named_problems)
         if found.layout.auto and ranks is not None:

@@ -76,4 +76,4 @@ def test_one_rank_tells_what_is_wrong(path: str, launch: Launch) -> None:
 def test_nothing_asked_for() -> None:
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 2
-    assert "give a DECK, or --reference" in result.output
+    assert "give a DECK, --from or --reference" in result.output

@@ -1,0 +1,1 @@
+"""Decks from what other programs are told: DeepSpeed and Megatron-LM."""

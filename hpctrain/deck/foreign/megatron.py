@@ -1,0 +1,550 @@
+"""Megatron-LM's arguments, as a script or a file has them, as keys of a deck.
+
+What it takes for arguments that it is not given stands in `DEFAULTS`, where that is not what a deck takes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from hpctrain.deck.foreign.rules import (
+    Keys,
+    Rule,
+    Theirs,
+    Translated,
+    UntranslatedError,
+    as_key,
+    choice,
+    needless,
+    nothing,
+    number,
+    only,
+    switch,
+    text,
+    translate,
+    when_on,
+    whole,
+)
+
+NAME = "Megatron-LM"
+
+DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "--adam-beta2": 0.999,
+        "--weight-decay": 0.01,
+        "--hidden-dropout": 0.1,
+        "--lr-decay-style": "linear",
+        "--min-lr": 0.0,
+        "--lr-warmup-iters": 0,
+        "--log-interval": 100,
+        "--untie-embeddings-and-output-weights": False,
+        "--moe-aux-loss-coeff": 0.0,
+    }
+)
+
+_FLAG = re.compile(r"--[A-Za-z][\w-]*")
+_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+_ASSIGNED = re.compile(
+    r"""(?:^|;)\s*(?:export\s+)?(\w+)=([^\s("'`$;&|]+|"[^"$`\n]*"|'[^'\n]*')[ \t]*(?=;|\#|$)""", re.MULTILINE
+)
+_LISTS = re.compile(r"""(\w+)=[("'][^)"']*--""")
+"""What a script names lists of arguments."""
+_END = "\x1e"
+"""A word between lines."""
+_NAMED = re.compile(r"^\w+=\(?(?=--)")
+_OTHERS = re.compile(r"\$.*(?:ARGS|@)|\.py$|[;&|<>]|\w+=\(?$|\x1e")
+"""Words that are no value: variables of more arguments, the program, and what a shell does besides."""
+_LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
+
+_TOKENS = "of its files no tokens are read: make a token file of the text with `hpctrain prepare`"
+_TOKENIZER = "tokens are made before a run, by `hpctrain prepare --tokenizer`"
+_LAUNCH = "is the launcher's matter: mpirun or srun starts the ranks"
+
+
+def arguments_of(script: str) -> Theirs:
+    """The arguments in a text: a file of them, or a shell's script. Variables that it sets are put in."""
+    script = script.replace("\\\r\n", " ").replace("\\\n", " ")
+    variables = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(script)}
+    lists = {f"${name}" for name in _LISTS.findall(script)}
+    given: dict[str, object] = {}
+    name = ""
+    for word in _words(script.replace("\n", f"\n {_END} ")):
+        known = _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word)
+        flag, equals, value = known.partition("=")
+        if _FLAG.fullmatch(flag):
+            name = flag.replace("_", "-")
+            given[name] = value if equals else True
+        elif _OTHERS.search(known) or _VARIABLE.sub(r"$\1", known) in lists:
+            name = ""
+        elif name:
+            before = given[name]
+            given[name] = known if before is True else f"{before} {known}"
+    return Theirs(given, DEFAULTS)
+
+
+def _words(script: str) -> Iterator[str]:
+    """As a shell takes it apart; texts in quotes that have arguments are so, too, and lists are opened."""
+    lines = script.split("\n")
+    try:
+        words = shlex.split(script, comments=True)
+    except ValueError:
+        # No shell's text: line by line, without quotes.
+        unquoted = (line.replace('"', " ").replace("'", " ") for line in lines)
+        words = [
+            word for line in unquoted if not line.lstrip(f"{_END} ").startswith("#") for word in line.split()
+        ]
+    for word in words:
+        for part in word.split() if "--" in word else [word]:
+            opened = _NAMED.sub("", part).strip("\"'")
+            if plain := opened.rstrip(")") if "(" not in opened else opened:
+                yield plain
+
+
+def translated(script: str) -> Translated:
+    """The keys of a script's arguments, and what no key says."""
+    theirs = arguments_of(script)
+    hidden = theirs.whole("--hidden-size")
+    if "--ffn-hidden-size" not in theirs and hidden:
+        inner = int(4 * hidden * 2 / 3 / 64) * 64 if theirs.is_on("--swiglu") else 4 * hidden
+        theirs.defaults["--ffn-hidden-size"] = inner
+    found = translate(theirs, RULES, f"is no argument of {NAME} that is known here")
+    _add_family(theirs, found)
+    return found
+
+
+_ROTARY, _SWIGLU, _RMS, _BIASES = "rotary positions", "SwiGLU", "RMSNorm", "no biases"
+
+
+def _add_family(theirs: Theirs, found: Translated) -> None:
+    """The family that most of a model's habits are of; the others are told."""
+    rotary = theirs.is_on("--use-rotary-position-embeddings")
+    habits = {
+        _ROTARY: rotary or theirs.get("--position-embedding-type") == "rope",
+        _SWIGLU: theirs.is_on("--swiglu"),
+        _RMS: theirs.get("--normalization") == "RMSNorm",
+        _BIASES: theirs.is_on("--disable-bias-linear"),
+    }
+    if "--num-layers" not in theirs and not any(habits.values()):
+        return
+    llama = sum(habits.values()) >= 2
+    found.keys["model.family"] = "llama" if llama else "gpt2"
+    other = [habit for habit, has in habits.items() if has != llama]
+    if other:
+        has = "has" if llama else "has not"
+        found.left["the model"] = f"has {'not all of' if llama else ''} {', '.join(other)}".replace(
+            "  ", " "
+        ) + (f': model.family = "{found.keys["model.family"]}" {has}, and is the nearest that there is')
+    for key in ("model.rope_base", "model.query_key_norm") if not llama else ():
+        found.keys.pop(key, None)
+
+
+def _share(of: str) -> Rule:
+    """The floor, as a share of the peak."""
+
+    def rule(value: object, theirs: Theirs) -> Keys:
+        peak = theirs.number(of)
+        if not number(value):
+            return {"learning_rate.floor": 0.0}
+        if not peak:
+            raise UntranslatedError(f"is a share of the peak in a deck, and there is no {of}")
+        return {"learning_rate.floor": float(f"{number(value) / peak:.6g}")}
+
+    return rule
+
+
+def _samples(key: str) -> Rule:
+    """Steps for samples."""
+
+    def rule(value: object, theirs: Theirs) -> Keys:
+        batch = theirs.whole("--global-batch-size")
+        if not batch:
+            raise UntranslatedError("is counted in steps in a deck, and there is no --global-batch-size")
+        if "--rampup-batch-size" in theirs:
+            raise UntranslatedError("is counted in steps in a deck, whose batch grows: work it out by hand")
+        return {key: -(-whole(value) // batch)}
+
+    return rule
+
+
+def _warmup_fraction(value: object, theirs: Theirs) -> Keys:
+    steps = theirs.whole("--lr-decay-iters") or theirs.whole("--train-iters")
+    if not steps:
+        raise UntranslatedError("is a number of steps in a deck, and there is no --train-iters")
+    return {"learning_rate.warmup": int(number(value) * steps)}
+
+
+def _decay(value: object, theirs: Theirs) -> Keys:
+    names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
+    names |= {"inverse-square-root": "inverse-sqrt"}
+    keys = dict(choice("learning_rate.decay", names)(value, theirs))
+    if keys["learning_rate.decay"] == "constant" and theirs.number("--min-lr"):
+        raise UntranslatedError("is constant, and --min-lr has no effect")
+    return keys
+
+
+def _minimum(value: object, theirs: Theirs) -> Keys:
+    return {} if theirs.get("--lr-decay-style") == "constant" else _share("--lr")(value, theirs)
+
+
+def _warmup(value: object, theirs: Theirs) -> Keys:
+    others = {"--lr-warmup-fraction", "--lr-warmup-samples"}
+    if "--lr-warmup-iters" not in theirs and any(other in theirs for other in others):
+        return {}
+    return {"learning_rate.warmup": whole(value)}
+
+
+def _chunks(value: object, theirs: Theirs) -> Keys:
+    """Of layers of a virtual stage."""
+    layers, stages = theirs.whole("--num-layers"), theirs.whole("--pipeline-model-parallel-size")
+    if not layers or not stages or layers % (stages * whole(value)):
+        raise UntranslatedError("does not divide --num-layers over --pipeline-model-parallel-size")
+    return _virtual(layers // (stages * whole(value)), theirs)
+
+
+def _virtual(value: object, _: Theirs) -> Keys:
+    return {"layout.schedule": "interleaved", "layout.chunks": whole(value)} if whole(value) > 1 else {}
+
+
+def _ramp(value: object, theirs: Theirs) -> Keys:
+    """Start, increment and samples."""
+    words, batch = str(value).split(), theirs.whole("--global-batch-size")
+    if len(words) != 3 or not batch:
+        raise UntranslatedError("is to be three numbers, beside --global-batch-size")
+    start, increment, samples = map(whole, words)
+    if start != increment or start >= batch or batch % start:
+        raise UntranslatedError("in a deck the batch grows by as many sequences as it begins with")
+    sizes = range(start, batch, increment)
+    steps = sum(samples // len(sizes) // size for size in sizes)
+    return {"batch.ramp_from": start, "batch.ramp_steps": steps}
+
+
+def _kept(value: object, theirs: Theirs) -> Keys:
+    """What of activations is kept."""
+    if value == "selective":
+        return {"memory.recompute": "selective"}
+    if value != "full":
+        raise UntranslatedError('is neither "selective" nor "full"')
+    pieces = theirs.whole("--recompute-num-layers") or 1
+    return {"memory.recompute": pieces if pieces > 1 else "full"}
+
+
+def _sixteen(form: str) -> Rule:
+    """Of bf16 and fp16, whose gradients it sums in fp32 and in 16 bits."""
+
+    def rule(value: object, theirs: Theirs) -> Keys:
+        if not switch(value):
+            return {}
+        summed = form == "bf16" or theirs.is_on("--accumulate-allreduce-grads-in-fp32")
+        gradients = {"precision.gradients": "fp32" if summed else "compute"}
+        return gradients if "--fp8-format" in theirs else gradients | {"precision.compute": form}
+
+    return rule
+
+
+def _first_scale(value: object, _: Theirs) -> Keys:
+    most = 1 << 24
+    if number(value) > most:
+        raise UntranslatedError(f"is more than a deck's {most}, which is where it can begin")
+    return {"precision.initial_loss_scale": number(value)}
+
+
+def _dropout(value: object, theirs: Theirs) -> Keys:
+    other = theirs.number("--attention-dropout")
+    if other is not None and other != number(value):
+        raise UntranslatedError(f"is one with attention's in a deck, which is {other} there")
+    return {"model.dropout": number(value)}
+
+
+def _attention_dropout(value: object, theirs: Theirs) -> Keys:
+    if number(value) != theirs.number("--hidden-dropout"):
+        raise UntranslatedError("is one with --hidden-dropout in a deck: model.dropout")
+    return {}
+
+
+def _queries(value: object, theirs: Theirs) -> Keys:
+    return {"model.key_value_heads": whole(value)} if theirs.is_on("--group-query-attention") else {}
+
+
+def _shared(value: object, theirs: Theirs) -> Keys:
+    inner = theirs.whole("--moe-ffn-hidden-size") or theirs.whole("--ffn-hidden-size")
+    if not inner or whole(value) % inner:
+        raise UntranslatedError("is no multiple of an expert's width, as shared experts are in a deck")
+    return {"model.shared_experts": whole(value) // inner}
+
+
+def _frequency(value: object, _: Theirs) -> Keys:
+    found = _LAYER_LIST.fullmatch(str(value).replace(" ", ""))
+    if found:
+        return {"model.dense_first": int(found[1])}
+    try:
+        return {"model.expert_every": whole(value)}
+    except UntranslatedError:
+        raise UntranslatedError("is neither a number nor [0]*n+[1]*m") from None
+
+
+def _experts(value: object, theirs: Theirs) -> Keys:
+    router = {"fp32": "fp32", "fp64": "fp32"}.get(str(theirs.get("--moe-router-dtype")), "compute")
+    keys = {"model.experts": whole(value), "model.router_dtype": router}
+    biased = theirs.is_on("--moe-router-enable-expert-bias")
+    return keys | ({"model.balance": "bias"} if biased else {})
+
+
+def _balance(value: object, theirs: Theirs) -> Keys:
+    if value == "none":
+        return {} if theirs.is_on("--moe-router-enable-expert-bias") else {"model.balance": "none"}
+    over = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}.get(str(value))
+    if over is None:
+        raise UntranslatedError('is not what a deck can say ("aux_loss", "seq_aux_loss" or "none" it can)')
+    return {"model.balance_over": over} if theirs.number("--moe-aux-loss-coeff") else {}
+
+
+def _balance_loss(value: object, theirs: Theirs) -> Keys:
+    if "--num-experts" not in theirs or theirs.get("--moe-router-load-balancing-type") == "none":
+        return {}
+    return {"model.balance_loss": number(value)}
+
+
+def _held_out(value: object, _: Theirs) -> Keys:
+    parts = [number(each) for each in str(value).replace(",", " ").split()]
+    if not parts or not sum(parts):
+        raise UntranslatedError("has no parts")
+    shares = [*parts, 0.0, 0.0]
+    return {"data.validation": float(f"{shares[1] / sum(parts):.4g}")}
+
+
+def _held_out_sequences(value: object, theirs: Theirs) -> Keys:
+    batch = theirs.whole("--global-batch-size")
+    if not batch:
+        raise UntranslatedError("is counted in sequences in a deck, and there is no --global-batch-size")
+    return {"run.evaluate_sequences": max(1, whole(value) * batch)}
+
+
+def _of_names(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
+    return {f"--{name}": rule for name in names}
+
+
+_MODEL: dict[str, Rule] = {
+    "--num-layers": as_key("model.layers"),
+    "--hidden-size": as_key("model.hidden"),
+    "--num-attention-heads": as_key("model.heads"),
+    "--ffn-hidden-size": as_key("model.mlp"),
+    "--kv-channels": as_key("model.head_size"),
+    "--group-query-attention": needless,
+    "--num-query-groups": _queries,
+    "--vocab-size": as_key("model.vocabulary"),
+    "--make-vocab-size-divisible-by": needless,
+    "--untie-embeddings-and-output-weights": lambda value, _: {"model.tied": not switch(value)},
+    "--swiglu": needless,
+    "--normalization": only(("LayerNorm", "RMSNorm"), "is neither LayerNorm nor RMSNorm"),
+    "--position-embedding-type": only(
+        ("rope", "learned_absolute"), "are neither rotary nor learned, as a deck's models have them"
+    ),
+    "--use-rotary-position-embeddings": needless,
+    "--disable-bias-linear": needless,
+    "--add-qkv-bias": nothing("queries, keys and values of llama have no biases"),
+    "--rotary-base": as_key("model.rope_base", number),
+    "--rotary-percent": only((1, "1.0"), "rotary positions turn whole heads"),
+    "--use-rope-scaling": nothing("rotary positions are not scaled"),
+    "--rotary-interleaved": nothing("rotary positions turn halves of heads"),
+    "--qk-layernorm": when_on({"model.query_key_norm": "head"}),
+    "--norm-epsilon": as_key("model.norm_epsilon", number),
+    "--layernorm-epsilon": as_key("model.norm_epsilon", number),
+    "--init-method-std": as_key("model.initial_std", number),
+    "--hidden-dropout": _dropout,
+    "--attention-dropout": _attention_dropout,
+    "--max-position-embeddings": needless,
+    "--apply-layernorm-1p": nothing("the weights of norms are what is multiplied by"),
+    "--multi-latent-attention": nothing("attention is that of heads of keys and values"),
+    "--mtp-num-layers": nothing("one token ahead is predicted"),
+    "--window-size": nothing("attention sees all tokens before"),
+    "--num-experts": _experts,
+    "--moe-router-topk": as_key("model.experts_per_token"),
+    "--moe-ffn-hidden-size": as_key("model.expert_mlp"),
+    "--moe-shared-expert-intermediate-size": _shared,
+    "--moe-layer-freq": _frequency,
+    "--moe-router-load-balancing-type": _balance,
+    "--moe-aux-loss-coeff": _balance_loss,
+    "--moe-z-loss-coeff": as_key("model.router_z_loss", number),
+    "--moe-expert-capacity-factor": as_key("model.capacity", number),
+    "--moe-token-drop-policy": only(
+        ("position",), "the last tokens are dropped, not those of the least probabilities"
+    ),
+    "--moe-router-score-function": choice("model.router", {"softmax": "softmax", "sigmoid": "sigmoid"}),
+    "--moe-router-pre-softmax": when_on({"model.router_normalize": False}),
+    "--moe-router-enable-expert-bias": needless,
+    "--moe-router-bias-update-rate": as_key("model.balance_rate", number),
+    "--moe-router-num-groups": as_key("model.router_groups"),
+    "--moe-router-group-topk": as_key("model.router_groups_per_token"),
+    "--moe-router-topk-scaling-factor": as_key("model.router_scale", number),
+    "--moe-router-dtype": needless,
+}
+
+_RUN: dict[str, Rule] = {
+    "--train-iters": as_key("run.steps"),
+    "--train-samples": _samples("run.steps"),
+    "--seed": as_key("run.seed"),
+    "--save": as_key("run.dir", text),
+    "--save-interval": as_key("checkpoint.every"),
+    "--load": nothing("`hpctrain resume RUN_DIR` goes on with a run; `hpctrain import` reads weights"),
+    "--log-interval": as_key("run.log_every"),
+    "--eval-interval": as_key("run.evaluate_every"),
+    "--eval-iters": _held_out_sequences,
+    "--exit-duration-in-mins": lambda value, _: {"run.time_limit": f"{whole(value)} min"},
+    "--distributed-timeout-minutes": lambda value, _: {"stability.hang_seconds": f"{whole(value)} min"},
+    "--async-save": when_on({"checkpoint.mode": "background"}),
+    "--split": _held_out,
+    "--profile": when_on({"run.trace": True}),
+    **_of_names(
+        ("data-path", "train-data-path", "valid-data-path", "test-data-path", "mock-data"), nothing(_TOKENS)
+    ),
+    **_of_names(
+        ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"),
+        nothing(_TOKENIZER),
+    ),
+}
+
+_STEP: dict[str, Rule] = {
+    "--micro-batch-size": as_key("batch.micro_size"),
+    "--global-batch-size": as_key("batch.global_size"),
+    "--rampup-batch-size": _ramp,
+    "--seq-length": as_key("batch.sequence"),
+    "--lr": as_key("learning_rate.peak", number),
+    "--min-lr": _minimum,
+    "--lr-decay-style": _decay,
+    "--lr-decay-iters": as_key("learning_rate.decay_steps"),
+    "--lr-decay-samples": _samples("learning_rate.decay_steps"),
+    "--lr-warmup-iters": _warmup,
+    "--lr-warmup-samples": _samples("learning_rate.warmup"),
+    "--lr-warmup-fraction": _warmup_fraction,
+    "--lr-wsd-decay-iters": as_key("learning_rate.cooldown"),
+    "--lr-wsd-decay-samples": _samples("learning_rate.cooldown"),
+    "--lr-wsd-decay-style": only(("linear",), "the cooldown falls in a line"),
+    "--optimizer": choice("optimizer.name", {"adam": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}),
+    "--weight-decay": as_key("optimizer.weight_decay", number),
+    "--start-weight-decay": nothing("the weight decay is the same in all steps"),
+    "--end-weight-decay": nothing("the weight decay is the same in all steps"),
+    "--clip-grad": as_key("optimizer.clip", number),
+    "--adam-beta1": as_key("optimizer.beta1", number),
+    "--adam-beta2": as_key("optimizer.beta2", number),
+    "--adam-eps": as_key("optimizer.epsilon", number),
+    "--sgd-momentum": as_key("optimizer.momentum", number),
+    "--bf16": _sixteen("bf16"),
+    "--fp16": _sixteen("fp16"),
+    "--fp8-format": lambda value, theirs: {
+        "precision.compute": "fp8",
+        **choice("precision.fp8_gradients", {"hybrid": "e5m2", "e4m3": "e4m3"})(value, theirs),
+    },
+    "--fp8-recipe": choice(
+        "precision.fp8", {"delayed": "delayed", "tensorwise": "tensor", "mxfp8": "mx", "blockwise": "block"}
+    ),
+    "--fp8-amax-history-len": as_key("precision.fp8_history"),
+    "--fp8-amax-compute-algo": only(("max",), "the scale follows from the largest maximum"),
+    "--initial-loss-scale": _first_scale,
+    "--loss-scale-window": as_key("precision.loss_scale_window", whole),
+    "--loss-scale": nothing("the loss scale is dynamic"),
+    "--accumulate-allreduce-grads-in-fp32": needless,
+}
+
+_LAYOUT: dict[str, Rule] = {
+    "--tensor-model-parallel-size": as_key("layout.tensor"),
+    "--pipeline-model-parallel-size": as_key("layout.pipeline"),
+    "--num-layers-per-virtual-pipeline-stage": _chunks,
+    "--num-virtual-stages-per-pipeline-rank": _virtual,
+    "--context-parallel-size": as_key("layout.context"),
+    "--cp-comm-type": choice("layout.context_form", {"p2p": "ring", "a2a": "all_to_all"}),
+    "--expert-model-parallel-size": as_key("layout.expert"),
+    "--expert-tensor-parallel-size": as_key("layout.expert_tensor"),
+    "--sequence-parallel": when_on({"layout.sequence_parallel": True}),
+    "--use-distributed-optimizer": lambda _, theirs: (
+        {} if "--data-parallel-sharding-strategy" in theirs else {"layout.zero": 1}
+    ),
+    "--data-parallel-sharding-strategy": choice(
+        "layout.zero", {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    ),
+    "--use-torch-fsdp2": when_on({"layout.zero": 3}),
+    "--recompute-activations": when_on({"memory.recompute": "selective"}),
+    "--recompute-granularity": _kept,
+    "--recompute-method": only(("uniform",), "either all blocks are computed again, or none"),
+    "--recompute-num-layers": needless,
+    "--recompute-modules": only(("core_attn",), "attention alone is selected"),
+    "--ddp-bucket-size": lambda value, _: {"communication.bucket_bytes": 4 * whole(value)},
+    "--optimizer-cpu-offload": when_on({"memory.optimizer": "host"}),
+    "--decoder-first-pipeline-num-layers": nothing("give the blocks of every part: layout.split = [...]"),
+    "--decoder-last-pipeline-num-layers": nothing("give the blocks of every part: layout.split = [...]"),
+    "--pipeline-model-parallel-layout": nothing("give the blocks of every part: layout.split = [...]"),
+    "--account-for-embedding-in-pipeline-split": needless,
+    "--account-for-loss-in-pipeline-split": needless,
+    **_of_names(
+        ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-id"),
+        nothing(_LAUNCH),
+    ),
+}
+
+_NEEDLESS = (
+    "use-mcore-models",
+    "transformer-impl",
+    "attention-backend",
+    "use-flash-attn",
+    "overlap-grad-reduce",
+    "overlap-param-gather",
+    "tp-comm-overlap",
+    "overlap-p2p-communication",
+    "no-masked-softmax-fusion",
+    "no-bias-gelu-fusion",
+    "no-bias-swiglu-fusion",
+    "no-bias-dropout-fusion",
+    "no-rope-fusion",
+    "no-gradient-accumulation-fusion",
+    "cross-entropy-loss-fusion",
+    "cross-entropy-fusion-impl",
+    "attention-softmax-in-fp32",
+    "no-async-tensor-model-parallel-allreduce",
+    "distributed-backend",
+    "dataloader-type",
+    "num-workers",
+    "no-create-attention-mask-in-dataloader",
+    "ckpt-format",
+    "use-dist-ckpt",
+    "dist-ckpt-strategy",
+    "auto-detect-ckpt-format",
+    "no-save-optim",
+    "no-load-optim",
+    "no-load-rng",
+    "finetune",
+    "tensorboard-dir",
+    "tensorboard-log-interval",
+    "tensorboard-queue-size",
+    "log-throughput",
+    "log-params-norm",
+    "log-num-zeros-in-grad",
+    "log-timers-to-tensorboard",
+    "log-memory-to-tensorboard",
+    "log-validation-ppl-to-tensorboard",
+    "log-progress",
+    "log-straggler",
+    "timing-log-level",
+    "timing-log-option",
+    "wandb-project",
+    "wandb-exp-name",
+    "wandb-save-dir",
+    "manual-gc",
+    "manual-gc-interval",
+    "empty-unused-memory-level",
+    "moe-grouped-gemm",
+    "moe-token-dispatcher-type",
+    "moe-permute-fusion",
+    "moe-shared-expert-overlap",
+    "moe-per-layer-logging",
+    "moe-enable-deepep",
+    "override-opt-param-scheduler",
+    "use-checkpoint-opt-param-scheduler",
+    "data-cache-path",
+    "use-precision-aware-optimizer",
+    "distribute-saved-activations",
+)
+"""What changes no result, and is here anyway or has no counterpart."""
+
+RULES: Mapping[str, Rule] = MappingProxyType(_MODEL | _RUN | _STEP | _LAYOUT | _of_names(_NEEDLESS, needless))

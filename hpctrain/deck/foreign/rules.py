@@ -1,0 +1,193 @@
+"""What a setting of another program becomes: keys of a deck, nothing, or a sentence why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from hpctrain.deck.sources import clipped
+from hpctrain.words import either
+
+Keys = Mapping[str, object]
+"""Values of a deck's keys, by their full names."""
+
+
+class UntranslatedError(Exception):
+    """Why a setting becomes no key, or not all of it: the rest of a sentence."""
+
+
+class Theirs:
+    """Settings of another program by name, as it spells them, with its defaults for those that it is not
+    told. Values are texts, numbers, truths, or lists of these.
+    """
+
+    def __init__(self, given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
+        self.given = dict(given)
+        self.defaults = {name: value for name, value in (defaults or {}).items() if name not in given}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def get(self, name: str) -> object:
+        """Its value, or its default; None where there is neither."""
+        return self.given.get(name, self.defaults.get(name))
+
+    def is_on(self, name: str) -> bool:
+        """Whether a switch is."""
+        return _is(self.get(name), on=True)
+
+    def number(self, name: str) -> float | None:
+        """None where it has no value, or one that is no number."""
+        try:
+            return number(self.get(name))
+        except UntranslatedError:
+            return None
+
+    def whole(self, name: str) -> int | None:
+        """None where it has no value, or one that is no whole number."""
+        try:
+            return whole(self.get(name))
+        except UntranslatedError:
+            return None
+
+
+_UNSET = "is a variable of the shell that the script does not set"
+
+Rule = Callable[[object, Theirs], Keys]
+"""The keys of a setting with a value; raises UntranslatedError."""
+
+
+@dataclass
+class Translated:
+    """Keys, those of them that are another program's defaults, what could not be said in them, by setting
+    with its value, and settings that need none.
+    """
+
+    keys: dict[str, object] = field(default_factory=dict)
+    defaults: set[str] = field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+    needless: list[str] = field(default_factory=list)
+
+    def leave(self, name: str, value: object, why: str) -> None:
+        """A setting that becomes no key, or not all of it."""
+        self.left[name if value is True else f"{name} = {clipped(str(value))}"] = why
+
+
+def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Translated:
+    """By the rules of their names; `unknown` is said of those that have none."""
+    found = Translated()
+    for name, value in (theirs.given | theirs.defaults).items():
+        given = name in theirs
+        try:
+            if name not in rules:
+                raise UntranslatedError(unknown)
+            keys = rules[name](value, theirs)
+        except UntranslatedError as error:
+            found.leave(name, value, str(error) if given else f"{error} (that is its default)")
+            continue
+        if given and not keys:
+            found.needless.append(name)
+        for key, here in keys.items():
+            before = found.keys.setdefault(key, here)
+            if before != here and given:
+                found.leave(name, value, f"asks for {key} = {here}, another setting for {before}")
+        found.defaults |= set() if given else set(keys)
+    found.defaults -= {key for name in theirs.given for key in _keys_of(rules, name, theirs)}
+    return found
+
+
+def _keys_of(rules: Mapping[str, Rule], name: str, theirs: Theirs) -> Keys:
+    try:
+        return rules[name](theirs.given[name], theirs) if name in rules else {}
+    except UntranslatedError:
+        return {}
+
+
+def number(value: object) -> float:
+    """Of a number, or the text of one."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except (ValueError, OverflowError):
+            found = float("nan")
+        if isfinite(found):
+            return found
+    raise UntranslatedError(_UNSET if "$" in str(value) else "is no number")
+
+
+def whole(value: object) -> int:
+    """Of a whole number, or the text of one."""
+    found = number(value)
+    if found != int(found):
+        raise UntranslatedError("is no whole number")
+    return int(found)
+
+
+def text(value: object) -> str:
+    """Of a text."""
+    if not isinstance(value, str) or not value or "$" in value:
+        raise UntranslatedError(_UNSET if "$" in str(value) else "is no text")
+    return value
+
+
+def switch(value: object) -> bool:
+    """Of what is on or off."""
+    for on in (True, False):
+        if _is(value, on):
+            return on
+    raise UntranslatedError("is neither on nor off")
+
+
+def _is(value: object, on: bool) -> bool:
+    return value is on or str(value).lower() == str(on).lower()
+
+
+def as_key(key: str, convert: Callable[[object], object] = whole) -> Rule:
+    """That key has its value."""
+    return lambda value, _: {key: convert(value)}
+
+
+def choice(key: str, values: Mapping[str, object], otherwise: str = "") -> Rule:
+    """That key has the value that stands for its own."""
+
+    def rule(value: object, _: Theirs) -> Keys:
+        found = values.get(str(value).lower())
+        if found is None:
+            known = either([f'"{name}"' for name in values])
+            raise UntranslatedError(otherwise or f"is not what a deck can say (of {known} it can)")
+        return {key: found}
+
+    return rule
+
+
+def when_on(keys: Keys) -> Rule:
+    """A switch that sets these keys where it is on."""
+    return lambda value, _: keys if switch(value) else {}
+
+
+def needless(value: object, theirs: Theirs) -> Keys:  # noqa: ARG001
+    """It needs no key: so it is here anyway, or it has no counterpart and changes no result."""
+    return {}
+
+
+def nothing(why: str) -> Rule:
+    """No key says so, and why."""
+
+    def rule(value: object, _: Theirs) -> Keys:
+        if _is(value, on=False):
+            return {}
+        raise UntranslatedError(why)
+
+    return rule
+
+
+def only(expected: Sequence[object], why: str) -> Rule:
+    """It needs no key where it is what is expected; otherwise no key says so, and why."""
+
+    def rule(value: object, _: Theirs) -> Keys:
+        if value in expected or str(value) in map(str, expected):
+            return {}
+        raise UntranslatedError(why)
+
+    return rule

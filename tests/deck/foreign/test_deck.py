@@ -1,0 +1,81 @@
+"""`hpctrain deck --from`: a deck, or a sentence. Of deck/foreign/deck.py and deck/foreign/rules.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpctrain.cli.deck import command
+from hpctrain.deck.foreign.deck import foreign_deck
+from hpctrain.deck.read import parse_deck
+from hpctrain.errors import HpctrainError, InputOutputError
+
+ARGUMENTS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 --swiglu"
+    " --global-batch-size 8 --train-iters 100 --lr 1e-3 --min-lr 1e-4 --bf16 --normalization RMSNorm"
+    " --position-embedding-type rope --disable-bias-linear --qk-layernorm --use-distributed-optimizer"
+    " --tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights"
+)
+TOKENS = "data.tokens=t.h5"
+
+
+def test_all_of_it_is_read_back() -> None:
+    text = foreign_deck(ARGUMENTS)
+    deck = parse_deck(text, [TOKENS])
+    assert (deck.model.family, deck.model.query_key_norm, deck.model.tied) == ("llama", "head", False)
+    assert (deck.layout.tensor, deck.layout.zero, deck.layout.sequence_parallel) == (2, 1, True)
+    assert (deck.batch.global_size, deck.batch.sequence) == (8, 128)
+    assert (deck.optimizer.beta2, deck.learning_rate.floor, deck.model.dropout) == (0.999, 0.1, 0.1)
+    assert "\nbeta2 = 0.999  # Megatron-LM's default\n" in text
+    assert "\n# tokens =   # to be given: Token file made by `hpctrain prepare`" in text
+    assert "Not in this deck" not in text
+
+
+def test_a_configuration_wants_a_model_and_data(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        json.dumps(
+            {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "strange\n[run]\nsteps = 3": "a\x1bb"}
+        )
+    )
+    text = foreign_deck(str(path))
+    given = ["run.steps=3", "model.preset=gpt2-124m", TOKENS]
+    assert parse_deck(text, given).layout.zero == 2
+    wanted = ("steps", "family", "layers", "hidden", "heads", "tokens", "sequence")
+    assert [row.split()[1] for row in text.splitlines() if "to be given" in row] == list(wanted)
+    assert "\x1b" not in text
+    assert not any(row.startswith(("[run]", "steps")) and row != "[run]" for row in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is neither a configuration of DeepSpeed (JSON, as ds_config.json) nor has arguments"),
+        (b"[run]\nsteps = 3\n", "is neither a configuration"),
+        (b"[1, 2]", "is neither a configuration"),
+        (b'{"train_batch_size": 8,', "is not JSON"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b'{"a":' * 100_000, "is not JSON: nested too deeply"),
+        (b"--num-layers 2\n" * 100_000, "too large"),
+    ],
+)
+def test_what_is_neither_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(HpctrainError) as error:
+        foreign_deck(str(tmp_path / "x"))
+    assert len(error.value.problems) == 1
+    assert words in error.value.problems[0]
+    with pytest.raises(InputOutputError):
+        foreign_deck(str(tmp_path / "missing"))
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["--from", ARGUMENTS])
+    assert (result.exit_code, result.output) == (0, foreign_deck(ARGUMENTS))
+    for others in (["deck.toml"], ["--set", "run.steps=3"], ["--reference"]):
+        result = CliRunner().invoke(command, ["--from", ARGUMENTS, *others])
+        assert result.exit_code == 2
+        assert "leave out DECK, --set and --reference" in result.output

@@ -1,0 +1,249 @@
+"""Megatron-LM's arguments: what becomes of each, of scripts as its examples have them, of what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, arguments_of, translated
+from hpctrain.deck.foreign.rules import Theirs, UntranslatedError
+from hpctrain.deck.schema import fields
+
+SCRIPT = """#!/bin/bash
+# --num-layers 7 is said in vain
+LAYERS=24; export BATCH="64"
+OUT=$1
+DISTRIBUTED_ARGS=(
+    --nproc_per_node 8
+    --nnodes $NODES
+)
+MODEL_ARGS=(
+    --num-layers $LAYERS
+    --hidden-size=1024 --num-attention-heads 16
+    --seq-length 2048  # tokens
+)
+OTHERS="
+    --swiglu \\
+    --normalization RMSNorm --use-rotary-position-embeddings \\
+    --disable-bias-linear --bf16"
+MOE="--moe-layer-freq '([0]*1+[1]*23)'"
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} --global-batch-size ${BATCH} \\
+    --save $OUT --lr 1e-4 $OTHERS > log.txt 2>&1
+"""
+
+
+def keys(arguments: str) -> dict[str, object]:
+    found = translated(arguments)
+    return {key: value for key, value in found.keys.items() if key not in found.defaults}
+
+
+def left(arguments: str) -> dict[str, str]:
+    return translated(arguments).left
+
+
+def test_scripts_are_read_as_a_shell_does() -> None:
+    assert arguments_of(SCRIPT).given == {
+        "--nproc-per-node": "8",
+        "--nnodes": "$NODES",
+        "--num-layers": "24",
+        "--hidden-size": "1024",
+        "--num-attention-heads": "16",
+        "--seq-length": "2048",
+        "--swiglu": True,
+        "--normalization": "RMSNorm",
+        "--use-rotary-position-embeddings": True,
+        "--disable-bias-linear": True,
+        "--bf16": True,
+        "--moe-layer-freq": "([0]*1+[1]*23)",
+        "--global-batch-size": "64",
+        "--save": "$OUT",
+        "--lr": "1e-4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "--num-layers 4 --hidden-size 256 --num-attention-heads 8",
+            {"layers": 4, "hidden": 256, "heads": 8},
+        ),
+        ("--group-query-attention --num-query-groups 2", {"key_value_heads": 2}),
+        ("--kv-channels 128 --vocab-size 512", {"head_size": 128, "vocabulary": 512}),
+        ("--untie-embeddings-and-output-weights", {"tied": False}),
+        ("--hidden-dropout 0.0 --attention-dropout 0", {"dropout": 0.0}),
+        ("--norm-epsilon 1e-6 --init-method-std 0.01", {"norm_epsilon": 1e-6, "initial_std": 0.01}),
+        (
+            "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 128 --moe-router-dtype fp32",
+            {"experts": 8, "experts_per_token": 4, "expert_mlp": 128, "router_dtype": "fp32"},
+        ),
+        ("--num-experts 8", {"experts": 8, "router_dtype": "compute"}),
+        (
+            "--num-experts 8 --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"
+            " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4"
+            " --moe-router-dtype fp32",
+            {
+                "experts": 8,
+                "router_dtype": "fp32",
+                "balance": "bias",
+                "balance_rate": 1e-3,
+                "balance_over": "sequence",
+                "balance_loss": 1e-4,
+            },
+        ),
+        (
+            "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 128",
+            {"expert_mlp": 64, "shared_experts": 2},
+        ),
+        ("--moe-layer-freq ([0]*3+[1]*58)", {"dense_first": 3}),
+        ("--moe-layer-freq 2 --moe-router-pre-softmax", {"expert_every": 2, "router_normalize": False}),
+        ("--moe-router-score-function sigmoid", {"router": "sigmoid"}),
+    ],
+)
+def test_models(arguments: str, expected: dict[str, object]) -> None:
+    found = {key: value for key, value in keys(arguments).items() if key != "model.family"}
+    assert found == {f"model.{name}": value for name, value in expected.items()}
+    assert not left(arguments) or "family" in str(left(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--train-samples 1000 --global-batch-size 64", {"run.steps": 16, "batch.global_size": 64}),
+        ("--lr 2e-4 --min-lr 2e-5", {"learning_rate.peak": 2e-4, "learning_rate.floor": 0.1}),
+        (
+            "--lr-warmup-fraction 0.01 --train-iters 5000",
+            {"learning_rate.warmup": 50, "run.steps": 5000},
+        ),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 10", {"decay": "wsd", "cooldown": 10}),
+        ("--lr-decay-style inverse-square-root", {"learning_rate.decay": "inverse-sqrt"}),
+        (
+            "--rampup-batch-size 16 16 96 --global-batch-size 64",
+            {"global_size": 64, "ramp_from": 16, "ramp_steps": 2 + 1 + 0},
+        ),
+        ("--pipeline-model-parallel-size 4 --num-layers 16", {"layout.pipeline": 4}),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers 16 --num-layers-per-virtual-pipeline-stage 2",
+            {"layout.pipeline": 4, "layout.schedule": "interleaved", "layout.chunks": 2},
+        ),
+        ("--context-parallel-size 2 --cp-comm-type a2a", {"context": 2, "context_form": "all_to_all"}),
+        ("--use-distributed-optimizer --overlap-grad-reduce", {"layout.zero": 1}),
+        ("--data-parallel-sharding-strategy optim_grads_params", {"layout.zero": 3}),
+        ("--recompute-activations", {"memory.recompute": "selective"}),
+        ("--recompute-granularity full --recompute-method uniform", {"memory.recompute": "full"}),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+            {"memory.recompute": 4},
+        ),
+        ("--bf16", {"precision.compute": "bf16", "precision.gradients": "fp32"}),
+        ("--fp16", {"precision.compute": "fp16", "precision.gradients": "compute"}),
+        (
+            "--fp16 --accumulate-allreduce-grads-in-fp32",
+            {"precision.compute": "fp16", "precision.gradients": "fp32"},
+        ),
+        (
+            "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
+            {"compute": "fp8", "fp8_gradients": "e5m2", "fp8": "block", "gradients": "fp32"},
+        ),
+        ("--optimizer sgd --sgd-momentum 0.9", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}),
+        ("--exit-duration-in-mins 230", {"run.time_limit": "230 min"}),
+        ("--split 969,30,1", {"data.validation": 0.03}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor": 2, "sequence_parallel": True}),
+        ("--use_torch_fsdp2 --seed 7", {"layout.zero": 3, "run.seed": 7}),
+    ],
+)
+def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
+    found = {key: value for key, value in keys(arguments).items() if not key.startswith("model.")}
+    assert {name.split(".")[-1]: value for name, value in found.items()} == {
+        name.split(".")[-1]: value for name, value in expected.items()
+    }
+    assert not left(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--no-such-thing 3", "--no-such-thing = 3: is no argument of Megatron-LM that is known here"),
+        ("--num-layers many", "--num-layers = many: is no number"),
+        ("--num-layers 2.5", "--num-layers = 2.5: is no whole number"),
+        ("--seq-length inf", "--seq-length = inf: is no number"),
+        ("--num-layers $N", "--num-layers = $N: is a variable of the shell that the script does not set"),
+        ("--data-path data/text_document", "make a token file of the text with `hpctrain prepare`"),
+        ("--optimizer adafactor", '--optimizer = adafactor: is not what a deck can say (of "adam", "sgd"'),
+        ("--recompute-granularity full --recompute-method block", "either all blocks are computed again"),
+        ("--hidden-dropout 0.1 --attention-dropout 0.2", "is one with --hidden-dropout in a deck"),
+        ("--rampup-batch-size 16 8 100 --global-batch-size 64", "by as many sequences as it begins with"),
+        ("--rampup-batch-size 16 --global-batch-size 64", "is to be three numbers"),
+        ("--train-samples 1000", "there is no --global-batch-size"),
+        ("--min-lr 1e-5", "there is no --lr"),
+        ("--lr-warmup-fraction 0.1", "there is no --train-iters"),
+        ("--swiglu --normalization RMSNorm", "the model: has not all of rotary positions, no biases"),
+        ("--num-layers 2 --disable-bias-linear", "the model: has no biases"),
+        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", "does not divide --num-layers"),
+        ("--initial-loss-scale 4294967296", "is more than a deck's 16777216"),
+        ("--loss-scale 128", "the loss scale is dynamic"),
+        ("--bf16 perhaps", "--bf16 = perhaps: is neither on nor off"),
+        ("--moe-layer-freq [0]*3", "is neither a number nor [0]*n+[1]*m"),
+        ("--moe-router-load-balancing-type sinkhorn", "is not what a deck can say"),
+        ("--split 0,0", "has no parts"),
+        ("--bf16 --fp16", "asks for precision.compute = fp16, another setting for bf16"),
+    ],
+)
+def test_what_no_key_says_is_told(arguments: str, words: str) -> None:
+    assert words in "; ".join(f"{name}: {why}" for name, why in left(arguments).items())
+
+
+def test_what_it_takes_by_itself_is_told_as_its_default() -> None:
+    found = translated("--num-layers 2 --hidden-size 512 --swiglu --lr 1e-3")
+    told = {key: found.keys[key] for key in found.defaults}
+    assert told == {
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.01,
+        "model.dropout": 0.1,
+        "learning_rate.decay": "linear",
+        "learning_rate.floor": 0.0,
+        "learning_rate.warmup": 0,
+        "run.log_every": 100,
+        "model.tied": True,
+        "model.mlp": 1344,  # 8/3 of 512, down to a multiple of 64
+    }
+    assert "--adam-beta2" not in found.needless
+
+
+def test_every_key_is_one_of_a_deck() -> None:
+    theirs = Theirs(
+        {
+            "--global-batch-size": 8,
+            "--lr": 1.0,
+            "--num-layers": 8,
+            "--pipeline-model-parallel-size": 2,
+            "--moe-ffn-hidden-size": 2,
+            "--group-query-attention": True,
+            "--train-iters": 100,
+            "--moe-aux-loss-coeff": 0.1,
+            "--num-experts": 4,
+            "--hidden-dropout": 0.0,
+            "--cp-comm-type": "p2p",
+        }
+    )
+    made = set()
+    for rule in RULES.values():
+        for value in (
+            2,
+            True,
+            "full",
+            "selective",
+            "linear",
+            "adam",
+            "p2p",
+            "hybrid",
+            "delayed",
+            "optim",
+            "2 2 8",
+        ):
+            try:
+                made |= set(rule(value, theirs))
+            except UntranslatedError:
+                continue
+    assert {key for key in made if key.split(".")[1] not in fields(key.split(".")[0])} == set()
+    assert len(made) > 60
+    assert set(DEFAULTS) <= set(RULES)
