@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.report.figures import time_axis
+from hpctrain.report.figures import bytes_axis, time_axis
 from hpctrain.report.fonts import drawable
 from hpctrain.units import format_bytes, format_seconds
 
@@ -50,7 +50,6 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
 def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "a step") -> Figure:
     """All of them, those that do not fit as crosses; the frontier as a line with numbers, told below it."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     best = frontier(candidates)
     named = _spread(best)
@@ -93,7 +92,7 @@ def draw_pareto(title: str, candidates: Sequence[Candidate], seconds_of: str = "
     axes.margins(y=0.12)
     axes.set_xlabel("memory of the rank that holds most", fontsize=12)
     axes.set_ylabel(f"time of {seconds_of}", fontsize=12)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value) if value else "0"))
+    bytes_axis(axes)
     time_axis(axes)
     axes.tick_params(labelsize=11)
     axes.grid(color="#dddddd", linewidth=0.7)

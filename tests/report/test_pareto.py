@@ -59,3 +59,15 @@ def test_of_a_long_frontier_some_are_named_the_ends_among_them() -> None:
     many = [Candidate(f"c{number}", 100.0 - number, 1e6 + number) for number in range(60)]
     named = draw_pareto("title", many).get_supxlabel().splitlines()
     assert len(named) == 20 and "c0 " in named[0] and "c59 " in named[-1]
+
+
+def test_marks_that_lie_close_are_told_apart() -> None:
+    close = [Candidate(f"{number}", 10.13 + 0.004 * number, 66.6e9 - 1e6 * number) for number in range(5)]
+    far = [Candidate(f"{number}", 10.0 + 900 * number, 1e9 + 3e10 * (5 - number)) for number in range(5)]
+    for candidates in (close, far):
+        figure = draw_pareto("t", candidates)
+        figure.canvas.draw()
+        for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+            labels = [label.get_text() for label in axis.get_ticklabels()]
+            assert len(set(labels)) == len(labels) > 2
+            assert all(label.split()[-1] in {"GB", "s", "min", "0"} for label in labels), labels
