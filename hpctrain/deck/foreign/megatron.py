@@ -48,8 +48,9 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
 _FLAG = re.compile(r"--[A-Za-z][\w-]*")
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 _ASSIGNED = re.compile(
-    r"""(?:^|;)\s*(?:export\s+)?(\w+)=([^\s("'`$;&|]+|"[^"$`\n]*"|'[^'\n]*')[ \t]*(?=;|\#|$)""", re.MULTILINE
+    r"""(?:^|;)\s*(?:export\s+)?(\w+)=([^\s("'`;&|]+|"[^"`\n]*"|'[^'\n]*')[ \t]*(?=;|\#|$)""", re.MULTILINE
 )
+_USUAL = re.compile(r"\$\{\w+:-[\"']?([^}\"']*)[\"']?\}")
 _LISTS = re.compile(r"""(\w+)=[("'][^)"']*--""")
 """What a script names lists of arguments."""
 _END = "\x1e"
@@ -67,7 +68,7 @@ _LAUNCH = "is the launcher's matter: mpirun or srun starts the ranks"
 def arguments_of(script: str) -> Theirs:
     """The arguments in a text: a file of them, or a shell's script. Variables that it sets are put in."""
     script = script.replace("\\\r\n", " ").replace("\\\n", " ")
-    variables = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(script)}
+    variables = _variables(script)
     lists = {f"${name}" for name in _LISTS.findall(script)}
     given: dict[str, object] = {}
     name = ""
@@ -83,6 +84,17 @@ def arguments_of(script: str) -> Theirs:
             before = given[name]
             given[name] = known if before is True else f"{before} {known}"
     return Theirs(given, DEFAULTS)
+
+
+def _variables(script: str) -> dict[str, str]:
+    """What a script sets, in one way alone: by a value, or by one for where the environment has none."""
+    found: dict[str, set[str]] = {}
+    for name, written in _ASSIGNED.findall(script):
+        value = written.strip("\"'")
+        usual = _USUAL.fullmatch(value)
+        found.setdefault(name, set()).add(usual[1] if usual else value)
+    alone = {name: values.pop() for name, values in found.items() if len(values) == 1}
+    return {name: value for name, value in alone.items() if "$" not in value and "--" not in value}
 
 
 def _words(script: str) -> Iterator[str]:
@@ -326,6 +338,20 @@ def _of_names(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
     return {f"--{name}": rule for name in names}
 
 
+_OF_LAUNCHERS = (
+    "nproc-per-node",
+    "nnodes",
+    "num-nodes",
+    "num-gpus",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "hostfile",
+    "force-multi",
+)
+
 _MODEL: dict[str, Rule] = {
     "--num-layers": as_key("model.layers"),
     "--hidden-size": as_key("model.hidden"),
@@ -465,6 +491,10 @@ _LAYOUT: dict[str, Rule] = {
         "layout.zero", {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     ),
     "--use-torch-fsdp2": when_on({"layout.zero": 3}),
+    "--checkpoint-activations": when_on({"memory.recompute": "full"}),
+    "--cpu-optimizer": when_on({"memory.optimizer": "host"}),
+    "--zero-stage": as_key("layout.zero"),
+    "--deepspeed-config": nothing("give that file to --from by itself"),
     "--recompute-activations": when_on({"memory.recompute": "selective"}),
     "--recompute-granularity": _kept,
     "--recompute-method": only(("uniform",), "either all blocks are computed again, or none"),
@@ -477,13 +507,12 @@ _LAYOUT: dict[str, Rule] = {
     "--pipeline-model-parallel-layout": nothing("give the blocks of every part: layout.split = [...]"),
     "--account-for-embedding-in-pipeline-split": needless,
     "--account-for-loss-in-pipeline-split": needless,
-    **_of_names(
-        ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-endpoint", "rdzv-id"),
-        nothing(_LAUNCH),
-    ),
+    **_of_names(_OF_LAUNCHERS, nothing(_LAUNCH)),
 }
 
 _NEEDLESS = (
+    "deepspeed",
+    "data-impl",
     "use-mcore-models",
     "transformer-impl",
     "attention-backend",

@@ -52,7 +52,7 @@ class Theirs:
             return None
 
 
-_UNSET = "is a variable of the shell that the script does not set"
+_UNSET = "is a variable of the shell that the script does not set, or sets in several ways"
 
 Rule = Callable[[object, Theirs], Keys]
 """The keys of a setting with a value; raises UntranslatedError."""

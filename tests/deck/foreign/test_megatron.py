@@ -60,6 +60,35 @@ def test_scripts_are_read_as_a_shell_does() -> None:
     }
 
 
+def test_variables_have_one_value_or_none() -> None:
+    script = """
+    A=${A:-3}
+    B="${B:-4}"; C='5'
+    if [ $X = 1 ]; then
+        D=6
+    else
+        D=7
+    fi
+    E=$((A + 1))
+    F="$C"
+    MORE=" --swiglu"
+    ARGS="--num-layers $A --hidden-size ${B} --seed $C --train-iters $D --micro-batch-size $E"
+    python pretrain_gpt.py $ARGS --seq-length $F --bf16 \\
+        $MORE --lr 1e-4 | tee log.txt
+    """
+    assert arguments_of(script).given == {
+        "--swiglu": True,
+        "--num-layers": "3",
+        "--hidden-size": "4",
+        "--seed": "5",
+        "--train-iters": "$D",
+        "--micro-batch-size": "$E",
+        "--seq-length": "$F",
+        "--bf16": True,
+        "--lr": "1e-4",
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -166,7 +195,10 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--num-layers many", "--num-layers = many: is no number"),
         ("--num-layers 2.5", "--num-layers = 2.5: is no whole number"),
         ("--seq-length inf", "--seq-length = inf: is no number"),
-        ("--num-layers $N", "--num-layers = $N: is a variable of the shell that the script does not set"),
+        (
+            "--num-layers $N",
+            "--num-layers = $N: is a variable of the shell that the script does not set, or sets in",
+        ),
         ("--data-path data/text_document", "make a token file of the text with `hpctrain prepare`"),
         ("--optimizer adafactor", '--optimizer = adafactor: is not what a deck can say (of "adam", "sgd"'),
         ("--recompute-granularity full --recompute-method block", "either all blocks are computed again"),
