@@ -26,6 +26,7 @@ VERBS = {
     "deck": ("deck", "Print a deck resolved, or the reference of all keys."),
     "job": ("job", "Write a batch script for a deck, or submit it."),
     "plan": ("plan", "Tell what every rank of a deck will hold in memory."),
+    "check": ("check", "Tell whether a layout computes what one rank does."),
     "calibrate": ("calibrate", "Measure this machine, for plans."),
     "prepare": ("prepare", "Make a token file of text files."),
     "plot": ("plot", "Draw what runs measured."),

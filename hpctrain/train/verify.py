@@ -75,6 +75,17 @@ class LayoutDifference:
     error: float
     hint: str
 
+    @property
+    def fails(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.error <= TOLERANCE
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} differs from the one-rank run by {self.error:.1e} of its largest element "
+            f"(allowed: {TOLERANCE:.0e}); {self.hint}"
+        )
+
 
 def miniature(deck: Deck) -> Deck:
     """The deck with the same layout and a tiny model and batch."""
@@ -240,21 +251,25 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     return differences
 
 
-def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
-    """Compare and raise LayoutError on all ranks at the first tensor that differs; else a sentence.
+def compare_miniature(deck: Deck, world: World, mesh: Mesh) -> tuple[Deck, list[LayoutDifference]]:
+    """The miniature of a deck, and what `compare` finds of it. Collective.
 
     HpctrainError for patterns that name parameters, where the model itself, not its miniature, refuses them.
     """
     check_patterns(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
     small = miniature(deck)
     small = small.with_keys(layout={"split": _standing_split(deck, small.model.layers, mesh)})
-    differences = compare(small, world, mesh)
+    return small, compare(small, world, mesh)
+
+
+def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
+    """Compare and raise LayoutError on all ranks at the first tensor that differs; else a sentence. Errors as
+    of `compare_miniature`.
+    """
+    _, differences = compare_miniature(deck, world, mesh)
     for difference in differences:
-        if not difference.error <= TOLERANCE:
-            raise LayoutError(
-                f"layout check: {difference.name} differs from the one-rank run by {difference.error:.1e} "
-                f"of its largest element (allowed: {TOLERANCE:.0e}); {difference.hint}"
-            )
+        if difference.fails:
+            raise LayoutError(f"layout check: {difference}")
     worst = max(differences, key=lambda difference: difference.error)
     return (
         f"layout checked: {len(differences)} tensors of two tiny steps as on one rank; "
@@ -365,4 +380,14 @@ def _difference(
             return LayoutDifference(name, error, f"{what}a sum over {over} is likely missing")
         if worst(mine / group.size) <= explained:
             return LayoutDifference(name, error, f"{what}a sum over {over} is likely doubled")
+    factor = _factor(mine, expected, world)
+    if worst(mine / factor) <= explained:
+        return LayoutDifference(name, error, f"{what}all of it is {factor:.4g} times what it should be")
     return LayoutDifference(name, error, f"{what}no single missing or doubled sum explains it")
+
+
+def _factor(mine: Tensor, expected: Tensor, world: World) -> float:
+    """By which all of a tensor is multiplied, if it is, of what all ranks have of it: by least squares."""
+    sums = torch.stack(((mine * expected).sum(), expected.square().sum()))
+    products, squares = world.everyone.all_reduce(sums.nan_to_num()).tolist()
+    return products / squares if products and squares else 1.0

@@ -1,0 +1,33 @@
+"""`hpctrain check`: certify a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(name="check")
+@click.argument("deck", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key, e.g. layout.tensor=2."
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 1 << 12),
+    metavar="N",
+    help="Start N ranks on this machine.  [default: those that a launcher has started]",
+)
+def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
+    """Whether DECK computes on its layout what one rank computes, without training and without its tokens.
+
+    Two steps of the model in miniature, by the run's own step: initial parameters, losses, every gradient,
+    norms and parameters after the update, each beside those of one rank. Of a tensor that differs it says by
+    how much, how it is split, and which sum too many or too few would explain it. Exits with 1 if one does.
+    """
+    from hpctrain.comm.relaunch import on_ranks
+    from hpctrain.comm.verb import run_verb
+    from hpctrain.train.check import check
+
+    on_ranks(ranks)
+    run_verb(lambda world: check(world, deck, overrides, click.echo))

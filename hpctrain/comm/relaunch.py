@@ -1,0 +1,53 @@
+"""A verb that was started alone, started again on several ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from hpctrain.comm.launcher import launcher_name, started_size
+from hpctrain.errors import HpctrainError
+
+_OPTIONS = {"open-mpi.org": ("--quiet", "--oversubscribe", "--bind-to", "none")}
+"""For more ranks than cores, by what `mpirun --version` says."""
+
+
+def on_ranks(ranks: int | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Go on where a launcher has started so many ranks, or no number is asked for; else become `mpirun`, or
+    $MPIRUN, which starts this command on so many. HpctrainError where neither can be.
+    """
+    started = started_size(environment)
+    if ranks is None or ranks == started:
+        return
+    if launcher_name(environment) != "none (one process)":
+        raise HpctrainError(
+            f"--ranks {ranks}: the launcher started {started}: leave --ranks out, or start {ranks}"
+        )
+    command = _launch(environment)
+    if command is None:
+        raise HpctrainError(
+            f"--ranks {ranks}: there is no mpirun or $MPIRUN here: start {ranks} ranks by srun"
+        )
+    words = [*command, "-n", str(ranks), sys.executable, "-m", "hpctrain", *sys.argv[1:]]
+    own = {"OMP_NUM_THREADS": "1"} | dict(environment)
+    if os.geteuid() == 0:
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    sys.stdout.flush()
+    os.execvpe(words[0], words, own)
+
+
+def _launch(environment: Mapping[str, str]) -> Sequence[str] | None:
+    """The words that start ranks; None where there is no such program."""
+    program, *options = shlex.split(environment.get("MPIRUN", "")) or ["mpirun"]
+    path = shutil.which(program, path=environment.get("PATH"))
+    if path is None:
+        return None
+    if not options:
+        asked = [path, "--version"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout
+        options = [word for name, words in _OPTIONS.items() if name in said for word in words]
+    return [path, *options]
