@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Found:
     """`split`, the blocks of every part of a model; `products`, which kernel computes each of them, by the
     names of what is measured, and in words `why` so; `functions`, what computes those of its blocks, and the
-    record of those `compiled` in a run that is gone on with, where that wished it: of torch's it is empty.
+    record of those `compiled` in a run that is gone on with: of torch's it is empty.
 
     It goes with the deck through its changes. All Found are equal: it is no part of what a deck says.
     """

@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -15,7 +14,7 @@ import torch
 from hpctrain.comm.device import on_host
 from hpctrain.deck.found import Found
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.functions import record_of
+from hpctrain.engine.functions import functions_before
 from hpctrain.engine.sizes import micro_batches
 from hpctrain.model.precision import Precision
 from hpctrain.parallel.groups import LayerGroups
@@ -131,9 +130,7 @@ def as_before(deck: Deck, before: Deck, state: Mapping[str, Any]) -> Deck:
     """
     split, products = state.get("split") if deck.layout == before.layout else None, state.get("products")
     found = Found(None if split is None else tuple(split), known_kernels(products))
-    if before.machine.compile:
-        found = replace(found, compiled=record_of(state.get("compiled")))
-    deck = deck.with_found(found)
+    deck = functions_before(deck.with_found(found), before, state.get("compiled"))
     if "products" in state or "machine.products" in deck.sources.places:
         return deck
     return deck.with_keys(machine={"products": "library"})

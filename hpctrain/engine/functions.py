@@ -18,11 +18,9 @@ from hpctrain.parallel.compiler import CompilerError, compile_library, try_libra
 from hpctrain.parallel.functions import TORCH, CompiledFunctions, Functions, agrees
 from hpctrain.parallel.library import open_library
 
-_LEFT = "; those of the run that this goes on with were compiled: from here on its losses have other bits"
-_OTHERWISE = (
-    "; those of the run that this goes on with were compiled of another version of hpctrain, or by another"
-    " compiler or for another processor: from here on its losses may have other bits"
-)
+_GOES_ON = "those of the run that this goes on with were"
+_OTHER_BITS = "from here on its losses may have other bits"
+_OTHERWISE = "compiled of another version of hpctrain, or by another compiler or for another processor"
 _LONGEST_RECORD = 100
 
 
@@ -49,9 +47,6 @@ def with_functions(deck: Deck, world: World) -> Deck:
     everyone = world.everyone
     if not all(everyone.all_gather_object(on_host(world.device))):
         raise HpctrainError(deck.problem("machine.compile", "is for runs on CPUs (leave it out on GPUs)"))
-    if deck.found.compiled == "":
-        before = Functions("the run that this goes on with had none compiled")
-        return deck.with_found(replace(deck.found, functions=before))
     began, content, why = perf_counter(), None, ""
     if world.local_rank == 0:
         try:
@@ -65,19 +60,22 @@ def with_functions(deck: Deck, world: World) -> Deck:
         with suppress(OSError, AttributeError):
             record = " ".join(sorted({f"{crc32(each):08x}" for each in of_nodes.values()}))[:_LONGEST_RECORD]
             why_so = f"compiled in {perf_counter() - began:.1f} s"
-            why_so += _OTHERWISE if deck.found.compiled not in {None, record} else ""
+            if deck.found.compiled not in {None, record}:
+                before = _OTHERWISE if deck.found.compiled else "torch's"
+                why_so += f"; {_GOES_ON} {before}: {_OTHER_BITS}"
             functions = CompiledFunctions(open_library(library), why_so, record)
             why = "" if agrees(functions) else "what was compiled computes something else"
     whys = [each for each in everyone.all_gather_object(why) if each]
     if whys or not functions.compiled:
         why = whys[0] if whys else "no library was made"
-        functions = Functions(f"{why}{_LEFT if deck.found.compiled else ''}")
+        left = f"; {_GOES_ON} compiled: {_OTHER_BITS}" if deck.found.compiled else ""
+        functions = Functions(f"{why}{left}")
     return deck.with_found(replace(deck.found, functions=functions))
 
 
 def planned_functions(deck: Deck) -> Deck:
     """The deck for a plan: what its run is to compile is so, but for the library."""
-    if not deck.machine.compile or deck.found.functions is not None or deck.found.compiled == "":
+    if not deck.machine.compile or deck.found.functions is not None:
         return deck
     return deck.with_found(replace(deck.found, functions=CompiledFunctions()))
 
@@ -95,10 +93,24 @@ def record_of(stored: object) -> str:
     return "an earlier version's" if stored is True else ""
 
 
+def functions_before(deck: Deck, before: Deck, stored: object) -> Deck:
+    """The deck of a run that goes on, with what a checkpoint of a run by the deck `before` tells of its
+    functions: torch's stay where that could not have others, unless the wish is made again.
+    """
+    found, place = replace(deck.found, compiled=record_of(stored)), deck.sources.place("machine.compile")
+    if before.machine.compile and not found.compiled and place.override is None:
+        why = "the run that this goes on with had none compiled (--set machine.compile=true compiles them)"
+        found = replace(found, functions=Functions(why))
+    return deck.with_found(found)
+
+
 def introduce_functions(deck: Deck, functions: Functions) -> list[str]:
     """What a run says of them at its start, where there is anything to say."""
     if not deck.machine.compile:
-        return []
+        left = (
+            f"functions of blocks are torch's (machine.compile = false); {_GOES_ON} compiled: {_OTHER_BITS}"
+        )
+        return [left] if deck.found.compiled else []
     if functions.compiled:
         return [f"functions of blocks are compiled for this processor ({functions.why})"]
     return [f"machine.compile = true, but functions of blocks are torch's: {functions.why}"]

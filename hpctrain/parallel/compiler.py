@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
+from hpctrain.files import delete_folder, files_named
 
 COMPILERS = ("cc", "gcc", "clang")
 """Looked for where $CC names none."""
@@ -35,6 +37,15 @@ _PROCESSOR = ("-march=native", "-mcpu=native")
 
 
 _TOO_LONG = "not done after {:.0f} s"
+
+_FOLDER = "hpctrain-compiler-"
+_OLD = 3600.0
+"""Seconds after which a folder is one that a killed run has left."""
+
+_END_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""A program that becomes another one, which Linux kills where the rank that started it is no more."""
 
 
 class CompilerError(HpctrainError):
@@ -60,14 +71,17 @@ def compile_library(source: Path, environment: Mapping[str, str] = os.environ) -
     words = find_compiler(environment)
     problem = ""
     try:
-        with tempfile.TemporaryDirectory(prefix="hpctrain-compiler-") as folder:
+        _sweep()
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             output = Path(folder) / "library.so"
             for processor in _PROCESSOR:
                 command = [*words, *_FLAGS, processor, "-o", str(output), str(source), "-lm"]
                 status, lines = _run(command, environment, Path(folder))
                 if status == 0:
                     return output.read_bytes()
-                problem = problem or next((line for line in lines if "error" in line), f"ended by {status}")
+                silent = f"ended by {status} and said nothing; is {tempfile.gettempdir()} full?"
+                ended = f"ended by {status}" if any(lines) else silent
+                problem = problem or next((line for line in lines if "error" in line), ended)
     except subprocess.TimeoutExpired:
         problem = _TOO_LONG.format(SECONDS)
     except OSError as error:
@@ -80,7 +94,7 @@ def try_library(content: bytes, program: Path) -> None:
     where it does not end well, as where the processor lacks an instruction that the library has.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="hpctrain-compiler-") as folder:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
             library = Path(folder) / "library.so"
             library.write_bytes(content)
             # Without what is installed beside Python, which takes longer than all the rest.
@@ -97,13 +111,24 @@ def try_library(content: bytes, program: Path) -> None:
     raise CompilerError(f"what was compiled does not run on this processor: {problem[:200]}")
 
 
+def _sweep() -> None:
+    """Remove what killed runs of this user have left of their own folders."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                ours = entry.name.startswith(_FOLDER) and status.st_uid == os.geteuid()
+                if ours and time.time() - status.st_mtime > _OLD and entry.is_dir(follow_symlinks=False):
+                    delete_folder(Path(entry.path), files_named(r"library\.so|said"))
+
+
 def _run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[int, list[str]]:
     """The status by which a command ends, and the lines that it says. TimeoutExpired after so many SECONDS:
     it, and all that it has started, is gone then.
     """
     with (folder / "said").open("w+b") as said:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=said,

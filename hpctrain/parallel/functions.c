@@ -174,11 +174,17 @@ INLINE void layer_norm_of(const char *x, const char *weight, const char *bias, c
     for (size_t row = 0; row < rows; ++row, x += width * size, y += width * size) {
         Floats sum = all(0), squares = all(0);
         ELEMENTS(size, width, { sum += load(x + i * size, size); }, { sum += load_some(x + i * size, size, some); })
-        const float middle = mean[row] = total(sum) / width;
+        /* The mean as rounded, and what is left of it: of a row that is all one number the deviations are to be 0. */
+        const float about = total(sum) / width;
+        Floats rest = all(0);
         ELEMENTS(size, width,
-            { const Floats a = load(x + i * size, size) - middle; squares += a * a; },
-            { const Floats a = first(some, load_some(x + i * size, size, some) - middle, 0); squares += a * a; })
-        const float root = inverse[row] = 1 / sqrtf(total(squares) / width + epsilon);
+            { const Floats a = load(x + i * size, size) - about; rest += a; squares += a * a; },
+            { const Floats a = first(some, load_some(x + i * size, size, some) - about, 0);
+              rest += a; squares += a * a; })
+        const float left = total(rest) / width, middle = mean[row] = about + left;
+        const float variance = total(squares) / width - left * left;
+        /* Of rows that are too large for fp32 nothing is known. */
+        const float root = inverse[row] = isfinite(variance) ? 1 / sqrtf(fmaxf(variance, 0) + epsilon) : NAN;
         for (size_t i = 0; i < width; i += LANES) {
             const int some = width - i < LANES ? (int)(width - i) : LANES;
             const int whole = some == LANES;
@@ -262,8 +268,9 @@ INLINE void gated_gradient_of(const char *dy, const char *x, char *dx, size_t ro
 /* Of logits, which are x [rows, columns] in rows of `width` times a factor: the largest of each row, at the least
  * -FLT_MAX; the sum of the exponentials of what they are less than that; the one at a column, which if negative is
  * nowhere: -infinity. Every block of a row is read once from where it lies, and summed for itself. */
-INLINE void partition_of(const char *x, const int64_t *column, float *maximum, float *sum, float *at_column,
+INLINE void partition_of(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column,
                          size_t rows, size_t columns, size_t width, float factor, int size) {
+    const float sign = copysignf(1, factor), scale = fabsf(factor);
     for (size_t row = 0; row < rows; ++row, x += width * size) {
         float largest = -FLT_MAX, whole = 0;
         for (size_t start = 0; start < columns; start += BLOCK) {
@@ -271,17 +278,18 @@ INLINE void partition_of(const char *x, const int64_t *column, float *maximum, f
             const size_t count = columns - start < BLOCK ? columns - start : BLOCK;
             Floats most = all(largest), part = all(0);
             ELEMENTS(size, count,
-                { const Floats a = load(at + i * size, size) * factor; most = chosen(a > most, a, most); },
-                { const Floats a = first(some, load_some(at + i * size, size, some) * factor, -FLT_MAX);
+                { const Floats a = load(at + i * size, size) * sign; most = chosen(a > most, a, most); },
+                { const Floats a = first(some, load_some(at + i * size, size, some) * sign, -FLT_MAX);
                   most = chosen(a > most, a, most); })
             const float before = largest;
             for (int lane = 0; lane < LANES; ++lane) largest = most[lane] > largest ? most[lane] : largest;
             ELEMENTS(size, count,
-                { part += exponential(load(at + i * size, size) * factor - largest); },
-                { part += first(some, exponential(load_some(at + i * size, size, some) * factor - largest), 0); })
-            whole = whole * exponential(all(before - largest))[0] + total(part);
+                { part += exponential((load(at + i * size, size) * sign - largest) * scale); },
+                { const Floats a = (load_some(at + i * size, size, some) * sign - largest) * scale;
+                  part += first(some, exponential(a), 0); })
+            whole = whole * exponential(all((before - largest) * scale))[0] + total(part);
         }
-        maximum[row] = largest;
+        extreme[row] = largest;
         sum[row] = whole;
         at_column[row] = column[row] < 0 ? -INFINITY : (load_some(x + column[row] * size, size, 1) * factor)[0];
     }
@@ -289,18 +297,22 @@ INLINE void partition_of(const char *x, const int64_t *column, float *maximum, f
 
 /* In place of x the gradient of a function of these: the exponentials times `weight` [rows], less `of_column` [rows]
  * at the column, all that times the factor; nought in what is filled up. */
-INLINE void partition_gradient_of(char *x, const int64_t *column, const float *maximum, const float *weight,
+INLINE void partition_gradient_of(char *x, const int64_t *column, const float *extreme, const float *weight,
                                   const float *of_column, size_t rows, size_t columns, size_t width, float factor,
                                   int size) {
+    const float sign = copysignf(1, factor), scale = fabsf(factor);
     for (size_t row = 0; row < rows; ++row, x += width * size) {
-        const float largest = maximum[row], times = weight[row] * factor;
+        const float largest = extreme[row], times = weight[row] * factor;
         char *at = column[row] < 0 ? 0 : x + column[row] * size;
         Floats there = all(0);
-        if (at) there = exponential(load_some(at, size, 1) * factor - largest) * times - of_column[row] * factor;
+        if (at) {
+            const Floats a = (load_some(at, size, 1) * sign - largest) * scale;
+            there = exponential(a) * times - of_column[row] * factor;
+        }
         ELEMENTS(size, columns,
-            { store(x + i * size, size, exponential(load(x + i * size, size) * factor - largest) * times); },
-            { store_some(x + i * size, size, some,
-                         exponential(load_some(x + i * size, size, some) * factor - largest) * times); })
+            { store(x + i * size, size, exponential((load(x + i * size, size) * sign - largest) * scale) * times); },
+            { const Floats a = (load_some(x + i * size, size, some) * sign - largest) * scale;
+              store_some(x + i * size, size, some, exponential(a) * times); })
         memset(x + columns * size, 0, (width - columns) * size);
         if (at) store_some(at, size, 1, there);
     }
@@ -348,16 +360,16 @@ void layer_norm_gradient(const char *dy, const char *x, const char *weight, cons
             layer_norm_gradient_of(dy, x, weight, mean, inverse, dx, of_weight, of_bias, rows, width, 2))
 }
 
-void partition(const char *x, const int64_t *column, float *maximum, float *sum, float *at_column, size_t rows,
+void partition(const char *x, const int64_t *column, float *extreme, float *sum, float *at_column, size_t rows,
                size_t columns, size_t width, float factor, int size) {
-    BY_SIZE(size, partition_of(x, column, maximum, sum, at_column, rows, columns, width, factor, 4),
-            partition_of(x, column, maximum, sum, at_column, rows, columns, width, factor, 2))
+    BY_SIZE(size, partition_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 4),
+            partition_of(x, column, extreme, sum, at_column, rows, columns, width, factor, 2))
 }
 
-void partition_gradient(char *x, const int64_t *column, const float *maximum, const float *weight,
+void partition_gradient(char *x, const int64_t *column, const float *extreme, const float *weight,
                         const float *of_column, size_t rows, size_t columns, size_t width, float factor, int size) {
-    BY_SIZE(size, partition_gradient_of(x, column, maximum, weight, of_column, rows, columns, width, factor, 4),
-            partition_gradient_of(x, column, maximum, weight, of_column, rows, columns, width, factor, 2))
+    BY_SIZE(size, partition_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 4),
+            partition_gradient_of(x, column, extreme, weight, of_column, rows, columns, width, factor, 2))
 }
 
 /* C [m, n] (+)= A B, of A's elements at row * ra + column * ca, B [k, n] with rows ldb apart; m of eights, n of

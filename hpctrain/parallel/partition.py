@@ -69,20 +69,23 @@ class CompiledPartition(Partition):
     """By `call`, which calls a function of the library, of products in fp32 or bf16."""
 
     def __init__(self, logits: Logits, column: Tensor, call: Callable[..., None]) -> None:
-        self._call = call
+        self._call, self._extreme = call, torch.empty(0)
         super().__init__(logits, column)
 
     def _compute(self) -> None:
         x, column = self._logits.products, self._column
         assert x.is_contiguous() and column.is_contiguous() and column.dtype == torch.int64
-        self.maximum, self.total, self.at_column = torch.empty(3, len(x))
-        self._call("partition", x, column, self.maximum, self.total, self.at_column, *self._sizes())
+        self._extreme, self.total, self.at_column = torch.empty(3, len(x))
+        self._call("partition", x, column, self._extreme, self.total, self.at_column, *self._sizes())
+        # Scaled after the exponentials were taken: the largest one's is to be one, however it rounds.
+        largest = self._extreme * abs(self._logits.multiplier)
+        self.maximum = largest.clamp_min_(torch.finfo(torch.float32).min)
 
     def gradient(self, weight: Tensor, of_column: Tensor) -> Tensor:
         """See Partition."""
         x, weights = self._logits.products, (weight.contiguous(), of_column.contiguous())
         assert all(each.dtype == torch.float32 for each in weights)
-        self._call("partition_gradient", x, self._column, self.maximum, *weights, *self._sizes())
+        self._call("partition_gradient", x, self._column, self._extreme, *weights, *self._sizes())
         return x
 
     def _sizes(self) -> tuple[int, int, int, float, object]:

@@ -14,6 +14,7 @@ from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.found import Found
+from hpctrain.deck.read import deck_text, parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.engine import functions as module
 from hpctrain.engine.build import make_mesh
@@ -168,15 +169,27 @@ def test_what_would_end_the_job_is_not_called(world: World, monkeypatch: pytest.
 @pytest.mark.mpi(max_size=1)
 def test_a_run_that_goes_on_computes_as_before(world: World) -> None:
     old, deck = small_deck(), small_deck(COMPILE)
-    assert as_before(deck, old, {}).found.compiled is None
+    assert deck.found.compiled is None
+    assert as_before(deck, old, {}).found.compiled == ""
     assert as_before(deck, deck, {"compiled": "89abcdef"}).found.compiled == "89abcdef"
     assert as_before(deck, deck, {"compiled": True}).found.compiled == "an earlier version's"
     assert as_before(deck, deck, {"compiled": 3}).found.compiled == ""
-    fallen = as_before(deck, deck, {"compiled": False, "products": {}})
+    fallen = as_before(parse_deck(deck_text(deck)), deck, {"compiled": False, "products": {}})
     found = with_functions(fallen, world)
     assert not functions_of(found, CPU).compiled
     assert not functions_of(fallen, CPU).compiled
-    assert "the run that this goes on with" in introduce_functions(deck, functions_of(found, CPU))[0]
+    said = introduce_functions(deck, functions_of(found, CPU))
+    assert "the run that this goes on with had none compiled (--set machine.compile=true" in said[0]
+    # What is wished anew is had, and said to have other bits.
+    again = parse_deck(deck_text(deck), [COMPILE])
+    for before in (deck, old):
+        anew = with_functions(as_before(again, before, {"compiled": "", "products": {}}), world)
+        assert functions_of(anew, CPU).compiled
+        (said,) = introduce_functions(anew, functions_of(anew, CPU))
+        assert said.endswith("goes on with were torch's: from here on its losses may have other bits)")
+    (said,) = introduce_functions(as_before(old, deck, {"compiled": "89abcdef"}), TORCH)
+    assert said.endswith("goes on with were compiled: from here on its losses may have other bits")
+    assert introduce_functions(as_before(old, old, {}), TORCH) == []
     assert functions_of(planned_functions(deck), CPU).compiled
     assert functions_of(planned_functions(deck), torch.device("cuda")) is TORCH
     assert functions_of(planned_functions(old), CPU) is TORCH
@@ -240,7 +253,7 @@ def test_what_leaves_the_bits_says_so(
     deck, folder, shown = write_deck(world, mpi_tmp_path), mpi_tmp_path / "run", list[str]()
     keys = [f"run.dir={folder}", "checkpoint.every=2", "checkpoint.keep=9", COMPILE, "learning_rate.warmup=0"]
     assert run_deck(world, deck, [*keys, "run.steps=4"]) == 0
-    assert "have other bits" not in capfd.readouterr().out
+    assert "other bits" not in capfd.readouterr().out
 
     def replayed(step: int, *overrides: str) -> str:
         path = folder / "checkpoints" / f"step-{step:08d}.h5"

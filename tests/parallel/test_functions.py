@@ -9,6 +9,8 @@ import ctypes
 import math
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -134,6 +136,16 @@ def test_layer_norm(compiled: CompiledFunctions) -> None:
             compare(
                 lambda x, *of: compiled.layer_norm(x, *of, 1e-3), exact, given, (6, 3, width), 1 + at / spread
             )
+    for width in (1, 96, 768, 4096):
+        for number in (30.3, 1000.1, 12345.6, -1e-7):
+            x = torch.full((3, width), number)
+            result = compiled.layer_norm(x, torch.ones(width), torch.full((width,), 0.5), 1e-12)
+            assert (result == 0.5).all(), (width, number)
+    for size in (1e20, 3e38):  # what torch has no numbers for
+        x = size * random(3, 40)
+        ones = torch.ones(2, 40)
+        assert not torch.layer_norm(x, (40,), *ones).isfinite().any()
+        assert not compiled.layer_norm(x, *ones, 1e-5).isfinite().any()
     x, fixed = random(2, 8).requires_grad_(), random(8)
     compiled.layer_norm(x, fixed, fixed, 1e-3).sum().backward()
     assert fixed.grad is None
@@ -332,3 +344,44 @@ def test_nothing_is_left_of_a_compiler_that_takes_too_long(
 
 
 _OUTPUT = r"""echo "$*" | sed 's/.* -o \([^ ]*\) .*/\1/'"""
+
+
+def test_a_compiler_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    program = "from hpctrain.engine.functions import compiled_functions; compiled_functions()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"CC": str(compiler), "TMPDIR": str(tmp_path)}
+    )
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    number = int((tmp_path / "pid").read_text())
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{number}/stat").exists():
+        # Of one that nobody waits for there is left that it has ended.
+        if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.02)
+
+
+def test_what_killed_runs_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, old in (("hpctrain-compiler-old", True), ("hpctrain-compiler-new", False), ("other", True)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "said").write_text("")
+        if old:
+            os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "hpctrain-compiler-link").symlink_to(tmp_path / "other")
+    compiled_functions()
+    left = {"hpctrain-compiler-new", "hpctrain-compiler-link", "other"}
+    assert {each.name for each in tmp_path.iterdir()} == left
+    assert (tmp_path / "other" / "said").exists()
+
+
+def test_a_silent_compiler_is_said_to_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(CompilerError, match=r"ended by 1 and said nothing; is .* full\?"):
+        compiled_functions()

@@ -67,21 +67,25 @@ def test_sums_and_gradients(functions: Functions, columns: int, filled: int, mul
         ).all()
 
 
-def losses(functions: Functions, products: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+def losses(
+    functions: Functions, products: Tensor, column: Tensor, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cross-entropies and their gradients."""
-    found = functions.partition(Logits(products.clone(), products.shape[1]), column)
+    found = functions.partition(Logits(products.clone(), products.shape[1], multiplier), column)
     loss = found.total.log() + found.maximum - found.at_column
     return loss, found.gradient(1 / found.total, torch.ones(len(products)))
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_logits_may_be_huge_or_tiny(functions: Functions, form: torch.dtype) -> None:
-    for size in (1e-38, 1e-20, 1e4, 1e18, 1e37):
+@pytest.mark.parametrize("multiplier", [1.0, 0.37, -0.1])
+def test_logits_may_be_huge_or_tiny(functions: Functions, form: torch.dtype, multiplier: float) -> None:
+    for size in (1e-38, 1e-20, 1e4, 1e10, 1e18, 1e37):
         products = products_of(1100, 1100, form, size)
         column = torch.tensor([0, 1099, 0, 1, 1050])
-        loss, gradient = losses(functions, products, column)
+        loss, gradient = losses(functions, products, column, multiplier)
         leaf = products.double().requires_grad_()
-        exact = functional.cross_entropy(leaf, column, reduction="none")
+        # By the multiplier as it is in fp32, of which this is the scale.
+        exact = functional.cross_entropy(leaf * torch.tensor(multiplier).double(), column, reduction="none")
         torch.testing.assert_close(loss, exact.detach().float(), rtol=1e-6, atol=1e-6)
         (right,) = torch.autograd.grad(exact.sum(), leaf)
         assert (gradient.double() - right).norm() <= FORMATS[form] * right.norm()

@@ -23,6 +23,9 @@ _FIRST = 1 << 10
 _SUM, _LAYER_SUM = 32 << 20, 2 << 20
 """Bytes of a bucket, and of what layers sum, about."""
 
+_LONG = 1.0
+"""Seconds after which no larger message is measured: over slow links these take in proportion."""
+
 _TENSORS = 4
 """As large as what is measured, on a rank at once, with what messages need in passing."""
 
@@ -115,7 +118,9 @@ def measure_collective(
         whole, part = (group.empty((each,), torch.float32).zero_() for each in (count * group.size, count))
         call = _call(group, operation, whole, part)
         seconds.append(clock.of_group(operation, group, call))
-    counted = [float(max(1, size // 4 // group.size) * group.size * 4) for size in sizes]
+        if seconds[-1] > _LONG:
+            break
+    counted = [float(max(1, size // 4 // group.size) * group.size * 4) for size in sizes[: len(seconds)]]
     return Collective(ranks=group.size, together=together, bytes=tuple(counted), seconds=tuple(seconds))
 
 
@@ -152,7 +157,9 @@ def measure_link(group: Group, peer_of: Callable[[int], int | None], sizes: list
                 group.send(memory, peer)
 
         seconds.append(clock.of_group("messages", group, run) / 2)
-    return fit_link([float(size) for size in sizes], seconds)
+        if seconds[-1] > _LONG:
+            break
+    return fit_link([float(size) for size in sizes[: len(seconds)]], seconds)
 
 
 def in_pairs(size: int) -> Callable[[int], int | None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError, InputOutputError
@@ -22,6 +23,7 @@ from hpctrain.plan.calibrate.calibrate import CalibrateWish, calibrate, measure_
 from hpctrain.plan.calibrate.clock import Clock
 from hpctrain.plan.calibrate.decks import measured_decks, variants
 from hpctrain.plan.calibrate.functions import measure_elementwise
+from hpctrain.plan.calibrate.links import in_pairs, measure_collective, measure_link
 from hpctrain.plan.calibrate.products import measure_products, shapes_of
 from hpctrain.plan.time.machine import PASSES, Machine, read_machine
 from hpctrain.plan.time.step import plan_step
@@ -97,6 +99,27 @@ def test_links_between_nodes_are_measured(world: World) -> None:
         assert [each.together for each in measured] == together
         assert [each.ranks for each in measured] == [2 * each for each in together]
     assert set(machine.crossing) == {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+
+
+class SlowClock(Clock):
+    """On which a message takes 1 ms a KiB."""
+
+    def of_group(self, kind: str, group: Group, run: Callable[[], object]) -> float:
+        run()
+        self.calls = [*getattr(self, "calls", []), kind]
+        return 1e-3 * 4 ** (self.calls.count(kind) - 1)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_over_slow_links_no_larger_messages_are_measured(world: World) -> None:
+    sizes = [1024 * 4**number for number in range(8)]
+    clock = SlowClock(world, 0.0)
+    found = measure_collective(world.everyone, "all_reduce", sizes, None, clock)
+    assert found.bytes == tuple(map(float, sizes[:6]))  # the sixth takes 1.024 s
+    assert found.seconds[-1] == pytest.approx(1.024)
+    link = measure_link(world.everyone, in_pairs(2), sizes, clock)
+    assert clock.calls.count("messages") == 7  # half of there and back
+    assert link.bandwidth == pytest.approx(2 * 1024 / 1e-3, rel=0.01)
 
 
 def test_shapes_are_those_that_plans_ask_for(world: World) -> None:
