@@ -101,18 +101,17 @@ def command(
     """
     from hpctrain.plan.deck import plan_deck
     from hpctrain.plan.forms import wished_link
+    from hpctrain.plan.options import require_fitting, required_ranks
     from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
-    from hpctrain.plan.search.options import demand_search, searched
-    from hpctrain.plan.sweep_options import demand_sweep, swept
+    from hpctrain.plan.search.options import searched
+    from hpctrain.plan.sweep_options import swept
     from hpctrain.plan.time.machine import read_machine
     from hpctrain.plan.words import plan_text
     from hpctrain.report.terminal import stderr_console
 
+    require_fitting(options_given(click.get_current_context()))
     wish = wished_link(link, step_seconds, like)
     rates = read_machine(machine) if machine is not None else None
-    ways = {"--sweep": sweeps, "--search": search, "--rehearse": rehearse}
-    if len(asked := [name for name, given in ways.items() if given]) > 1:
-        raise click.UsageError(f"{' and '.join(asked)}: give one of them")
     if sweeps:
         told = swept(deck, ranks, overrides, sweeps, ranks_per_node, rates, weak, plot, pareto, as_json)
         click.echo(told, nl=as_json)
@@ -121,9 +120,7 @@ def command(
         told = searched(deck, ranks, overrides, ranks_per_node, rates, write, as_json, force=force, plot=plot)
         click.echo(told, nl=as_json)
         return
-    demand_search(write, force=force)
-    ranks = demand_sweep(ranks, weak=weak, plot=plot, pareto=pareto)
-    plan = plan_deck(deck, ranks, overrides, ranks_per_node, not as_json, wish, forms, rates)
+    plan = plan_deck(deck, required_ranks(ranks), overrides, ranks_per_node, not as_json, wish, forms, rates)
     if not rehearse:
         click.echo(json.dumps(plan.row(), indent=1) if as_json else plan_text(plan), nl=as_json)
         return
@@ -134,3 +131,10 @@ def command(
     row = plan.row() | {"rehearsal": rehearsal.row()}
     click.echo(json.dumps(row, indent=1) if as_json else rehearsal_text(rehearsal), nl=as_json)
     click.get_current_context().exit(rehearsal.exit_code)
+
+
+def options_given(context: click.Context) -> list[str]:
+    """The options that were written, by their names."""
+    line = click.core.ParameterSource.COMMANDLINE
+    every = context.command.params
+    return [each.opts[0] for each in every if context.get_parameter_source(each.name) is line]

@@ -9,24 +9,10 @@ from pathlib import Path
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.sweep import sweep_deck
 from hpctrain.plan.sweep_words import plot_sweep, sweep_text
-from hpctrain.plan.swept import parse_sweeps
+from hpctrain.plan.swept import RANKS, parse_sweeps
 from hpctrain.plan.time.machine import Machine
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending
-
-
-def demand_sweep(ranks: int | None, *, weak: bool, plot: Path | None, pareto: bool) -> int:
-    """The ranks of a plan that is no sweep. HpctrainError where they are not given, or what only sweeps have
-    is asked for.
-    """
-    asked = [name for name, given in (("--plot", plot), ("--pareto", pareto), ("--weak", weak)) if given]
-    if asked:
-        raise HpctrainError(
-            f"{asked[0]}: is of a sweep: give --sweep KEY=V,V,... too, such as --sweep ranks=64,128"
-        )
-    if ranks is None:
-        raise HpctrainError("how many ranks the run has is not said: give --ranks N")
-    return ranks
 
 
 def swept(
@@ -46,8 +32,11 @@ def swept(
     HpctrainError, before anything is planned, for options that do not go together.
     """
     sweeps = parse_sweeps(arguments)
-    if pareto and plot is None:
-        raise HpctrainError("--pareto: is a picture: give --plot FILE too")
+    if ranks is not None and not weak and RANKS in [each.key for each in sweeps]:
+        raise HpctrainError(
+            f"--ranks {ranks}: are swept: leave it out, or give --weak, for which it says where the batch is "
+            "the deck's"
+        )
     if plot is not None:
         demand_ending(plot)
     count = 1

@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.errors import InputOutputError
 from hpctrain.files import check_output, require_writable
+from hpctrain.plan.options import required_ranks
 from hpctrain.plan.search.choices import Values
 from hpctrain.plan.search.deck import DeckSearch, search_deck, trade_offs
 from hpctrain.plan.search.phrases import changed
@@ -17,13 +18,6 @@ from hpctrain.plan.time.machine import Machine
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending, write_figure
 from hpctrain.report.pareto import Candidate, draw_pareto
-
-
-def demand_search(write: Path | None, *, force: bool) -> None:
-    """HpctrainError where only a search has what is asked for."""
-    asked = [name for name, given in (("--write", write), ("--force", force)) if given]
-    if asked:
-        raise HpctrainError(f"{asked[0]}: is of a search: give --search too")
 
 
 def searched(
@@ -40,10 +34,9 @@ def searched(
 ) -> str:
     """The table of the best layouts, or their JSON; the deck of the quickest and a picture are written, too.
 
-    HpctrainError, before anything is planned, for options that do not go together.
+    HpctrainError, before anything is planned, where something is wrong with a file to be written.
     """
-    if ranks is None:
-        raise HpctrainError("how many ranks the run has is not said: give --ranks N")
+    ranks = required_ranks(ranks)
     if write is not None:
         require_writable(write)
         check_output(write, force)
