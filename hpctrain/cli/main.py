@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import sys
 from importlib import import_module
@@ -13,8 +12,7 @@ from typing import NoReturn
 import click
 
 from hpctrain import __version__
-from hpctrain.characters import escaped
-from hpctrain.comm.launcher import started_size
+from hpctrain.comm.launcher import started_rank, started_size
 from hpctrain.comm.outcome import as_error, flush_output, print_problems
 from hpctrain.errors import EXIT_INTERRUPTED, HpctrainError
 from hpctrain.words import nearest
@@ -108,15 +106,21 @@ def main() -> NoReturn:
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
-        if started_size(os.environ) > 1:
-            leave(HpctrainError(error.format_message()))
-        text = io.StringIO()
-        error.show(file=text)
-        click.echo(escaped(text.getvalue(), allowed="\n\t"), nl=False, err=True)
-        sys.exit(error.exit_code)
+        if len(sys.argv) < 2:  # its message is the help
+            if started_rank(os.environ) == 0:
+                error.show()
+            sys.exit(error.exit_code)
+        leave(HpctrainError(usage_sentence(error)))
     except (HpctrainError, OSError) as error:
         leave(as_error(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def usage_sentence(error: click.ClickException) -> str:
+    """What click says of a command line, in one sentence of ours."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    return said if context is None else f"{said} (`{context.command_path} --help` tells what there is)"
 
 
 def leave(error: HpctrainError) -> NoReturn:

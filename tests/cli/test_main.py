@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli.main import VERBS, command
+from hpctrain.cli.main import VERBS, command, main
 from tests.launch import clean_environment
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -54,6 +54,27 @@ def test_an_unknown_verb_gets_the_nearest_known(launch: Launch) -> None:
     done = launch(0, "-m", "hpctrain", "doktor")
     assert done.returncode == 2
     assert 'no verb "doktor": did you mean "doctor"?' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("plan --serch", "No such option"),
+        ("plan", "Missing argument 'DECK' (`hpctrain plan --help` tells what there is)"),
+        ("plan a.toml --ranks x", "Invalid value for '--ranks': 'x' is not a valid integer range"),
+        ("schedule 1f1b --text --json", "--text and --json exclude one another"),
+        ("bench mup a.toml --widths x", "Invalid value for --widths: 'x': write numbers above 0"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_sentence(
+    words: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hpctrain", *words.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"hpctrain: error: {sentence}")
 
 
 def test_a_mistake_on_several_ranks_is_told_once(launch: Launch) -> None:
