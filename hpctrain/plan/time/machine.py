@@ -88,6 +88,17 @@ class Attention(_Table):
     passes: tuple[float, float] | None = Field(None, strict=False)
     features: Pair = (0.0, 0.0)
 
+    @model_validator(mode="after")
+    def _whole(self) -> Attention:
+        rates = {"forward": self.forward, "backward": self.backward}
+        lacking = [name for name, rate in rates.items() if rate is None]
+        if len(lacking) == 1 or (lacking and self.passes is None):
+            raise ValueError(
+                f"lacks {' and '.join(lacking)}, FLOP/s of the core of attention, which `hpctrain calibrate` "
+                "measures on this machine"
+            )
+        return self
+
 
 class Format(_Table):
     """What takes another time in a format than in that of the machine's own figures."""
@@ -384,6 +395,9 @@ def read_machine(name: str) -> Machine:
     HpctrainError with every figure that is missing or wrong, InputOutputError where no file can be read.
     """
     names = preset_names()
+    known = f"a machine is a file with its figures, or {either(names)}"
+    if not name.strip():
+        raise HpctrainError(f'"{name}": names no machine: {known}')
     if name in names:
         text = (resources.files(__package__) / "machines" / f"{name}.toml").read_text(encoding="utf-8")
         return parse_machine(text, name)
@@ -393,7 +407,6 @@ def read_machine(name: str) -> Machine:
         reason = "it is not text" if isinstance(error, ValueError) else (error.strerror or str(error)).lower()
         near = nearest(name, names)
         hint = f'; did you mean "{near}"?' if near else ""
-        known = f"a machine is a file with its figures, or {either(names)}"
         raise InputOutputError(f"{name}: cannot be read: {reason}; {known}{hint}") from None
     return parse_machine(text, name)
 

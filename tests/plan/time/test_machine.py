@@ -108,6 +108,23 @@ def test_what_was_measured_goes_before_what_is_computed() -> None:
         ("peak = 1e11\n", "", "ours.toml:11: machine.products.fp32.peak: is missing"),
         ("memory = 1e9", "memory = -1.0", "ours.toml:6: machine.memory: input should be greater than 0"),
         ("memory = 1e9", "speed = 1", "ours.toml:6: machine.speed: is no figure of a machine"),
+        (
+            "forward = 1e11, ",
+            "",
+            "ours.toml:8: machine.attention: lacks forward, FLOP/s of the core of attention, which `hpctrain "
+            "calibrate` measures",
+        ),
+        (", backward = 8e10", "", "ours.toml:8: machine.attention: lacks backward, "),
+        (
+            "forward = 1e11, backward = 8e10",
+            "features = [1e-9, 1e-9]",
+            "ours.toml:8: machine.attention: lacks forward and backward, ",
+        ),
+        (
+            "memory = 1e9",
+            "memory = 1e9\nformats.bf16.attention.forward = 1e11",
+            "ours.toml:7: machine.formats.bf16.attention: lacks backward, ",
+        ),
         ("= 4", "= = 4", "ours.toml:5: "),
         ("memory = 1e9", "collectives.all_sum.ranks = 2", "ours.toml:6: machine.collectives.all_sum"),
         (
@@ -134,6 +151,8 @@ def test_names_that_are_none() -> None:
         parse_machine("[rank]\nmemory = 1", "ours.toml")
     with pytest.raises(InputOutputError, match='did you mean "selene-2021"'):
         read_machine("selene-2023")
+    with pytest.raises(HpctrainError, match=r'^"": names no machine: a machine is a file '):
+        read_machine("")
     with pytest.raises(HpctrainError, match=r"machine\.products\.fp32 is missing"):
         read_machine("selene-2021").products_of("fp32")
 
