@@ -108,12 +108,6 @@ def ranks_of_kinds(machine: Machine, ranks: int, ranks_per_node: int) -> list[tu
     return found
 
 
-def has_nodes(machine: Machine, ranks: int, ranks_per_node: int) -> bool:
-    """Whether there are as many as so many ranks need."""
-    nodes = [kind.nodes for kind in machine.kinds if kind.nodes is not None]
-    return not nodes or ranks <= sum(nodes) * ranks_per_node
-
-
 def _alike(kinds: Sequence[Machine]) -> list[int]:
     """Of each kind, the first that takes as long for everything."""
     rates = [kind.model_dump(exclude=set(_NOT_TIMED)) for kind in kinds]

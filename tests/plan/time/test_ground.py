@@ -17,7 +17,7 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.plan.time.arrangement import Arrangement
-from hpctrain.plan.time.ground import Ground, has_nodes
+from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine, Products, message_seconds, parse_machine
 from hpctrain.plan.time.step import busiest_seconds, plan_step, split_by_seconds, step_seconds
@@ -71,9 +71,6 @@ def test_stages_lie_on_the_nodes_that_their_ranks_fill() -> None:
 
 def test_more_ranks_than_there_are_nodes_for() -> None:
     machine = kinds(FAST)
-    assert has_nodes(machine, 8, 2)
-    assert not has_nodes(machine, 9, 2)
-    assert has_nodes(ONE, 9, 2)
     with pytest.raises(HpctrainError, match=r"ours: has 4 nodes \(2 of ours, 2 of kind 0\); 16 ranks, 2 of "):
         plan_step(small_deck("batch.global_size=32"), 16, 61, machine)
     few = parse_machine(SEVERAL, "")
