@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hpctrain.deck.check_local_steps import replica_world_problems
 from hpctrain.deck.check_mixture import expert_world_problems
@@ -31,7 +32,21 @@ def data_ranks(deck: Deck, ranks: int) -> int:
 
 
 def world_problems(deck: Deck, ranks: int) -> list[Problem]:
-    """Everything in the deck that does not fit this number of ranks."""
+    """Everything in the deck that does not fit this number of ranks; of what was chosen for others, how it is
+    chosen anew.
+    """
+    return [_with_choice(deck, problem) for problem in _problems(deck, ranks)]
+
+
+def _with_choice(deck: Deck, problem: Problem) -> Problem:
+    keys = {problem.key, *problem.others} & set(deck.layout.chosen)
+    if all(deck.sources.place(key).override is not None for key in keys):
+        return problem
+    anew = 'layout = "auto" chose that for other ranks, and --set layout=auto chooses for these'
+    return replace(problem, sentence=f"{problem.sentence}; {anew}")
+
+
+def _problems(deck: Deck, ranks: int) -> list[Problem]:
     layout, batch = deck.layout, deck.batch
     if ranks <= server_ranks(deck):
         return [no_worker(deck, ranks)]

@@ -153,6 +153,7 @@ class Written:
             return
         whole = whole_section(section, text.strip().strip('"')) if not dot else None
         if isinstance(whole, dict):
+            self._leave_open()
             self.values[section] = dict(whole)
             kept = {key: place for key, place in self.places.items() if not key.startswith(f"{section}.")}
             self.places = kept | {
@@ -162,6 +163,7 @@ class Written:
         if not dot:
             homes = unknown_section(section, []) if text.lstrip()[:1] == "{" else unknown_key("", section)
             sentence = f"must be written as {section}.key=value" if section in sections() else homes
+            sentence += ", or layout=auto, which has it chosen" * (section == "layout")
             self.add(place, f"{place.prefix}: {sentence}")
             return
         table = self.values.setdefault(section, {})
@@ -181,8 +183,21 @@ class Written:
             return
         if known and plain_type(fields(section)[key]) is str and not isinstance(value, str):
             value = text.strip()
+        if full == "layout.auto" and value is True:
+            self._leave_open()
         table[key] = value
         self.places[full] = replace(place, value=value)
+
+    def _leave_open(self) -> None:
+        """Forget the keys that were chosen for a run (layout.chosen)."""
+        layout = self.values.get("layout")
+        chosen = layout.pop("chosen", []) if isinstance(layout, dict) else []
+        for full in chosen if isinstance(chosen, list) else []:
+            section, _, name = str(full).partition(".")
+            table = self.values.get(section)
+            if isinstance(table, dict) and self.places.get(str(full), Place("")).override is None:
+                table.pop(name, None)
+                self.places.pop(str(full), None)
 
 
 def whole_section(section: str, written: object) -> object:

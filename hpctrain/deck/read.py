@@ -210,6 +210,7 @@ class _Validation:
                 if section in tables:
                     bad |= {f"{section}.{key}" for key in fields(section)}
                     sentence = f"must be a section: [{section}] on a line of its own, with its keys below"
+                    sentence += ', or layout = "auto", which has it chosen' * (section == "layout")
                 else:
                     sentence = unknown_key("", section)
                 shown = f"{clipped(section)} = {clipped(toml_value(table))}"

@@ -289,6 +289,9 @@ class Layout(Section):
         "How context ranks attend: keys and values travel a ring, or heads are exchanged for sequence.",
         "ring",
     )
+    chosen: tuple[str, ...] = key(
+        "Keys that auto chose for a run, which --set layout=auto leaves open again.", (), strict=False
+    )
 
 
 class Memory(Section):

@@ -516,3 +516,18 @@ def test_texts_have_no_control_characters(key: str, character: str) -> None:
     assert all(problem.isprintable() for problem in told)
     (told_of_list,) = problems(f'model.frozen=["blocks.*", "a\\u{ord(character):04X}"]')
     assert "has a control character" in told_of_list
+
+
+def test_what_was_chosen_for_other_ranks() -> None:
+    """As where a run with layout = "auto" goes on: who gives a key by hand is told of that key alone."""
+    chosen = 'layout.chosen=["layout.tensor"]'
+    anew = 'layout = "auto" chose that for other ranks, and --set layout=auto chooses for these'
+    text = DECK + "[layout]\ntensor = 2\n"
+    for overrides, ranks, told in (
+        ((chosen,), 3, True),
+        ((), 3, False),
+        ((chosen, "layout.tensor=4"), 6, False),
+    ):
+        with pytest.raises(HpctrainError, match="must divide the number of ranks") as caught:
+            parse_deck(text, overrides, ranks=ranks)
+        assert caught.value.problems[0].endswith(f"; {anew}") == told

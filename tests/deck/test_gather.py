@@ -136,7 +136,12 @@ def test_overrides_are_toml_or_bare_text() -> None:
         ("tensor=2", "--set tensor=2: unknown key (did you mean layout.tensor?)"),
         ("lay.tensor=2", "--set lay.tensor=2: unknown section (did you mean [layout]?)"),
         ("include=x.toml", "--set include=x.toml: only a deck can include another, at its top"),
-        ("layout=2", "--set layout=2: must be written as layout.key=value"),
+        ("batch=2", "--set batch=2: must be written as batch.key=value"),
+        (
+            "layout=automatic",
+            "--set layout=automatic: must be written as layout.key=value, or layout=auto, which has it "
+            "chosen",
+        ),
         (
             "layout.tensor",
             "--set layout.tensor: must be written as section.key=value, such as batch.micro_size=4",
@@ -147,9 +152,23 @@ def test_overrides_are_toml_or_bare_text() -> None:
             "layout.a.b=2",
             "--set layout.a.b=2: unknown key; [layout] has auto, data, tensor, context, expert, "
             "expert_tensor, pipeline, schedule, chunks, split, zero, zero_group, replicas, "
-            "sequence_parallel, context_form",
+            "sequence_parallel, context_form, chosen",
         ),
     ],
 )
 def test_wrong_overrides(override: str, told: str) -> None:
     assert problems(SMALL, override)[0] == told
+
+
+def test_what_was_chosen_is_left_open_again() -> None:
+    """Of a deck that a run has written: what the user gave stays, but for the whole section."""
+    text = changed("[layout]", "[layout]\nzero = 1\nchosen = ['layout.tensor', 'batch.micro_size']")
+    text = text.replace("[batch]", "[batch]\nmicro_size = 4")
+    for argument, zero in (("layout=auto", 0), ("layout.auto=true", 1)):
+        deck = parse_deck(text, [argument])
+        assert deck.layout.auto and not deck.layout.chosen
+        assert (deck.layout.tensor, deck.batch.micro_size, deck.layout.zero) == (1, 1, zero)
+        assert not {"layout.tensor", "batch.micro_size"} & set(deck.sources.places)
+    kept = parse_deck(text, ["batch.micro_size=2", "layout=auto"])
+    assert kept.batch.micro_size == 2
+    assert parse_deck(text).batch.micro_size == 4

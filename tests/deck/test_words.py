@@ -132,6 +132,14 @@ def test_one_wrong_key(line: str, new: str, told: str) -> None:
     assert problems(changed(line, new)) == [told]
 
 
+def test_a_word_for_a_layout_that_is_none() -> None:
+    text = "layout = 'automatic'\n" + SMALL.replace("[layout]\ntensor = 1\n", "")
+    assert problems(text) == [
+        'deck.toml:1: layout = "automatic": must be a section: [layout] on a line of its own, with its keys '
+        'below, or layout = "auto", which has it chosen'
+    ]
+
+
 def test_a_list_of_whole_numbers_or_a_word() -> None:
     told = 'must be a list of whole numbers or "balanced"'
     assert problems(SMALL, "layout.split=x") == [f"--set layout.split=x: {told}"]

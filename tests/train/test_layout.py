@@ -38,7 +38,7 @@ def test_a_run_has_the_chosen_layout_and_the_bits_of_one_that_gives_it(
     keys = ["layout=auto", "machine.memory=64 GB", "batch.micro_size=", f"machine.rates={rates}", *QUICK]
     assert run_deck(world, deck_file, [*keys, f"run.dir={opened}"]) == 0
     chosen = read_deck(opened / "deck.toml", ranks=world.size)
-    assert not chosen.layout.auto
+    assert not chosen.layout.auto and {"layout.tensor", "batch.micro_size"} <= set(chosen.layout.chosen)
     assert run_deck(world, opened / "deck.toml", [f"run.dir={given}"]) == 0
     newest = Path("checkpoints") / "step-00000002.h5"
     one, other = contents(opened / newest), contents(given / newest)

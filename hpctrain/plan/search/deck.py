@@ -116,7 +116,7 @@ def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
     problems = [*check_deck(chosen, ranks), *world_problems(chosen, ranks)]
     if problems:
         raise HpctrainError([chosen.problem(each.key, each.sentence) for each in problems])
-    return chosen
+    return with_values(chosen, {"layout.chosen": tuple(kept)})
 
 
 def laid_out(deck: Deck, ranks: int, ranks_per_node: int | None = None) -> Deck:
