@@ -77,9 +77,14 @@ def variants(deck: Deck, ranks: int) -> Iterator[tuple[Deck, int, int]]:
 
 def on_data_ranks(deck: Deck, ranks: int) -> Deck:
     """The deck by data ranks alone, each with one micro-batch, and without what plans do not time."""
-    batch = {"global_size": deck.batch.micro_size * ranks}
-    split = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1, "sequence_parallel": False, "zero": 0}
-    usual: dict[str, dict[str, object]] = {"layout": {**split}, "batch": {**batch}}
+    whole = ("tensor", "context", "pipeline", "chunks", "expert", "expert_tensor")
+    layout: dict[str, object] = {**dict.fromkeys(whole, 1), "data": None, "split": None, "schedule": "1f1b"}
+    usual: dict[str, dict[str, object]] = {
+        "layout": layout | {"auto": False, "sequence_parallel": False, "zero": 0, "zero_group": None},
+        "batch": {"global_size": deck.batch.micro_size * ranks, "ramp_from": 0},
+        "communication": {"server": "none"},
+        "run": {"noise_scale_steps": 0},
+    }
     for key, value in TIMED.items():
         section, _, name = key.partition(".")
         usual.setdefault(section, {})[name] = value

@@ -18,10 +18,12 @@ import torch
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
+from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError, InputOutputError
+from hpctrain.pipeline.wanted import make_schedule
 from hpctrain.plan.calibrate.calibrate import CalibrateWish, calibrate, measure_machine
 from hpctrain.plan.calibrate.clock import Clock
-from hpctrain.plan.calibrate.decks import measured_decks, variants
+from hpctrain.plan.calibrate.decks import measured_decks, on_data_ranks, variants
 from hpctrain.plan.calibrate.functions import measure_elementwise
 from hpctrain.plan.calibrate.links import in_pairs, measure_collective, measure_link
 from hpctrain.plan.calibrate.products import measure_products, shapes_of
@@ -48,7 +50,7 @@ def threads() -> Iterator[None]:
 def test_figures_are_measured_and_read_by_plans(world: World, mpi_tmp_path: Path) -> None:
     path, out, said = mpi_tmp_path / "tiny.toml", mpi_tmp_path / "machine.toml", list[str]()
     if world.rank == 0:
-        path.write_text(DECK)
+        path.write_text(f'layout = "auto"\n{DECK}')  # which asks for rates, and is not asked for a layout
     world.everyone.barrier()
     calibrate(world, out, quick(path), said.append)
     world.everyone.barrier()
@@ -120,6 +122,28 @@ def test_over_slow_links_no_larger_messages_are_measured(world: World) -> None:
     link = measure_link(world.everyone, in_pairs(2), sizes, clock)
     assert clock.calls.count("messages") == 7  # half of there and back
     assert link.bandwidth == pytest.approx(2 * 1024 / 1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("layout=auto",),
+        ("layout.data=4", "layout.zero=1", "layout.zero_group=2"),
+        ("layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=2", "layout.split=[0, 1, 1, 0]"),
+        ("layout.pipeline=2", "layout.schedule=none.txt"),
+        ("communication.server=sync",),
+        ("run.noise_scale_steps=2",),
+        ("batch.ramp_from=6", "batch.ramp_steps=2"),
+        (*LLAMA, "model.experts=4", "layout.tensor=4", "layout.expert=2", "layout.expert_tensor=4"),
+    ],
+)
+def test_decks_are_laid_out_anew(keys: tuple[str, ...]) -> None:
+    """Whatever they are laid out for, on as many ranks as measure."""
+    for ranks in (1, 3):
+        deck = on_data_ranks(small_deck(*keys), ranks)
+        assert axis_sizes(deck, ranks)["data"] == ranks
+        assert make_schedule(deck, ranks)(1).stage_count == 1
+        assert deck.batch.micro_size == 2
 
 
 def test_shapes_are_those_that_plans_ask_for(world: World) -> None:
