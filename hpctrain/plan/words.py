@@ -10,7 +10,7 @@ from hpctrain.plan.deck import DeckPlan
 from hpctrain.plan.form_words import form_lines, other_lines
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.time.advice_words import advice_lines
-from hpctrain.plan.time.words import time_lines
+from hpctrain.plan.time.words import COMPARED, time_lines
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted, table
 from hpctrain.units import format_bytes, format_count
@@ -91,7 +91,7 @@ def memory_table(memory: MemoryPlan) -> list[str]:
 def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[str]:
     """What was predicted of a rank of a stage beside what it held."""
     predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
-    rows = [(f"memory of {holder}", "predicted", "measured", "")]
+    rows = [(f"memory of {holder}", *COMPARED)]
     pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in KINDS.items()]
     for name, there, here in [*pairs, ("total", predicted.total, measured.total)]:
         ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""

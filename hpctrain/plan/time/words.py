@@ -31,6 +31,9 @@ WHAT_TOGETHER = {
     "stages": WHAT["bubble"],
     "update": "optimizer, and what lies elsewhere",
 }
+COMPARED = ("predicted", "measured", "predicted more")
+"""Columns of what was predicted beside what was measured: the last one says by how much, below 0 for less."""
+
 _LEAST = 5e-4  # of a step: less is not worth a line
 
 
@@ -62,7 +65,7 @@ def comparison_lines(step: StepPlan, machine: Machine, measured: MeasuredStep, s
     least = _LEAST * max(step.seconds, measured.seconds)
     words = WHAT | WHAT_TOGETHER
     shown = [(words[name], there, here) for name, there, here in pairs if max(there, here) > least]
-    rows = [(holder, "predicted", "measured", "")]
+    rows = [(holder, *COMPARED)]
     for name, there, here in [*shown, ("the whole step", step.seconds, measured.seconds)]:
         ratio = f"{100 * (there - here) / here:+.1f}%" if here > least else ""
         rows.append((name, format_seconds(there), format_seconds(here), ratio))

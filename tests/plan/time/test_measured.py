@@ -121,7 +121,7 @@ def test_the_table_has_both_of_each_cause() -> None:
     step = step_plan(1, products=18.0, attention=1.0, elementwise=1.0, bubble=5.0, tensor=1.0)
     measured = MeasuredStep(38.0, RECORD.by_cause(2, 1), 4, 2)
     head, *rows, total, source, hint = comparison_lines(step, blocking(), measured, 2)
-    assert head.split() == ["a", "step", "of", "stage", "1", "predicted", "measured"]
+    assert head.split() == ["a", "step", "of", "stage", "1", "predicted", "measured", "predicted", "more"]
     (computing,) = [row for row in rows if row.startswith(WHAT_TOGETHER["computing"])]
     assert computing.split()[-5:] == ["20", "s", "19.8", "s", "+1.3%"]
     (tensor,) = [row for row in rows if row.startswith(WHAT["tensor"])]
