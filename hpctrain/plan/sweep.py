@@ -23,6 +23,7 @@ from hpctrain.plan.swept import RANKS, Changes, Swept, points
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.plan.time.step import StepPlan, plan_step
+from hpctrain.words import counted
 
 _APART: Mapping[str, Any] = {"learning_rate": True, "run": {"title", "dir", "seed", "log_every"}}
 """Of a deck, what changes neither memory nor time."""
@@ -117,8 +118,14 @@ def sweep_deck(
         found.append(planner.point(changes, int(dict(changes).get(RANKS, base))))
         reached(number)
     if all(point.memory is None for point in found):
-        raise HpctrainError(list(dict.fromkeys(planner.problems)))
+        raise HpctrainError(_why_none(planner.problems))
     return Sweep(planner.title, tuple(sweeps), tuple(found), planner.machine, weak)
+
+
+def _why_none(problems: Sequence[tuple[str, ...]]) -> list[str]:
+    """Of the problems of all points those that each of them has, or else the first one."""
+    of_deck = [each for each in problems[0] if all(each in others for others in problems)]
+    return of_deck or [f"none of {counted(len(problems), 'point')} can be had, the first: {problems[0][0]}"]
 
 
 class _Planner:
@@ -139,7 +146,7 @@ class _Planner:
         self.libraries = library_bytes()
         self.title = ""
         self.machine: str | None = None
-        self.problems: list[str] = []
+        self.problems: list[tuple[str, ...]] = []
         self.vocabularies: dict[str, int] = {}
         self.plans: dict[tuple[int, str], tuple[MemoryPlan, Room | None, StepPlan | None]] = {}
 
@@ -155,7 +162,7 @@ class _Planner:
         except InputOutputError:
             raise
         except HpctrainError as error:
-            self.problems += error.problems
+            self.problems.append(error.problems)
             return Point(changes, ranks, problem=error.problems[0])
 
     def deck(self, changes: Changes, ranks: int) -> Deck:

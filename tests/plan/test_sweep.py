@@ -68,8 +68,20 @@ def test_a_point_that_cannot_be_is_a_row_with_its_reason(deck: Path) -> None:
     text = plan(deck, "--ranks", 4, "--sweep", "layout.tensor=2,3").stdout
     row = next(line for line in text.splitlines() if line.startswith("3 "))
     assert "must divide" in row and "--set" not in row
-    error = plan(deck, "--ranks", 4, "--sweep", "layout.tensor=3,5").exception
-    assert isinstance(error, HpctrainError) and error.exit_code == 2  # of no point there is anything to tell
+
+
+def test_where_no_point_can_be_it_is_said_once(deck: Path) -> None:
+    error = refused(deck, "--ranks", 4, "--sweep", "layout.tensor=3,5,6", "--sweep", "layout.zero=0,1")
+    assert error.exit_code == 2
+    assert error.problems[0].startswith("none of 6 points can be had, the first: --set layout.tensor=3: must")
+    wrong = plan(
+        deck, "--ranks", 4, "--set", "batch.micro=1", "--set", "run.step=2", "--sweep", "layout.tensor=1,3"
+    )
+    assert isinstance(wrong.exception, HpctrainError)  # what is wrong with the deck itself
+    assert [each.partition(":")[0] for each in wrong.exception.problems] == [
+        "--set batch.micro=1",
+        "--set run.step=2",
+    ]
 
 
 def test_reasons_leave_out_where_they_are_asked_for() -> None:
@@ -190,11 +202,8 @@ def test_options_that_do_not_go_together_are_told(deck: Path) -> None:
         ((), "how many ranks the run has is not said"),
         (tensor, "how many ranks the deck is to have is not said"),
         (("--ranks", 2, *tensor, "--weak"), "--weak: the batch grows with the ranks"),
-        (("--ranks", 2, *machine, "--plot", "a.png"), "--plot: is of a sweep"),
-        (("--ranks", 2, "--pareto"), "--pareto: is of a sweep"),
-        (("--ranks", 2, "--weak"), "--weak: is of a sweep"),
+        (("--ranks", 2, "--sweep", "ranks=2,4"), "--ranks 2: are swept: leave it out, or give --weak"),
         (("--ranks", 2, *tensor, "--plot", "a.png"), "give --machine"),
-        (("--ranks", 2, *tensor, *machine, "--pareto"), "give --plot FILE"),
         (
             ("--ranks", 2, *tensor, *machine, "--plot", "a.gif"),
             "a.gif: is to be a picture",
