@@ -14,6 +14,9 @@ from hpctrain.words import command, counted
 _CAUSES = 3
 """Of the best layout's seconds, so many are told."""
 
+_KINDS = 3
+"""Of the kinds of layouts that cannot be, so many are told."""
+
 
 def search_text(searched: DeckSearch) -> str:
     """The best layouts, the quickest first, and what became of the others."""
@@ -68,23 +71,27 @@ def _causes(best: Candidate) -> str:
 
 
 def _fell(searched: DeckSearch) -> list[str]:
-    """What became of the others."""
+    """What became of the others, kind by kind, and what would change it."""
     found, fell = searched.found, searched.found.fell
-    planned = fell.counts["memory plan"]
-    lines = [
-        f"Of {format_count(fell.counts['layouts'])} whole layouts, and others by what they have in common, "
-        f"{format_count(fell.counts['memory'])} hold too much by what they need at the least"
-        f"{f', {planned} by their plan' if planned else ''}; "
-        f"{format_count(found.slower)} that were left open are slower, whatever else they have."
-    ]
+    counts = {name: format_count(fell.counts[name]) for name in ("layouts", "memory", "memory plan")}
+    lines = [f"Of {counts['layouts']} whole layouts, and others by what they have in common,"]
+    if fell.counts["memory"]:
+        least = "hold too much by what they need at the least (more ranks, or larger nodes, would do)"
+        lines.append(f"  {counts['memory']} {least};")
     if found.missed is not None:
         missed = found.missed
+        quickest = format_seconds(missed.candidate.seconds)
         lines.append(
-            f"One that would take {format_seconds(missed.candidate.seconds)} does not fit "
-            f"({difference(missed.candidate, found.best[0])}): {missed.room}."
+            f"  {counts['memory plan']} do by their plans, such as one that would take {quickest} "
+            f"({difference(missed.candidate, found.best[0])}): {missed.room};"
         )
-    reasons = (fell.reasons[key] for key, _ in fell.impossible.most_common(2))
-    lines += [
-        f"{format_count(fell.impossible.total())} cannot be, such as {each}." for each in list(reasons)[:1]
-    ]
-    return lines
+    if found.slower:
+        open_ones = (
+            "that were left open are slower, whatever else they have (other rates, or keys that the deck"
+        )
+        lines.append(f"  {format_count(found.slower)} {open_ones} gives, would change that);")
+    told = fell.impossible.most_common(_KINDS)
+    lines += [f"  {format_count(count)} cannot be: {fell.reasons[key]};" for key, count in told]
+    rest = fell.impossible.total() - sum(count for _, count in told)
+    lines += [f"  {format_count(rest)} cannot be for other reasons (--json has them);"] if rest else []
+    return [*lines[:-1], f"{lines[-1].rstrip(';,')}."]
