@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpctrain.comm.work import Work
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.divided_blocks import DividedBlocks
 from hpctrain.optim.handed_blocks import HandedBlocks
@@ -105,10 +106,16 @@ class BlockOptimizer(Optimizer):
                 blocks.rehearse(self._rules.blocks)
         for divided in self._divided:
             divided.division.rehearse()
+        under_way: Work[Tensor] | None = None
         for handed in self._handed:
             for divided in handed.divided:
                 divided.division.rehearse()
-            handed.hand(handed.empty()).wait()
+            following = handed.hand(handed.empty())
+            if under_way is not None:
+                under_way.wait()
+            under_way = following
+        if under_way is not None:
+            under_way.wait()
 
     def state(self) -> Iterator[StateTensor]:
         """See Optimizer."""

@@ -107,9 +107,9 @@ class Division:
 
     def run(
         self,
-        directions: Callable[[int], Tensor],
-        transform: Callable[[int, Tensor], Tensor],
-        follow: Callable[[int, Tensor], None],
+        directions: Callable[[int], Tensor] | None,
+        transform: Callable[[int, Tensor], Tensor] | None,
+        follow: Callable[[int, Tensor], None] | None,
     ) -> None:
         """Have `follow` use this rank's piece of what comes of each block, by number. Collective.
 
@@ -127,9 +127,8 @@ class Division:
             last.finish(follow)
 
     def rehearse(self) -> None:
-        """Send what `run` does, without values."""
-        for of_ranks in self.rounds:
-            _Round(self, of_ranks, None).transform(None).finish(None)
+        """Send what `run` does, in its order, without values."""
+        self.run(None, None, None)
 
     def working_bytes(self, of_direction: Callable[[int], int], of_transform: Callable[[int], int]) -> int:
         """Memory that `run` needs in passing; given that of the directions of a block, and what it

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.plan import command
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_USER, HpctrainError
+from hpctrain.plan.rehearse import rehearsal
+from hpctrain.plan.rehearse.match import Matched, match
+from hpctrain.plan.rehearse.programme import SEND, Job, Programme
 from tests.engines import DECK
 
 KINDS = ("parameter", "gradient", "optimizer", "activation", "buffer", "other")
@@ -89,3 +93,60 @@ def test_whether_a_node_has_what_its_ranks_need_is_told(deck: Path) -> None:
     assert "Fits: 2 ranks need" in result.stdout
     assert "80 GB on GPU 0" in result.stdout
     assert "machine.gpu_memory" in plan(deck, "--ranks", 4, *on_gpus[:2]).stdout
+
+
+REHEARSED = ("--ranks", 4, "--set", "layout.pipeline=2", "--rehearse")
+
+
+def test_a_rehearsal_tells_what_it_matched(deck: Path) -> None:
+    result = plan(deck, *REHEARSED)
+    assert result.exit_code == EXIT_DONE, result.output
+    text = " ".join(result.stdout.split())
+    assert "holds at most" in text
+    assert "Rehearsed a step of 4 ranks of 2 kinds" in text
+    assert "Every send has its receive, every call all of its group, and nobody waits in a circle." in text
+    told = json.loads(plan(deck, *REHEARSED, "--json").stdout)["rehearsal"]
+    assert (told["ranks"], told["classes"], told["faults"]) == (4, 2, [])
+    assert told["events"] > told["messages"] > 0
+
+
+def test_a_rehearsal_that_lacks_memory_is_the_user_s_matter(deck: Path) -> None:
+    small = "--set", "machine.memory=1 MB"
+    result = plan(deck, *REHEARSED, *small)
+    assert result.exit_code == EXIT_USER, result.output
+    assert "Memory does not do at 2 stages:" in result.stdout
+    told = plan(deck, *REHEARSED, *small, "--json")
+    assert told.exit_code == EXIT_USER
+    faults = json.loads(told.stdout)["rehearsal"]["faults"]
+    assert [fault["fault"] for fault in faults] == ["over memory"] * 2
+
+
+def test_programmes_that_do_not_fit_are_no_user_s_mistake(
+    deck: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(job: Job) -> Matched:
+        first = next(number for number, events in enumerate(job.programmes) if _sends(events))
+        programmes = list(job.programmes)
+        *_, last = _sends(programmes[first])
+        programmes[first] = tuple(
+            replace(e, of=e.of - (e.of > last))
+            for n, e in enumerate(programmes[first])
+            if last not in {n, e.of}
+        )
+        return match(Job(programmes, job.programme_of, job.groups, job.place))
+
+    def _sends(events: Programme) -> list[int]:
+        return [number for number, event in enumerate(events) if event.operation == SEND]
+
+    monkeypatch.setattr(rehearsal, "match", planted)
+    # Whatever lacks besides: what no deck can mend comes first.
+    result = plan(deck, *REHEARSED, "--set", "machine.memory=1 MB")
+    assert result.exit_code == EXIT_INTERNAL, result.output
+    assert "1 fault of what ranks send and call:" in result.stdout
+    assert "missing send: message" in result.stdout
+
+
+def test_steps_with_servers_are_not_rehearsed(deck: Path) -> None:
+    result = plan(deck, "--ranks", 3, "--set", "communication.server=sync", "--rehearse")
+    assert isinstance(result.exception, HpctrainError) and result.exception.exit_code == EXIT_USER
+    assert "a step with servers is not rehearsed" in result.exception.problems[0]

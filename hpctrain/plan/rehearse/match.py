@@ -127,15 +127,22 @@ def _collectives(job: Job, classes: Classes) -> Iterator[Fault]:
         membership = job.groups[group]
         of_rows = classes.of_rank[membership.rows]
         kinds, firsts = np.unique(np.sort(of_rows, axis=1), axis=0, return_index=True)
+        known: dict[object, int] = {}  # many classes call the same
+        called = [of_class.get(group, []) for of_class in calls]
+        numbers = [known.setdefault(_sizes(events), len(known)) for events in called]
         for kind, row in zip(kinds, firsts, strict=True):
+            here, counts = np.unique(kind, return_counts=True)
+            alike = Counter[int]()
+            for each, count in zip(here.tolist(), counts.tolist(), strict=True):
+                alike[numbers[each]] += count
+            usual = max(here.tolist(), key=lambda each: (alike[numbers[each]], len(called[each]), -each))
             members = membership.rows[row]
-            called = {int(each): calls[each].get(group, []) for each in np.unique(kind)}
-            alike = Counter(_sizes(called[int(each)]) for each in kind)
-            usual = max(called, key=lambda each: (alike[_sizes(called[each])], len(called[each]), -each))
             reference = int(members[np.flatnonzero(of_rows[row] == usual)[0]])
-            for each, events in called.items():
+            for each in here.tolist():
+                if numbers[each] == numbers[usual]:
+                    continue
                 rank = int(members[np.flatnonzero(of_rows[row] == each)[0]])
-                yield from _of_group(job, classes, group, (reference, called[usual]), (rank, events))
+                yield from _of_group(job, classes, group, (reference, called[usual]), (rank, called[each]))
         uneven = any(event.sent for of_class in calls for event in of_class.get(group, []))
         for row in np.unique(of_rows, axis=0, return_index=True)[1] if uneven else ():
             yield from _exchanges(job, classes, group, membership.rows[row], calls)

@@ -48,6 +48,23 @@ def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys:
     assert (one.events, one.messages, one.bytes) == (other.events, other.messages, other.bytes)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (*MIXTURE, "model.experts=12", "layout.expert=4", "batch.global_size=16"),
+        ("optimizer.name=muon", "layout.tensor=2", "layout.pipeline=2", "batch.global_size=16"),
+    ],
+    ids=["uneven experts", "muon"],
+)
+def test_ranks_that_are_not_alike_fit_each_other(keys: tuple[str, ...]) -> None:
+    """Experts that tokens do not come to as often, and blocks of which each rank transforms others."""
+    found = RankProgrammes(small_deck(*keys), 8, VOCABULARY, 4)
+    alike, each = found.job(), found.every_job()
+    for rank in range(8):
+        assert alike.programmes[alike.programme_of[rank]] == each.programmes[rank], each.place(rank)
+    assert not match(alike).faults
+
+
 def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     """Of 64 ranks one leaves out what it sends third."""
     keys = ("layout.pipeline=4", "layout.tensor=2", "model.layers=4", "batch.global_size=32")
