@@ -75,7 +75,7 @@ def activation_peak(deck: Deck, parts: Sequence[PartBytes], actions: Sequence[Ac
 
 def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     silent = silent_blocks(part.part)
-    seen, segments = part.seen(silent), [_segment_bytes(deck, each) for each in part.segments(silent)]
+    seen, segments = part.seen(silent), [segment_bytes(deck, each) for each in part.segments(silent)]
     elsewhere, exact = deck.memory.activations != "keep", deck.memory.activation_format == "exact"
     rests = [staying + (0 if elsewhere else packed) for staying, packed, _ in segments]
     presents = [computed - (0 if elsewhere else packed) for _, packed, computed in segments]
@@ -105,7 +105,7 @@ def _figures(deck: Deck, part: PartBytes) -> _PartFigures:
     )
 
 
-def _segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, int]:
+def segment_bytes(deck: Deck, segment: Sequence[Storage]) -> tuple[int, int, int]:
     """Bytes of a segment that stay in memory throughout; of the others, in the form in which they wait, and
     as they are computed.
     """

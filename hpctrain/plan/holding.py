@@ -89,13 +89,29 @@ class Holding:
         limits = limits_of(machine, device, os.environ)
         return (min(limits, key=lambda limit: limit.bytes), together) if limits else None
 
+    def sharing(self, deck: Deck) -> int:
+        """Ranks that share what is limited: those of a node, or on GPUs of one."""
+        limit = self.limit(deck)
+        return self.together(deck) if limit is None else limit[1]
+
     def of_mean_rank(self, deck: Deck) -> float:
         """Bytes that a rank may hold, in the mean over those that share memory; endless if not known."""
+        return max(most for most, _ in self.of_mean_ranks(deck))
+
+    def of_mean_ranks(self, deck: Deck) -> list[tuple[float, int]]:
+        """As `of_mean_rank`, on each kind of node, with how many ranks lie there, in their order."""
         limit = self.limit(deck)
         if limit is None:
-            return inf
-        (most, together), shared = (limit[0].bytes, limit[1]), self.shared(deck)
-        return (most + shared * (together - 1)) / together
+            return [(inf, self.ranks)]
+        (most, together), shared = (limit[0].bytes, limit[1]), self.shared(deck) * (limit[1] - 1)
+        if not self.kinds:
+            return [((most + shared) / together, self.ranks)]
+        found, left = [], self.ranks
+        for number, (_, nodes, size) in enumerate(self.kinds, 1):
+            ranks = left if number == len(self.kinds) else min(left, nodes * self.together(deck))
+            found.append(((min(most, int(size * together)) + shared) / together, ranks))
+            left -= ranks
+        return [each for each in found if each[1]]
 
     def room(self, deck: Deck, memory: MemoryPlan) -> Room | None:
         """What the ranks that share memory need, against what they may have; None where that is not known."""

@@ -19,7 +19,7 @@ from hpctrain.plan.named import named_problems
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
-from hpctrain.plan.search.search import BEST, MOST_MISSED, Found, Progress, roomiest, search
+from hpctrain.plan.search.search import BEST, Found, Progress, has_room, roomiest, search
 from hpctrain.plan.time.machine import Machine
 from hpctrain.plan.time.rates import deck_rates
 from hpctrain.words import counted, either
@@ -31,7 +31,6 @@ MOST_TRADED = 12
 """Layouts of less memory that are looked for."""
 
 _LESS = 0.9
-_FEW = 20
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,7 @@ def trade_offs(searched: DeckSearch, ranks_per_node: int | None) -> list[Candida
         less = int(_LESS * best.node_bytes)
         deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
         try:
-            found_less = _search(
-                deck, searched.ranks, ranks_per_node, searched.machine, 1, most_missed=_FEW, explain=False
-            )
+            found_less = _search(deck, searched.ranks, ranks_per_node, searched.machine, 1, explain=False)
         except HpctrainError:
             break
         best = found_less.best[0]
@@ -151,7 +148,6 @@ def _search(
     machine: Machine,
     best: int,
     progress: Progress | None = None,
-    most_missed: int = MOST_MISSED,
     explain: bool = True,
 ) -> Found:
     """HpctrainError where there is no layout, and, to `explain`, why."""
@@ -164,12 +160,7 @@ def _search(
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     holding = Holding(ranks, vocabulary, ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
-    found = search(deck, ranks, machine, holding, best, progress, most_missed=most_missed)
-    if explain and not found.best and found.fell.counts["memory plan"]:
-        # Of the quickest none fits; that which needs least may.
-        least = roomiest(deck, ranks, machine, holding)
-        if least is not None and least.room.fits:
-            return replace(found, best=(least.candidate,))
+    found = search(deck, ranks, machine, holding, best, progress)
     if found.best:
         return found
     if not explain:
@@ -202,8 +193,7 @@ def _on(holding: Holding, ranks: int) -> Holding:
 
 def _fits(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
     with suppress(HpctrainError):  # as where links between nodes were not measured
-        least = roomiest(deck, ranks, machine, _on(holding, ranks), 1)
-        return least is not None and least.room.fits
+        return has_room(deck, ranks, machine, _on(holding, ranks))
     return False
 
 

@@ -1,42 +1,149 @@
 """What a rank of a layout holds at the least, in closed form: what spares planning what cannot fit.
 
-States of parameters by ZeRO's formulas (arXiv 1910.02054), activations of the micro-batches under way as
-layers tell them; not what buckets are padded by, nor what computing takes in passing.
+States of parameters by ZeRO's formulas (arXiv 1910.02054), with what whole gradients and gathered blocks take
+meanwhile; activations of the micro-batches under way as layers tell them. Not what buckets are padded by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
-from hpctrain.comm.device import device_named, on_host
+from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.planned import META, PlannedMesh
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.functions import planned_functions
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import make_groups
 from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.memory.saved import PartBytes, part_bytes
+from hpctrain.memory.saved import part_bytes
 from hpctrain.model.build import build_parts
 from hpctrain.model.part import Part, Span
 from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.saved import total
-from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.pipeline.execute import receives_ahead
+from hpctrain.plan.activations import segment_bytes
+from hpctrain.plan.search.form import Elements, PartForm
+from hpctrain.plan.search.moments import Moment, Opened
 from hpctrain.plan.time.layers import LayerSizes
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one micro-batch in one layer: those that wait for its backward, and those that are there
-    besides while it is computed again.
+    """Bytes of one micro-batch in one layer: of what is `saved` of it, those that are `staying` until its
+    backward if it is not computed again, and those that are `present` besides while it computes; what of its
+    `input` it saves; what its weight gradients hold where they come later, and what is there `besides` while
+    these come; what it computes in, and what holes it leaves.
+    """
+
+    saved: int
+    staying: int
+    present: int
+    input: int
+    deferred: int
+    besides: int
+    workspace: int
+    holes: int
+
+
+@dataclass(frozen=True)
+class PartKept:
+    """Bytes of one micro-batch in a part of the model: what waits for backward, `head` of it behind the
+    blocks; besides, those of a block that is there, of what is computed again, and of what comes where weight
+    gradients come later, which hold what is `deferred`.
     """
 
     waiting: float
+    head: float
+    present: float
     again: float
-    passing: float = 0.0
-    """What its backward, or its loss, needs in passing."""
+    coming: float
+    deferred: float
+
+
+@dataclass(frozen=True)
+class MicroBytes:
+    """What layers keep of a micro-batch, by kind. `hidden` are the states between them, of which so many
+    bytes stay where only they are kept of a segment, and so many are there besides; all blocks of a part
+    share the `shared`. Of a model with `frozen` parameters autograd may save nothing.
+    """
+
+    of_kinds: Mapping[str, Kept]
+    hidden: int
+    input_stays: int
+    input_present: int
+    shared: int
+    recompute: Recomputed
+    on_host: bool
+    frozen: bool
+
+    def spread(self, layers: Mapping[LayerSizes, int]) -> float:
+        """Bytes that a micro-batch has wait in so many of these layers, however they are split."""
+        if self.frozen:
+            return 0.0
+        size = segment_size(self.recompute, sum(many for layer, many in layers.items() if layer.is_block))
+        found = 0.0
+        for layer, many in layers.items():
+            kept = self.of_kinds[layer.kind]
+            found += many * (self.input_stays / size if layer.is_block and size else kept.staying)
+        return found
+
+    def part(self, form: PartForm) -> PartKept:
+        """Of a part of the model."""
+        if self.frozen:
+            return PartKept(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        many, alike = len(form.blocks), [(self.of_kinds[layer.kind], count) for layer, count in form.alike]
+        waiting = head = self.of_kinds[form.last.kind].saved if form.last else 0
+        waiting += self.of_kinds[form.first.kind].saved if form.first else 0
+        if not alike:
+            return PartKept(waiting, head, 0.0, 0.0, 0.0, 0.0)
+        waiting += self.shared
+        deferred = sum(count * kept.deferred for kept, count in alike)
+        besides = max(kept.besides for kept, _ in alike)
+        size = segment_size(self.recompute, many)
+        if not size:
+            waiting += sum(count * kept.staying for kept, count in alike)
+            present = max(kept.present for kept, _ in alike)
+            return PartKept(waiting, head, present, 0.0, besides, deferred)
+        again = self._again([self.of_kinds[layer.kind] for layer in form.blocks], size, len(alike) == 1)
+        waiting += self.input_stays * ceil(many / size)
+        return PartKept(waiting, head, self.input_present, again, again + besides, deferred)
+
+    def _again(self, blocks: Sequence[Kept], size: int, alike: bool) -> float:
+        """What is there while the segment is computed again that then has most."""
+        most, pieces = 0, ceil(len(blocks) / size)
+        # Of segments that are alike a later one has more: fewer are behind it.
+        for number in range(max(0, pieces - 2) if alike else 0, pieces):
+            segment = blocks[number * size : (number + 1) * size]
+            there = sum(each.saved for each in segment) - segment[0].input
+            most = max(most, there - (pieces - 1 - number) * self.input_stays)
+        return most
+
+    def most(self, parts: Sequence[PartKept], moments: Iterable[Moment]) -> float:
+        """Of a stage that has these parts, in some moments of its schedule."""
+        most = 0.0
+        for moment in moments:
+            alive = sum(many * part.waiting for many, part in zip(moment.waiting, parts, strict=True))
+            alive += sum(many * part.deferred for many, part in zip(moment.deferred, parts, strict=True))
+            part = parts[moment.chunk]
+            besides = {True: part.coming, False: part.again, None: min(part.coming, part.again)}
+            most = max(most, alive, alive - part.head + part.present + besides[moment.split])
+            if moment.split:
+                most = max(most, alive - part.waiting + part.deferred)
+        return most
+
+    def around(self, alike: Iterable[tuple[LayerSizes, int]], neighbours: int) -> float:
+        """What a stage of these layers has besides, that sends to so many and receives from them."""
+        kept = [(layer, self.of_kinds[layer.kind]) for layer, _ in alike]
+        gone = sum(each.saved for layer, each in kept if layer.is_last)
+        passing = max(each.workspace - (gone if layer.is_block else 0) for layer, each in kept)
+        device = device_named("cpu" if self.on_host else "cuda")
+        ways = (receives_ahead(device) + 1) * neighbours
+        holes = max(each.holes for _, each in kept) if self.on_host else 0
+        return ways * self.hidden + max(0, passing) + holes + product_bytes(device)
 
 
 class LayerBytes:
@@ -46,33 +153,54 @@ class LayerBytes:
         self._few = replace(shape, layers=_few(layers))
         self._ranks_per_node = ranks_per_node
         self._parts: dict[object, Part] = {}
+        self._found: dict[object, MicroBytes] = {}
 
-    def of(self, deck: Deck) -> Mapping[str, Kept]:
-        """By kind of layer, of a deck that says how layers are split and what is computed again, for one
-        sequence of its micro-batches.
-        """
-        deck = deck.with_keys(batch={"micro_size": 1})
-        part = self._part(deck)
-        gpu = not on_host(device_named(deck.run.device))
-        (saved,) = part_bytes(deck, [part], gpu, deck.memory.recompute)
-        return {
-            layer.kind: replace(
-                self._kept(saved, deck, total(layer.saved(saved.at)), layer.is_block),
-                passing=layer.workspace(saved.at),
+    def of(self, deck: Deck) -> MicroBytes:
+        """Of a micro-batch of a deck that says how layers are split and what is computed again."""
+        memory = deck.memory
+        key = *_split_of(deck), deck.batch.micro_size, memory.recompute, memory.activations
+        if key not in self._found:
+            self._found[key] = self._micro_bytes(deck)
+        return self._found[key]
+
+    def _micro_bytes(self, deck: Deck) -> MicroBytes:
+        part, memory = self._part(deck), deck.memory
+        host = on_host(device_named(deck.run.device))
+        (told,) = part_bytes(deck, [part], not host, memory.recompute)
+        at, found = told.at, dict[str, Kept]()
+        elsewhere = memory.activations != "keep"
+        for layer in part.layers:
+            if layer.kind in found:
+                continue
+            saved = layer.saved(at)
+            whole = total(saved)
+            staying, present = whole, 0
+            if layer.is_block:
+                stays, packed, computed = segment_bytes(deck, saved)
+                staying = stays + (0 if elsewhere else packed)
+                present = computed - (0 if elsewhere else packed)
+            later = layer.waiting(at) if layer.is_block else (0, 0)
+            found[layer.kind] = Kept(
+                whole,
+                staying,
+                present,
+                saved[0].bytes if layer.is_block and saved[0] == told.hidden else 0,
+                *later,
+                layer.workspace(at),
+                layer.holes(at),
             )
-            for layer in part.layers
-        }
-
-    def _kept(self, part: PartBytes, deck: Deck, saved: float, is_block: bool) -> Kept:
-        if deck.model.frozen:
-            return Kept(0.0, 0.0)  # autograd may save nothing
-        if is_block and deck.memory.activations != "keep":
-            return Kept(0.0, saved)
-        if not is_block or deck.memory.recompute in {"none", "selective"}:
-            return Kept(saved, 0.0)
-        # Of segments that are as long as they get.
-        longest = segment_size(deck.memory.recompute, deck.model.layers)
-        return Kept(part.hidden.bytes / longest, saved - part.hidden.bytes)
+        stays, packed, computed = segment_bytes(deck, [told.hidden])
+        kept = 0 if elsewhere else packed
+        return MicroBytes(
+            found,
+            told.hidden.bytes,
+            stays + kept,
+            computed - kept,
+            part.shared_bytes(at),
+            memory.recompute,
+            host,
+            bool(deck.model.frozen),
+        )
 
     def _part(self, deck: Deck) -> Part:
         layout = deck.layout
@@ -82,7 +210,7 @@ class LayerBytes:
             sizes["data"] = max(
                 1, -(-layout.expert * layout.expert_tensor // (layout.context * layout.tensor))
             )
-        key = (*sizes.values(), layout.sequence_parallel, layout.context_form)
+        key = _split_of(deck)
         if key not in self._parts:
             device = device_named(deck.run.device)
             mesh = PlannedMesh(sizes, 0, self._ranks_per_node, device=device)
@@ -99,13 +227,31 @@ def _few(layers: Sequence[LayerSizes]) -> int:
     return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
+def _split_of(deck: Deck) -> tuple[object, ...]:
+    """How layers of a deck are split."""
+    layout = deck.layout
+    axes = layout.tensor, layout.context, layout.expert, layout.expert_tensor
+    return *axes, layout.sequence_parallel, layout.context_form
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A stage of ZeRO: over how many ranks, experts over how many; whose whole gradients come together."""
+
+    zero: int
+    group: int
+    of_experts: int
+    opened: Opened
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of an element: stored, of its gradient, and what the optimizer keeps of it."""
+    """Bytes of an element: stored, of its gradient, and what the optimizer keeps of it; of gathered ones."""
 
     stored: float
     gradient: float
     optimizer: float
+    gathered: float
     in_common: bool
     """Whether ranks of a node may have what is stored in common."""
 
@@ -115,24 +261,35 @@ class StateBytes:
         # What is frozen has none of the rest.
         formats, rule = Precision.of(deck), RULES[deck.optimizer.name](deck)
         kept = 0 if isinstance(rule, BlockRules) else 4 * len(rule.names)
-        masters = 4 if formats.storage.itemsize < 4 and not isinstance(rule, BlockRules) else 0
+        itemsize = formats.storage.itemsize
+        masters = 4 if itemsize < 4 and not isinstance(rule, BlockRules) else 0
         host = on_host(device_named(deck.run.device))
         common = host and deck.communication.wished_transport != "mpi"
-        stored = formats.storage.itemsize if deck.memory.parameters == "device" else 0
+        stored = itemsize if deck.memory.parameters == "device" else 0
+        # What is gathered may be of 8 bits, and what ranks have in common needs no memory to be gathered in.
+        gathered = 0 if common or deck.precision.fp8_gather else itemsize
         if deck.model.frozen:
-            return StateBytes(stored, 0, 0, common)
-        return StateBytes(stored, formats.gradient.itemsize, masters + kept, common)
+            return StateBytes(stored, 0, 0, gathered, common)
+        return StateBytes(stored, formats.gradient.itemsize, masters + kept, gathered, common)
 
-    def held(self, elements: float, zero: int, group: int, ranks_per_node: int) -> float:
-        """Of so many elements of a stage's rank, those of some stage of ZeRO cut over a group."""
-        gradient = self.gradient / (group if zero > 1 else 1)
-        stored = self.stored / (group if zero > 2 else 1)
-        if self.in_common and zero:
+    def elsewhere(self) -> StateBytes:
+        """Where what the optimizer keeps does not live on the device."""
+        return replace(self, optimizer=0)
+
+    def held(self, elements: Elements, cut: Cut, ranks_per_node: int) -> float:
+        """Of a stage's rank."""
+        held = self._held(elements.others, cut, cut.group, ranks_per_node)
+        held += self._held(elements.experts, cut, cut.of_experts, ranks_per_node)
+        if cut.zero > 2 and cut.group > 1:
+            opened = self.gradient * elements.blocks if cut.opened == "blocks" else 0.0
+            held += max(self.gathered * elements.gathered, opened)
+        return held + self.gradient * elements.apart
+
+    def _held(self, elements: float, cut: Cut, group: int, ranks_per_node: int) -> float:
+        gradient = self.gradient / (group if cut.zero > 1 else 1)
+        if cut.zero > 1 and group > 1 and cut.opened == "all":
+            gradient += self.gradient  # beside the sums of the own slice
+        stored = self.stored / (group if cut.zero > 2 else 1)
+        if self.in_common and cut.zero:
             stored /= min(group, ranks_per_node)
-        return elements * (stored + gradient + self.optimizer / (group if zero else 1))
-
-
-def stage_elements(layers: Sequence[LayerSizes], at: Arrangement) -> tuple[float, float]:
-    """Elements of parameters of some layers on a rank: of experts, and of all else."""
-    sizes = [layer.elements(at) for layer in layers]
-    return sum(each[0] for each in sizes), sum(each[1] for each in sizes)
+        return elements * (stored + gradient + self.optimizer / (group if cut.zero else 1))

@@ -92,19 +92,3 @@ def _round_trips(
         if micro_batches > under_way:
             longest = max(longest, there[stage] + ((micro_batches - 1) // under_way + 1) * trip)
     return longest
-
-
-def live(schedule: str, stages: int, micro_batches: int, chunks: int, stage: int) -> float:
-    """Micro-batches of whose activations a stage holds all its chunks' at once, at the least."""
-    if stages == 1:
-        return 1.0
-    after = stages - stage
-    most: Mapping[str, float] = {
-        "1f1b": after,
-        "zb-h1": after,
-        "zb-h2": 2 * after - 1,
-        "dualpipe-v": min(stages + 0.5, (micro_batches + 1) / 2),
-        "interleaved": (2 * (after - 1) + (chunks - 1) * stages + 1) / chunks,
-        "gpipe": micro_batches,
-    }
-    return min(micro_batches, most.get(schedule, 1.0))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count
 from math import inf
+from operator import itemgetter
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
@@ -25,12 +26,6 @@ from hpctrain.plan.time.machine import Machine
 
 BEST = 10
 """Layouts that are told."""
-
-MOST_MISSED = 300
-"""After so many layouts that fit by what they need at the least, but not by their plan, a search ends."""
-
-_ROOMY = 8
-"""Layouts of the least bounds of memory whose plans are compared, where none fits."""
 
 Progress = Callable[[int], None]
 """Told of every node that is looked into, with how many there were."""
@@ -64,10 +59,8 @@ def search(
     best: int = BEST,
     progress: Progress | None = None,
     uneven: bool = True,
-    most_missed: int = MOST_MISSED,
 ) -> Found:
-    """The layouts of a deck on so many ranks of a machine, `best` of them at most; fewer where so many came
-    up that fit by what they need at the least, but not by their plan.
+    """The layouts of a deck on so many ranks of a machine, `best` of them, or all that fit.
 
     Those that are quickest with the run's own split are, with `uneven`, split by seconds where that is
     quicker and fits; on several kinds of node all layouts are.
@@ -93,7 +86,7 @@ def search(
             else:
                 tree.fell.counts["memory plan"] += 1
                 missed = missed or Missed(candidate, room)
-        if len(found) == best or tree.fell.counts["memory plan"] == most_missed:
+        if len(found) == best:
             break
     found.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(found), tree.fell, len(queue), missed)
@@ -107,16 +100,27 @@ def _split_unevenly(tree: Tree, node: Layout) -> Candidate | None:
     return candidate if room is None or room.fits else None
 
 
-def roomiest(
-    deck: Deck, ranks: int, machine: Machine, holding: Holding, looked_at: int = _ROOMY
-) -> Missed | None:
-    """Of a deck's layouts the one whose nodes need least, of so many whose bounds are least; None where there
-    is none, or it is not known what a node has.
+def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Missed | None:
+    """Of a deck's layouts the one whose nodes need least of what they have; None where there is none, or it
+    is not known what a node has.
     """
-    tree = Tree(Choices(deck, ranks), machine, holding, inf)
-    found = [_planned(tree, node) for node in islice(_roomy(tree), looked_at)]
-    known = [Missed(candidate, room) for candidate, room in found if room is not None]
-    return min(known, key=lambda each: each.room.needed, default=None)
+    tree, found = Tree(Choices(deck, ranks), machine, holding, inf), list[tuple[float, Missed]]()
+    for node in _roomy(tree):
+        if found and node.least >= found[0][0]:
+            break  # nor does any that has not come up need less
+        candidate, room = _planned(tree, node)
+        if room is None:
+            return None
+        each = tree.needs.planned(room), Missed(candidate, room)
+        found = [min([*found, each], key=itemgetter(0))]
+    return found[0][1] if found else None
+
+
+def has_room(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
+    """Whether any of a deck's layouts fits."""
+    tree = Tree(Choices(deck, ranks), machine, holding, holding.of_mean_rank(deck))
+    rooms = (_planned(tree, node)[1] for node in _roomy(tree))
+    return any(room is None or room.fits for room in rooms)
 
 
 def _roomy(tree: Tree) -> Iterator[Layout]:

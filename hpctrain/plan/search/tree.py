@@ -7,11 +7,10 @@ seconds are those of `plan/time/step.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise, repeat
-from statistics import fmean
+from itertools import accumulate
 
 from hpctrain.deck.check_layout import layout_problems
 from hpctrain.deck.check_world import world_problems
@@ -23,18 +22,22 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule, accumulation
 from hpctrain.pipeline.generate import generate
-from hpctrain.pipeline.split import cut, split_over
+from hpctrain.pipeline.split import split_over
 from hpctrain.pipeline.wanted import make_schedule, outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.search.choices import Choices, Values, with_values
-from hpctrain.plan.search.least_bytes import Kept, LayerBytes, StateBytes, stage_elements
-from hpctrain.plan.search.least_seconds import KNOWN, PartSeconds, least_seconds, live
+from hpctrain.plan.search.coarse import Coarse
+from hpctrain.plan.search.form import Form
+from hpctrain.plan.search.least_bytes import LayerBytes, MicroBytes
+from hpctrain.plan.search.least_seconds import KNOWN, PartSeconds, least_seconds
+from hpctrain.plan.search.moments import Opened, moments, opened
+from hpctrain.plan.search.needs import Needs, States
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
 from hpctrain.plan.time.layers import LayerSeconds, LayerSizes, layer_seconds, layer_sizes
 from hpctrain.plan.time.machine import Machine
-from hpctrain.plan.time.step import boundary_seconds, step_seconds, waits_of
+from hpctrain.plan.time.step import boundary_seconds, step_seconds
 
 _ROUNDING = 1e-9
 _NONE = PartSeconds(0.0, 0.0, 0.0)
@@ -89,9 +92,7 @@ class SplitLayers:
     at: Arrangement
     of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
     """Of the machine's kinds of node, each by itself."""
-    kept: Mapping[str, Kept]
-    waiting: float
-    """Bytes of a micro-batch in all layers."""
+    kept: MicroBytes
     layers: tuple[LayerSizes, ...]
 
     @cached_property
@@ -140,74 +141,10 @@ class Layout:
 Node = SplitLayers | Staged | Layout
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """A stage by its number, its layers, how many are alike, and the first parts of all stages like it."""
-
-    number: int
-    layers: tuple[LayerSizes, ...]
-    alike: tuple[tuple[LayerSizes, int], ...]
-    first_parts: list[int]
-
-    def elements(self, at: Arrangement) -> tuple[float, float]:
-        """Of its parameters on a rank: of experts, and of all else."""
-        experts = others = 0.0
-        for layer, count in self.alike:
-            of_experts, of_others = layer.elements(at)
-            experts, others = experts + count * of_experts, others + count * of_others
-        return experts, others
-
-    def waiting(self, kept: Mapping[str, Kept], under_way: float) -> float:
-        """Bytes of activations, of so many micro-batches."""
-        waiting = under_way * sum(count * kept[layer.kind].waiting for layer, count in self.alike)
-        # While a block is computed again, the head's part is gone.
-        gone = sum(kept[layer.kind].waiting for layer, _ in self.alike if layer.is_last)
-        again = max(kept[layer.kind].again for layer, _ in self.alike)
-        passing = max(kept[layer.kind].passing - (gone if layer.is_block else 0.0) for layer, _ in self.alike)
-        return max(waiting, waiting - gone + again) + max(0.0, passing)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a schedule's stages hold a model: the blocks of each part, its first and last layer, at how many of
-    its ends others are half waited for; and the stages that hold other layers than all those before them, or
-    lie on other nodes. `schedule` has the stages and the placement.
-    """
-
-    schedule: Schedule
-    split: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
-    ends: tuple[float, ...]
-    stages: tuple[_Stage, ...]
-
-    @staticmethod
-    def of(
-        form: Schedule, split: tuple[int, ...], layers: Sequence[LayerSizes], groups: Sequence[int]
-    ) -> _Form:
-        """Of a form of schedule with blocks split so, over stages of these groups of a ground."""
-        held, parts, begin = cut(layers, split), [], 0
-        for part in held:
-            parts.append((begin, begin + len(part)))
-            begin += len(part)
-        stages: dict[object, _Stage] = {}
-        for stage in range(form.stage_count):
-            numbers = [form.part(stage, chunk) for chunk in range(form.chunks)]
-            own = tuple(layer for number in numbers for layer in held[number])
-            counted = Counter(map(id, own))  # layers that are alike are one object
-            key = groups[stage], frozenset(counted.items())
-            if key not in stages:
-                by_id = {id(layer): layer for layer in own}
-                alike = tuple((by_id[each], count) for each, count in counted.items())
-                stages[key] = _Stage(stage, own, alike, [])
-            stages[key].first_parts.append(numbers[0])
-        homes = [form.home(part)[0] for part in range(form.parts)]
-        ends = tuple(waits_of([float(one != other) for one, other in pairwise(homes)]))
-        return _Form(form, split, tuple(parts), ends, tuple(stages.values()))
-
-
 class Tree:
-    """Of a deck on so many ranks of a machine; a rank may hold
-    `limit` bytes, in the mean over those of a node."""
+    """Of a deck on so many ranks of a machine; a rank may hold `limit` bytes, in the mean over those of a
+    node of the kind that has most.
+    """
 
     def __init__(self, choices: Choices, machine: Machine, holding: Holding, limit: float) -> None:
         self.choices, self.machine, self.holding = choices, machine, holding
@@ -219,9 +156,9 @@ class Tree:
         self.fell = Fell()
         self._per_node = deck.machine.ranks_per_node or machine.ranks_per_node
         self._bytes = LayerBytes(self.shape, self.layers, self._per_node)
-        self._states = StateBytes.of(deck)
-        self._libraries, self._together = holding.libraries(deck), holding.together(deck)
-        self._forms: dict[object, _Form | None] = {}
+        self.needs = Needs(deck, holding, self._per_node)
+        self._forms: dict[object, Form | None] = {}
+        self._coarse = Coarse(choices, self.needs, self._kinds, self._form_of)
         self._schedule = lru_cache(maxsize=16)(_schedule)
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
         self._ranks_of_kinds = [ranks for _, ranks in lying]
@@ -239,18 +176,19 @@ class Tree:
             most = max(self.choices.of_stages(of_model), default=1)
             for of_kept in self.choices.of_kept(self.machine):
                 split = with_values(deck, of_layers | of_kept)
-                kept = self._bytes.of(split)
-                # Of one micro-batch, spread over as many stages as there can be.
-                waiting = sum(kept[layer.kind].waiting for layer in self.layers)
-                least = waiting / most
-                room = self.limit - self._libraries
                 for size in self.choices.of_micro_batches(deck.batch.global_size * most // of_model):
-                    if size * least > room:
-                        self.fell.counts["memory"] += 1
-                        break
-                    yield self._split(with_values(split, {"batch.micro_size": size}), kept, waiting)
+                    whole = with_values(split, {"batch.micro_size": size})
+                    kept = self._bytes.of(whole)
+                    # Of one micro-batch, spread over as many stages as there can be.
+                    least = self.needs.of_mean_rank(kept.spread(self._kinds) / most)
+                    if least <= self.limit:
+                        yield self._split(whole, kept, least)
+                        continue
+                    self.fell.counts["memory"] += 1
+                    if whole.memory.activations == "keep":
+                        break  # more sequences keep more
 
-    def _split(self, deck: Deck, kept: Mapping[str, Kept], waiting: float) -> SplitLayers:
+    def _split(self, deck: Deck, kept: MicroBytes, least: float) -> SplitLayers:
         at = Arrangement.of_axes(deck, _axes(deck), self._per_node)
         of_kinds = tuple(
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
@@ -258,15 +196,8 @@ class Tree:
         fixed = min(kind.fixed for kind in self.machine.kinds)
         # Micro-batches of a rank over its share of the layers: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
-        own = {
-            kind: Kept(at.micro_size * each.waiting, at.micro_size * each.again, each.passing)
-            for kind, each in kept.items()
-        }
-        waiting *= at.micro_size
-        most = self.choices.ranks // (at.tensor * at.context)
-        least = self._libraries + waiting / max(self.choices.of_stages(most), default=1)
         return SplitLayers(
-            self._micro(of_kinds) * share + fixed, least, deck, at, of_kinds, own, waiting, self.layers
+            self._micro(of_kinds) * share + fixed, least, deck, at, of_kinds, kept, self.layers
         )
 
     def _micro(self, of_kinds: Sequence[Mapping[LayerSizes, LayerSeconds]]) -> float:
@@ -308,37 +239,35 @@ class Tree:
             message = self._message(staged)
             waits = 2 * message * (stages - 1) / stages * (self.machine.messages == "blocking")
             bound = node.bound + waits * staged.micro_batches
-            least = self._least_of_stages(node, staged)
+            ground = Ground(self.machine, staged)
+            by_flops = ground.is_one or self.choices.given("layout.split")
+            least = self._coarse.least(deck, staged, node.kept, self._ways(staged), by_flops=by_flops)
             if least > self.limit:
                 self.fell.counts["memory"] += 1
                 continue
-            yield Staged(bound, least, deck, staged, node, Ground(self.machine, staged))
+            yield Staged(bound, least, deck, staged, node, ground)
+
+    def _ways(self, at: Arrangement) -> list[States]:
+        """To keep states."""
+        of_states = self.choices.of_states(at.data_ranks, self.machine)
+        return [self.needs.states_of(at, each) for each in of_states]
 
     def _message(self, at: Arrangement) -> float:
         """Seconds from a stage to the next, at the least."""
         kinds = self.machine.kinds if at.pipeline > 1 else ()
         return min((boundary_seconds(self.layers[0].hidden, at, kind) for kind in kinds), default=0.0)
 
-    def _least_of_stages(self, node: SplitLayers, at: Arrangement) -> float:
-        """Bytes of a mean rank, with all states cut as far as can be and one micro-batch under way."""
-        experts, others = (each / at.pipeline for each in stage_elements(self.layers, at))
-        states = min(
-            self._states_of(at, each)((experts, others))
-            for each in self.choices.of_states(at.data_ranks, self.machine)
-        )
-        waiting = node.waiting / at.pipeline
-        return self._libraries + states + waiting
-
     def _layouts(self, node: Node) -> Iterator[Layout]:
         assert isinstance(node, Staged)
         at, machine, layers, ground = node.at, self.machine, node.layers, node.ground
-        prefixes, splits = [layers.prefix], dict[tuple[int, str], _Form]()
+        prefixes, splits = [layers.prefix], dict[tuple[int, str], Form]()
         if not ground.is_one:
             prefixes = [layers.on(ground, group)[0] for group in range(len(ground.groups))]
         message = self._message(at)
         blocking = machine.messages == "blocking"
         sent = 0.0 if blocking else message
-        zeros = [(each, self._states_of(at, each)) for each in self.choices.of_states(at.data_ranks, machine)]
+        zeros = list(self.choices.of_states(at.data_ranks, machine))
+        ways = self._ways(at)
         for schedule, chunks in self.choices.of_schedules(at.pipeline, at.micro_batches):
             form = self._form_of(node.deck, schedule, chunks)
             if form is None or not self._is_had(node, schedule, chunks):
@@ -349,23 +278,8 @@ class Tree:
                 if placed not in splits:
                     splits[placed] = self._by_seconds(form.schedule, layers, ground)
                 form = splits[placed]
-            alone = self._holds_whole_nodes(at)
-            waiting = [
-                fmean(
-                    stage.waiting(layers.kept, live(schedule, at.pipeline, at.micro_batches, chunks, number))
-                    for number in ([stage.number] if alone else stage.first_parts)
-                )
-                for stage in form.stages
-            ]
-            counts = [len(stage.first_parts) for stage in form.stages]
             self.fell.counts["layouts"] += len(zeros)
-            if self._least(at, counts, waiting, repeat(0.0, len(waiting))) > self.limit:
-                self.fell.counts["memory"] += len(zeros)
-                continue
-            elements = [stage.elements(at) for stage in form.stages]
-            needs = [
-                (zero, self._least(at, counts, waiting, map(states, elements))) for zero, states in zeros
-            ]
+            needs = zip(zeros, self._least_of(node, schedule, form, ways), strict=True)
             fitting = [(zero, least) for zero, least in needs if least <= self.limit]
             self.fell.counts["memory"] += len(zeros) - len(fitting)
             if not fitting:
@@ -383,9 +297,7 @@ class Tree:
             ]
             span = least_seconds(schedule, at.pipeline, at.micro_batches, seconds, sent)
             backward = [
-                max(
-                    seconds[part].input_gradient + seconds[part].weight_gradient for part in stage.first_parts
-                )
+                max(seconds[part].input_gradient + seconds[part].weight_gradient for part in stage.numbers)
                 for stage in form.stages
             ]
             for zero, least in fitting:
@@ -403,7 +315,37 @@ class Tree:
                 # What is summed in another order here differs by rounding.
                 yield Layout((span + rest) * (1 - _ROUNDING), least, whole, cut_so, form.split)
 
-    def _after(self, ground: Ground, form: _Form, backward: Sequence[float], at: Arrangement) -> float:
+    def _least_of(self, node: Staged, schedule: str, form: Form, ways: Sequence[States]) -> list[float]:
+        """Bytes of the node that needs most, for a rank, of a form of a schedule by each of some ways to keep
+        states.
+        """
+        at, kept, stages = node.at, node.layers.kept, node.at.pipeline
+        parts = [kept.part(kind) for kind in form.kinds]
+        chunks, places = form.schedule.chunks, self.needs.places(at, form)
+        activations = []
+        for number, like, kinds, _ in places:
+            of_parts = [parts[kind] for kind in kinds]
+            own = kept.most(of_parts, moments(schedule, stages, at.micro_batches, chunks, number))
+            ways_out = (number > 0) + (number < stages - 1)
+            activations.append(own + kept.around(form.stages[like].alike, ways_out))
+        found = []
+        for held in self._states_held(at, form, ways, opened(schedule, stages, at.micro_batches)):
+            both = zip(places, activations, strict=True)
+            found.append(self.needs.most(at, places, [held[place.like] + own for place, own in both]))
+        return found
+
+    def _states_held(
+        self, at: Arrangement, form: Form, ways: Sequence[States], opens: Opened
+    ) -> list[list[float]]:
+        """Bytes of states by each of some ways to keep them, on each stage of a form."""
+        key = at.tensor, at.context, at.data, at.expert, at.expert_tensor, opens
+        if key not in form.memo:
+            elements = [stage.elements(at, form.kinds) for stage in form.stages]
+            form.memo[key] = [[states(each, opens) for each in elements] for states in ways]
+        found: list[list[float]] = form.memo[key]
+        return found
+
+    def _after(self, ground: Ground, form: Form, backward: Sequence[float], at: Arrangement) -> float:
         """Seconds that any stage of a form takes after its backward, at the least; where stages lie on kinds
         of node, those that all wait for.
         """
@@ -423,7 +365,7 @@ class Tree:
             self._afters[key] = min(of_stages())
         return self._afters[key]
 
-    def _form_of(self, deck: Deck, schedule: str, chunks: int) -> _Form | None:
+    def _form_of(self, deck: Deck, schedule: str, chunks: int) -> Form | None:
         """The parts of the model, as a run has them; None where it cannot have them."""
         key = deck.layout.pipeline, chunks, schedule, deck.memory.recompute
         if key not in self._forms:
@@ -434,7 +376,7 @@ class Tree:
             else:
                 form = outline(plain)
                 split = split_by_flops(plain, self.shape, form)
-                self._forms[key] = _Form.of(form, split, self.layers, [0] * form.stage_count)
+                self._forms[key] = Form.of(form, split, self.layers, [0] * form.stage_count)
         return self._forms[key]
 
     def _is_had(self, node: Staged, schedule: str, chunks: int) -> bool:
@@ -450,44 +392,11 @@ class Tree:
             )
         return True
 
-    def _by_seconds(self, form: Schedule, layers: SplitLayers, ground: Ground) -> _Form:
+    def _by_seconds(self, form: Schedule, layers: SplitLayers, ground: Ground) -> Form:
         """The parts of the model, split over stages on several kinds of node."""
         times = [layers.on(ground, group)[1] for group in range(len(ground.groups))]
         split = tuple(split_over([times[group] for group in ground.of_stage], form))
-        return _Form.of(form, split, self.layers, ground.of_stage)
-
-    def _states_of(self, at: Arrangement, zero: Values) -> Callable[[tuple[float, float]], float]:
-        """Bytes of the states of elements, of experts and of others, under some ZeRO."""
-        stage, group = zero["layout.zero"], zero["layout.zero_group"]
-        kept = self._states if zero["memory.optimizer"] == "device" else replace(self._states, optimizer=0)
-        assert isinstance(stage, int)
-        size = group if isinstance(group, int) else at.data_ranks.size
-        of_experts = min(size, at.expert_data_ranks.size)
-
-        def states(elements: tuple[float, float]) -> float:
-            experts, others = elements
-            held = kept.held(others, stage, size, self._per_node)
-            return held + kept.held(experts, stage, of_experts, self._per_node)
-
-        return states
-
-    def _holds_whole_nodes(self, at: Arrangement) -> bool:
-        """Whether each node's ranks are of one stage."""
-        return at.stage_ranks % self._together == 0
-
-    def _least(
-        self, at: Arrangement, counts: Sequence[int], waiting: Sequence[float], states: Iterable[float]
-    ) -> float:
-        """Bytes of the rank that holds most; where a node has ranks of several stages, of a mean rank, which
-        those of the fullest node hold at the least. `counts` are stages that are alike.
-        """
-        held = [one + other for one, other in zip(waiting, states, strict=True)]
-        if self._holds_whole_nodes(at):
-            return self._libraries + max(held)
-        ranks = self.choices.ranks
-        nodes = -(-ranks // self._together)
-        mean = sum(count * each for count, each in zip(counts, held, strict=True)) / sum(counts)
-        return (self._libraries + mean) * ranks / (nodes * self._together)
+        return Form.of(form, split, self.layers, ground.of_stage)
 
     def schedule(self, layout: Layout) -> Schedule:
         """That of a layout's step."""

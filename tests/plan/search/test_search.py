@@ -246,3 +246,20 @@ def test_ranks_that_nothing_divides() -> None:
     assert prime.missed is None
     staged = found_by(Case((*OPEN, "model.layers=64", "batch.micro_size=1"), {}, KEPT, ranks=61), 1)
     assert [each.deck.layout.pipeline for each in staged.best] == [61]
+
+
+def test_ranks_of_a_node_that_hold_little_leave_room_for_those_that_hold_much() -> None:
+    """All stages of a pipeline lie on one node: the tables of both ends, and blocks of as many micro-batches
+    as there are stages behind them.
+    """
+    given = {**NO_CONTEXT, "tensor": 1, "pipeline": 16, "schedule": "1f1b", "chunks": 1, "zero": 0}
+    keys = ("model.layers=14", "model.vocabulary=40000", "batch.micro_size=2", "model.tied=false")
+    memory = {**KEPT, "optimizer": "device"}
+    case = Case(keys, given, memory, ranks=16, machine=machine_of(16))
+    holding = bare(case.deck, case.ranks)
+    stages = [stage.memory.total for stage in holding.memory(case.deck).stages]
+    mean = sum(stages) / len(stages)
+    assert stages[0] > stages[1] > 1.2 * mean and stages[-1] > stages[1]
+    (only,) = found_by(replace(case, room=mean + 1)).best
+    assert only.node_bytes == sum(stages)
+    assert not found_by(replace(case, room=mean - 1)).best

@@ -1,0 +1,112 @@
+"""What ranks hold at the least before a schedule, or the sums of gradients, are known.
+
+How many micro-batches a stage has under way, in how many blocks, follows from the schedule and the split that
+its FLOPs make; it is found once for all ways to split layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil, inf
+
+from hpctrain.deck.schema import Deck
+from hpctrain.memory.recompute import segment_size
+from hpctrain.plan.search.choices import Choices
+from hpctrain.plan.search.form import Elements, Form
+from hpctrain.plan.search.least_bytes import MicroBytes
+from hpctrain.plan.search.moments import moments
+from hpctrain.plan.search.needs import Needs, States
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.layers import LayerSizes
+
+FormOf = Callable[[Deck, str, int], Form | None]
+"""The form of a schedule by name with so many chunks, of a deck with stages; None where there is none."""
+
+
+class Coarse:
+    """Of a deck whose layers are these; `form_of` finds forms."""
+
+    def __init__(
+        self, choices: Choices, needs: Needs, layers: Mapping[LayerSizes, int], form_of: FormOf
+    ) -> None:
+        self._choices, self._needs, self._form_of = choices, needs, form_of
+        self._layers = layers
+        self._blocks = {layer: many for layer, many in layers.items() if layer.is_block}
+        self._loads: dict[object, list[tuple[float, float]]] = {}
+
+    def least(
+        self, deck: Deck, at: Arrangement, kept: MicroBytes, ways: list[States], *, by_flops: bool
+    ) -> float:
+        """Bytes of the node that needs most, for a rank, of all schedules and these ways to keep states;
+        where blocks are not split `by_flops`, however they are.
+        """
+        experts, others = zip(*(layer.elements(at) for layer in self._blocks), strict=True)
+        block = Elements(min(experts), min(others))
+        states = min(of(block, "none") for of in ways)
+        mean = self._mean(at, kept, ways)
+        if not by_flops or kept.frozen:
+            return mean
+        kinds = [kept.of_kinds[layer.kind] for layer in self._blocks]
+        computed = kept.recompute not in {"none", "selective"}
+        unit = kept.input_stays if computed else min(each.staying for each in kinds)
+        if self._needs.mixes(at):
+            loads = self._loads_of(deck, at, whole=False)
+            held = (alive * unit + blocks * states for alive, blocks in loads)
+            return max(mean, min(map(self._needs.of_mean_rank, held), default=inf))
+        besides = min(each.saved - each.input for each in kinds) if computed else 0
+        besides += min(each.holes for each in kinds) if kept.on_host else 0
+        loads = self._loads_of(deck, at, whole=True)
+        held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
+        return max(mean, min((self._needs.libraries + each for each in held), default=inf))
+
+    def _mean(self, at: Arrangement, kept: MicroBytes, ways: list[States]) -> float:
+        """Of a mean rank, with one micro-batch under way."""
+        sizes = [(many, layer.elements(at)) for layer, many in self._layers.items()]
+        experts, others = (sum(many * each[index] for many, each in sizes) for index in range(2))
+        elements = Elements(experts / at.pipeline, others / at.pipeline)
+        states = min(of(elements, "none") for of in ways)
+        return self._needs.of_mean_rank(states + kept.spread(self._layers) / at.pipeline)
+
+    def _loads_of(self, deck: Deck, at: Arrangement, *, whole: bool) -> list[tuple[float, float]]:
+        """Of each form of a schedule blocks of micro-batches that wait on a stage, or pieces of blocks that
+        are computed again as one, and its blocks: of the stage that has most, or in the mean. Those with more
+        of both than another are left out.
+        """
+        most = min(at.micro_batches, 2 * at.pipeline)
+        most = 1 << (most.bit_length() - 1)  # fewer hold no more
+        key = at.pipeline, most, deck.memory.recompute, whole
+        if key not in self._loads:
+            found = sorted(self._forms(deck, at, most, whole))
+            best = list[tuple[float, float]]()
+            for alive, blocks in found:
+                if not best or blocks < best[-1][1]:
+                    best.append((alive, blocks))
+            self._loads[key] = best
+        return self._loads[key]
+
+    def _forms(self, deck: Deck, at: Arrangement, most: int, whole: bool) -> Iterator[tuple[float, float]]:
+        stages = at.pipeline
+        for schedule, chunks in self._choices.of_schedules(stages, stages):
+            form = self._form_of(deck, schedule, chunks)
+            if form is None:
+                continue
+            loads = []
+            for stage in form.stages:
+                for number in stage.numbers[:1] if whole else stage.numbers:
+                    parts = [form.kinds[kind] for kind in form.kinds_on(number)]
+                    (first, *_) = moments(schedule, stages, most, chunks, number)
+                    alive = sum(
+                        many * _units(deck, len(part.blocks))
+                        for many, part in zip(first.waiting, parts, strict=True)
+                    )
+                    loads.append((float(alive), float(sum(len(part.blocks) for part in parts))))
+            if whole:
+                yield max(loads)
+            else:
+                yield sum(each[0] for each in loads) / stages, sum(each[1] for each in loads) / stages
+
+
+def _units(deck: Deck, blocks: int) -> int:
+    """What is kept of so many blocks: each, or of those that are computed again as one the first input."""
+    size = segment_size(deck.memory.recompute, blocks)
+    return ceil(blocks / size) if size else blocks

@@ -1,0 +1,125 @@
+"""What the ranks of nodes need at the least, against what each kind of node has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hpctrain.deck.schema import Deck
+from hpctrain.plan.holding import Holding
+from hpctrain.plan.room import Room
+from hpctrain.plan.search.choices import Values
+from hpctrain.plan.search.form import Elements, Form
+from hpctrain.plan.search.least_bytes import Cut, StateBytes
+from hpctrain.plan.search.moments import Opened
+from hpctrain.plan.time.arrangement import Arrangement
+
+States = Callable[[Elements, Opened], float]
+"""Bytes of states of elements, where so many whole gradients are there at once."""
+
+
+class Place(NamedTuple):
+    """A stage that stands for those that hold as much: its number, which of a form's is like it, the kinds of
+    its parts by chunk, and the share of the largest memory that it has.
+    """
+
+    number: int
+    like: int
+    kinds: Sequence[int]
+    share: float
+
+
+class Needs:
+    """Of a deck on so many ranks, of which `per_node` of a group may be neighbours. Where kinds of node have
+    less memory than the largest, what is needed is told in bytes of that one: a rank that may have half as
+    much needs twice what it holds.
+    """
+
+    def __init__(self, deck: Deck, holding: Holding, per_node: int) -> None:
+        self._ranks, self._per_node = holding.ranks, per_node
+        self.libraries, self._together = holding.libraries(deck), holding.sharing(deck)
+        of_kinds = holding.of_mean_ranks(deck)
+        self._limit, self._shared = max(size for size, _ in of_kinds), holding.shared(deck)
+        self._shares = [(size / self._limit if len(of_kinds) > 1 else 1.0, ranks) for size, ranks in of_kinds]
+        full = (share * -(-ranks // self._together) for share, ranks in self._shares)
+        self._mean = sum(full) * self._together / self._ranks
+        device = StateBytes.of(deck)
+        self._states = {True: device, False: device.elsewhere()}
+        self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
+
+    def states_of(self, at: Arrangement, zero: Values) -> States:
+        """Of the states of a stage's elements under some ZeRO."""
+        stage, group = zero["layout.zero"], zero["layout.zero_group"]
+        kept = self._states[zero["memory.optimizer"] == "device"]
+        assert isinstance(stage, int)
+        size, of_experts = at.data_ranks.size, at.expert_data_ranks.size
+        if isinstance(group, int):
+            size, of_experts = group, min(group, of_experts)
+
+        def states(elements: Elements, opened: Opened) -> float:
+            cut = Cut(stage, size, of_experts, "none" if at.sliced else opened)
+            return kept.held(elements, cut, self._per_node)
+
+        return states
+
+    def planned(self, room: Room) -> float:
+        """As `most`, of a plan."""
+        shared = self._shared * (self._together - 1)
+        return (room.needed + shared) / (room.limit.bytes + shared) * self._limit
+
+    def of_mean_rank(self, held: float) -> float:
+        """Where a rank holds so much in the mean over all, beside libraries."""
+        return (self.libraries + held) / self._mean
+
+    def mixes(self, at: Arrangement) -> bool:
+        """Whether ranks that share memory are of several stages."""
+        return bool(at.stage_ranks % self._together)
+
+    def places(self, at: Arrangement, form: Form) -> list[Place]:
+        """The stages of a form that are looked at: all, where a node's ranks are of several."""
+        key = "places", at.stage_ranks
+        if key not in form.memo:
+            form.memo[key] = sorted(self._places(at, form))
+        found: list[Place] = form.memo[key]
+        return found
+
+    def _places(self, at: Arrangement, form: Form) -> Iterator[Place]:
+        for like, stage in enumerate(form.stages):
+            shares = {number: self._share(at, number) for number in stage.numbers}
+            first = {share: number for number, share in reversed(shares.items())}
+            for number in shares if self.mixes(at) else first.values():
+                yield Place(number, like, form.kinds_on(number), shares[number])
+
+    def most(self, at: Arrangement, places: Sequence[Place], held: Sequence[float]) -> float:
+        """Of the node that needs most of what it has, for a rank, where stages hold so much."""
+        if not self.mixes(at):
+            return max((self.libraries + own) / place.share for place, own in zip(places, held, strict=True))
+        needed = (
+            sum(many * (self.libraries + held[stage]) for stage, many in node.items()) / share
+            for node, share in self._several(at)
+        )
+        return max(needed) / self._together
+
+    def _share(self, at: Arrangement, stage: int) -> float:
+        """Of the kind of node under a stage that has least."""
+        if len(self._shares) == 1:
+            return 1.0
+        first, last, begin, found = stage * at.stage_ranks, (stage + 1) * at.stage_ranks, 0, 1.0
+        for share, ranks in self._shares:
+            if begin < last and first < begin + ranks:
+                found = min(found, share)
+            begin += ranks
+        return found
+
+    def _several(self, at: Arrangement) -> list[tuple[Counter[int], float]]:
+        """Of each node how many ranks are of which stage, and its share; nodes that are alike once."""
+        if at.pipeline not in self._nodes:
+            found: dict[object, tuple[Counter[int], float]] = {}
+            shares = [share for share, ranks in self._shares for _ in range(ranks)]
+            for first in range(0, self._ranks, self._together):
+                last = min(first + self._together, self._ranks)
+                node = Counter(rank // at.stage_ranks for rank in range(first, last))
+                found[frozenset(node.items()), shares[first]] = node, shares[first]
+            self._nodes[at.pipeline] = list(found.values())
+        return self._nodes[at.pipeline]
