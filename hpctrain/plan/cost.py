@@ -73,7 +73,7 @@ def _seconds(deck: Deck, shape: ModelShape, ranks: int, ranks_per_node: int) -> 
             stage.outer.after_update(weights)
 
     def sums() -> None:
-        rehearse(stage, "none", accumulation(1), 0, torch.device("cpu"))
+        rehearse(stage, "none", accumulation(1), 0)
         stage.synchronizer.after_step(True, 1.0)
 
     with torch.no_grad():

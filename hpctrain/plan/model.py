@@ -5,12 +5,10 @@ A rehearsal of a step finds what memory buckets take turns in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import NamedTuple
 
-import torch
-
-from hpctrain.comm.planned import META
 from hpctrain.engine.stage import TrainedStage
 from hpctrain.memory.recompute import segment_size
 from hpctrain.model.frozen import embedding_trained, silent_blocks
@@ -26,31 +24,92 @@ def rehearse(
     recompute: Recomputed,
     schedule: Schedule,
     number: int,
-    device: torch.device = META,
 ) -> None:
     """One step of a stage by its number, as far as buckets are concerned.
 
-    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so. The
-    stage lies on `device`.
+    Parameters are gathered and gradients opened, summed and closed in the order in which layers do so.
     """
+    passes = [_Passes(model, recompute) for model in stage.models]
     stage.synchronizer.start(schedule.micro_batches)
-    with device, stage.residency.step("plan"):
+    with stage.residency.step("plan"):
         for action in schedule.stages[number]:
-            model = stage.models[action.chunk]
+            of_chunk = passes[action.chunk]
             if action.kind == "F":
-                _forward(model, stage.residency)
+                of_chunk.forward(stage.residency)
             elif action.kind == "W":
-                for layer in reversed(model.layers):
-                    late = layer.late
-                    _add(p for _, added in layer.backward_order() for p in added if p in late)
+                for late in of_chunk.late:
+                    _add(late)
             else:
-                _backward(model, stage.residency, recompute, action.kind == "I")
+                of_chunk.backward(stage.residency, action.kind == "I")
         stage.synchronizer.finish()
 
 
-def _forward(part: Part, residency: Residency) -> None:
-    for layer in part.layers:
-        _compute(layer, residency)
+class _Step(NamedTuple):
+    """Of a layer's backward: the parameter that is held meanwhile, those that are added, and those of them
+    that do not wait for their W.
+    """
+
+    held: Parameter | None
+    added: list[Parameter]
+    at_once: list[Parameter]
+
+
+class _Layer(NamedTuple):
+    """A layer as backward meets it: the layers whose forward passes it computes again, and its steps."""
+
+    again: Sequence[Layer]
+    throughout: Parameter | None
+    steps: list[_Step]
+
+
+class _Passes:
+    """What the passes of a part ask of buckets, in their order; found once."""
+
+    def __init__(self, part: Part, recompute: Recomputed) -> None:
+        self.part = part
+        self._layers = list(_met(part, recompute))
+        self.late = [
+            [p for _, added in layer.backward_order() for p in added if p in layer.late]
+            for layer in reversed(part.layers)
+        ]
+
+    def forward(self, residency: Residency) -> None:
+        """All layers."""
+        for layer in self.part.layers:
+            _compute(layer, residency)
+
+    def backward(self, residency: Residency, waiting: bool) -> None:
+        """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
+        for again, throughout, steps in self._layers:
+            for other in again:
+                _compute(other, residency)
+            with _there(residency, throughout):
+                for held, added, at_once in steps:
+                    with _there(residency, held):
+                        _add(at_once if waiting else added)
+
+
+def _met(part: Part, recompute: Recomputed) -> Iterator[_Layer]:
+    """The layers that backward comes to, in its order."""
+    blocks = blocks_of(part)
+    size = segment_size(recompute, len(blocks))
+    silent = silent_blocks(part)
+    seen = set(blocks[silent // (size or 1) * (size or 1) :])
+    for layer in reversed(part.layers):
+        again: Sequence[Layer] = ()
+        if layer.is_block:
+            if layer not in seen:
+                continue
+            number = blocks.index(layer)
+            if size and number == min(number // size * size + size, len(blocks)) - 1:
+                again = blocks[number // size * size : number + 1]  # the forward pass of its segment
+        elif layer is part.layers[0] and not embedding_trained(part):
+            continue
+        late = layer.late
+        steps = [
+            _Step(held, added, [p for p in added if p not in late]) for held, added in layer.backward_order()
+        ]
+        yield _Layer(again, layer.held[0] if layer.is_block else None, steps)
 
 
 def _compute(layer: Layer, residency: Residency) -> None:
@@ -63,30 +122,6 @@ def _compute(layer: Layer, residency: Residency) -> None:
                     assert not parameter.requires_grad or parameter.gradient is not None
                 if layer.is_block and parameter is layer.held[0]:
                     throughout.push(held.pop_all())
-
-
-def _backward(part: Part, residency: Residency, recompute: Recomputed, waiting: bool) -> None:
-    """The layers, the last one first; with `waiting` the linear layers of blocks wait for their W."""
-    blocks = blocks_of(part)
-    size = segment_size(recompute, len(blocks))
-    silent = silent_blocks(part)
-    seen = blocks[silent // (size or 1) * (size or 1) :]
-    for layer in reversed(part.layers):
-        if layer.is_block:
-            if layer not in seen:
-                continue
-            number = blocks.index(layer)
-            last = min(number // size * size + size, len(blocks)) - 1 if size else -1
-            if number == last:  # the forward pass of its segment again
-                for other in blocks[number // size * size : number + 1]:
-                    _compute(other, residency)
-        elif layer is part.layers[0] and not embedding_trained(part):
-            continue
-        late = layer.late if waiting else set()
-        with _there(residency, layer.held[0] if layer.is_block else None):
-            for held, added in layer.backward_order():
-                with _there(residency, held):
-                    _add(p for p in added if p not in late)
 
 
 def _there(residency: Residency, parameter: Parameter | None) -> AbstractContextManager[None]:

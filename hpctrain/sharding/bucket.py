@@ -200,7 +200,7 @@ class Bucket:
         """Add what was kept apart of gradients with two sources, so that their order does not matter."""
         for segment in self.segments:
             lookups = segment.parameter.lookups
-            if lookups is not None:
+            if lookups is not None and not lookups.is_meta:  # a plan's have no values
                 segment.view(self.gradients).add_(lookups)
                 lookups.zero_()
 
