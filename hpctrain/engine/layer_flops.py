@@ -26,21 +26,37 @@ def layer_flops(deck: Deck, shape: ModelShape) -> tuple[PassTimes, ...]:
 
 @lru_cache
 def _of_model(shape: ModelShape, recompute: Recomputed, frozen: tuple[str, ...]) -> tuple[PassTimes, ...]:
-    model = bare_model(shape)
-    freeze_parameters([model], frozen)
-    silent = silent_blocks(model)
     flops = []
-    for number, layer in enumerate(model.layers):
-        products, core = 2 * layer.matrix_elements, layer.core_flops
-        forward, gradient, weight = products + core, products + 2 * core, _weight_gradient(layer)
-        if not layer.is_block:
+    for is_block, silent, products, core, weight in _figures(shape, frozen):
+        forward, gradient = products + core, products + 2 * core
+        if not is_block:
             flops.append(PassTimes(forward + gradient + weight, 0, 0))
-        elif number <= silent:
+        elif silent:
             flops.append(PassTimes(forward, 0, 0))
         else:
             again = {"none": 0, "selective": core}.get(str(recompute), forward)
             flops.append(PassTimes(forward, gradient + again, weight))
     return tuple(flops)
+
+
+@lru_cache
+def _figures(shape: ModelShape, frozen: tuple[str, ...]) -> tuple[tuple[bool, bool, int, int, int], ...]:
+    """Of each layer whether it is a block, and one that no gradient comes to; FLOPs of products with its
+    matrices, of its core, and of its matrices' gradients.
+    """
+    model = bare_model(shape)
+    freeze_parameters([model], frozen)
+    silent = silent_blocks(model)
+    return tuple(
+        (
+            layer.is_block,
+            number <= silent,
+            2 * layer.matrix_elements,
+            layer.core_flops,
+            _weight_gradient(layer),
+        )
+        for number, layer in enumerate(model.layers)
+    )
 
 
 def _weight_gradient(layer: Layer) -> int:

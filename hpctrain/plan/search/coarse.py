@@ -11,7 +11,7 @@ from math import ceil, inf
 
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.recompute import segment_size
-from hpctrain.plan.search.choices import Choices
+from hpctrain.plan.search.choices import Choices, with_values
 from hpctrain.plan.search.form import Elements, Form
 from hpctrain.plan.search.least_bytes import MicroBytes
 from hpctrain.plan.search.moments import moments
@@ -33,6 +33,7 @@ class Coarse:
         self._layers = layers
         self._blocks = {layer: many for layer, many in layers.items() if layer.is_block}
         self._loads: dict[object, list[tuple[float, float]]] = {}
+        self._states: dict[object, tuple[float, float]] = {}
 
     def least(
         self, deck: Deck, at: Arrangement, kept: MicroBytes, ways: list[States], *, by_flops: bool
@@ -40,10 +41,8 @@ class Coarse:
         """Bytes of the node that needs most, for a rank, of all schedules and these ways to keep states;
         where blocks are not split `by_flops`, however they are.
         """
-        experts, others = zip(*(layer.elements(at) for layer in self._blocks), strict=True)
-        block = Elements(min(experts), min(others))
-        states = min(of(block, "none") for of in ways)
-        mean = self._mean(at, kept, ways)
+        states, of_all = self._states_of(at, ways)
+        mean = self._needs.of_mean_rank(of_all + kept.spread(self._layers) / at.pipeline)
         if not by_flops or kept.frozen:
             return mean
         kinds = [kept.of_kinds[layer.kind] for layer in self._blocks]
@@ -59,13 +58,17 @@ class Coarse:
         held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
         return max(mean, min((self._needs.libraries + each for each in held), default=inf))
 
-    def _mean(self, at: Arrangement, kept: MicroBytes, ways: list[States]) -> float:
-        """Of a mean rank, with one micro-batch under way."""
-        sizes = [(many, layer.elements(at)) for layer, many in self._layers.items()]
-        experts, others = (sum(many * each[index] for many, each in sizes) for index in range(2))
-        elements = Elements(experts / at.pipeline, others / at.pipeline)
-        states = min(of(elements, "none") for of in ways)
-        return self._needs.of_mean_rank(states + kept.spread(self._layers) / at.pipeline)
+    def _states_of(self, at: Arrangement, ways: list[States]) -> tuple[float, float]:
+        """Bytes of states of a block, and of all of a mean rank, as few as can be."""
+        key = at.tensor, at.context, at.data, at.pipeline, at.expert, at.expert_tensor
+        if key not in self._states:
+            of_blocks = [layer.elements(at) for layer in self._blocks]
+            block = Elements(min(each[0] for each in of_blocks), min(each[1] for each in of_blocks))
+            sizes = [(many, layer.elements(at)) for layer, many in self._layers.items()]
+            experts, others = (sum(many * each[index] for many, each in sizes) for index in range(2))
+            mean = Elements(experts / at.pipeline, others / at.pipeline)
+            self._states[key] = min(of(block, "none") for of in ways), min(of(mean, "none") for of in ways)
+        return self._states[key]
 
     def _loads_of(self, deck: Deck, at: Arrangement, *, whole: bool) -> list[tuple[float, float]]:
         """Of each form of a schedule blocks of micro-batches that wait on a stage, or pieces of blocks that
@@ -86,6 +89,7 @@ class Coarse:
 
     def _forms(self, deck: Deck, at: Arrangement, most: int, whole: bool) -> Iterator[tuple[float, float]]:
         stages = at.pipeline
+        deck = with_values(deck, {"layout.pipeline": stages})
         for schedule, chunks in self._choices.of_schedules(stages, stages):
             form = self._form_of(deck, schedule, chunks)
             if form is None:

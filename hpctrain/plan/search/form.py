@@ -29,10 +29,13 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class PartForm:
-    """The blocks of a part and how many of which are alike, whether it embeds and predicts, and by what."""
+    """The blocks of a part, how many of which are alike and which of them are neighbours, and what embeds or
+    predicts there.
+    """
 
     blocks: tuple[LayerSizes, ...]
     alike: tuple[tuple[LayerSizes, int], ...]
+    pairs: tuple[tuple[LayerSizes, LayerSizes], ...]
     first: LayerSizes | None
     last: LayerSizes | None
 
@@ -41,18 +44,17 @@ class PartForm:
         """Of a part with these layers."""
         blocks = tuple(layer for layer in layers if layer.is_block)
         ends = {layer.is_last: layer for layer in layers if not layer.is_block}
-        return PartForm(blocks, _alike(blocks), ends.get(False), ends.get(True))
+        pairs = {(id(one), id(other)): (one, other) for one, other in pairwise(blocks)}
+        return PartForm(blocks, _alike(blocks), tuple(pairs.values()), ends.get(False), ends.get(True))
 
     def gathered(self, at: Arrangement) -> float:
         """Elements of the block, and of the next one, that are there whole at once."""
-        sizes = {id(layer): layer.elements(at) for layer, _ in self.alike}
-        pairs = {(id(one), id(other)) for one, other in pairwise(self.blocks)}
-        both = (
-            sizes[one][1] + sizes[other][1]
-            for one, other in pairs
-            if not sizes[one][0] and not sizes[other][0]
-        )
-        return max((*(each[1] for each in sizes.values()), *both), default=0.0)
+        found = [layer.elements(at)[1] for layer, _ in self.alike]
+        for pair in self.pairs:
+            sizes = [layer.elements(at) for layer in pair]
+            if not any(experts for experts, _ in sizes):
+                found.append(sum(others for _, others in sizes))
+        return max(found, default=0.0)
 
 
 def _alike(layers: Sequence[LayerSizes]) -> tuple[tuple[LayerSizes, int], ...]:

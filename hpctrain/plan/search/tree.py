@@ -93,6 +93,8 @@ class SplitLayers:
     of_kinds: tuple[Mapping[LayerSizes, LayerSeconds], ...]
     """Of the machine's kinds of node, each by itself."""
     kept: MicroBytes
+    needs: Mapping[int, float]
+    """Bytes of a rank at the least by numbers of stages that may have room."""
     layers: tuple[LayerSizes, ...]
 
     @cached_property
@@ -163,6 +165,7 @@ class Tree:
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
         self._ranks_of_kinds = [ranks for _, ranks in lying]
         self._placed: dict[object, Schedule] = {}
+        self._ways_of: dict[object, list[States]] = {}
         self._afters: dict[object, float] = {}
 
     def roots(self) -> Iterator[SplitLayers]:
@@ -173,32 +176,41 @@ class Tree:
             if self.fell.cannot_be(layout_problems(neutral), neutral):
                 continue
             of_model = ranks // (neutral.layout.tensor * neutral.layout.context)
-            most = max(self.choices.of_stages(of_model), default=1)
+            counts = self.choices.of_stages(of_model)
+            most = max(counts, default=1)
             for of_kept in self.choices.of_kept(self.machine):
                 split = with_values(deck, of_layers | of_kept)
                 for size in self.choices.of_micro_batches(deck.batch.global_size * most // of_model):
                     whole = with_values(split, {"batch.micro_size": size})
-                    kept = self._bytes.of(whole)
-                    # Of one micro-batch, spread over as many stages as there can be.
-                    least = self.needs.of_mean_rank(kept.spread(self._kinds) / most)
-                    if least <= self.limit:
-                        yield self._split(whole, kept, least)
+                    at, kept = Arrangement.of_axes(whole, _axes(whole), self._per_node), self._bytes.of(whole)
+                    needs = {stages: self._coarsely(whole, at, kept, stages) for stages in counts}
+                    fitting = {stages: least for stages, least in needs.items() if least <= self.limit}
+                    if fitting:
+                        yield self._split(whole, at, kept, fitting)
                         continue
                     self.fell.counts["memory"] += 1
                     if whole.memory.activations == "keep":
                         break  # more sequences keep more
 
-    def _split(self, deck: Deck, kept: MicroBytes, least: float) -> SplitLayers:
-        at = Arrangement.of_axes(deck, _axes(deck), self._per_node)
+    def _coarsely(self, deck: Deck, at: Arrangement, kept: MicroBytes, stages: int) -> float:
+        """Bytes at the least with so many stages, whether or not these share the batch."""
+        data = self.choices.ranks // (at.tensor * at.context * stages)
+        passes = max(1, deck.batch.global_size // (at.micro_size * data))
+        staged = replace(at, pipeline=stages, data=data, micro_batches=passes)
+        by_flops = not self.machine.others or self.choices.given("layout.split")
+        return self._coarse.least(deck, staged, kept, self._ways(staged), by_flops=by_flops)
+
+    def _split(
+        self, deck: Deck, at: Arrangement, kept: MicroBytes, needs: Mapping[int, float]
+    ) -> SplitLayers:
         of_kinds = tuple(
             {layer: layer_seconds(layer, at, kind) for layer in self._kinds} for kind in self.machine.kinds
         )
         fixed = min(kind.fixed for kind in self.machine.kinds)
         # Micro-batches of a rank over its share of the layers: the same for any number of stages.
         share = deck.batch.global_size * at.tensor * at.context / (self.choices.ranks * at.micro_size)
-        return SplitLayers(
-            self._micro(of_kinds) * share + fixed, least, deck, at, of_kinds, kept, self.layers
-        )
+        bound, least = self._micro(of_kinds) * share + fixed, min(needs.values())
+        return SplitLayers(bound, least, deck, at, of_kinds, kept, needs, self.layers)
 
     def _micro(self, of_kinds: Sequence[Mapping[LayerSizes, LayerSeconds]]) -> float:
         """Seconds of a micro-batch in all layers on one stage, or what they are at the least in the mean over
@@ -226,7 +238,7 @@ class Tree:
         assert isinstance(node, SplitLayers)
         at, ranks = node.at, self.choices.ranks // (node.at.tensor * node.at.context)
         batch = node.deck.batch.global_size
-        for stages in self.choices.of_stages(ranks):
+        for stages, needed in node.needs.items():
             data = ranks // stages
             asked = self.choices.deck.layout.data
             deck = with_values(node.deck, {"layout.pipeline": stages})
@@ -240,17 +252,21 @@ class Tree:
             waits = 2 * message * (stages - 1) / stages * (self.machine.messages == "blocking")
             bound = node.bound + waits * staged.micro_batches
             ground = Ground(self.machine, staged)
-            by_flops = ground.is_one or self.choices.given("layout.split")
-            least = self._coarse.least(deck, staged, node.kept, self._ways(staged), by_flops=by_flops)
-            if least > self.limit:
-                self.fell.counts["memory"] += 1
-                continue
+            least = needed
+            if self.machine.others and ground.is_one:
+                least = self._coarse.least(deck, staged, node.kept, self._ways(staged), by_flops=True)
+                if least > self.limit:
+                    self.fell.counts["memory"] += 1
+                    continue
             yield Staged(bound, least, deck, staged, node, ground)
 
     def _ways(self, at: Arrangement) -> list[States]:
         """To keep states."""
-        of_states = self.choices.of_states(at.data_ranks, self.machine)
-        return [self.needs.states_of(at, each) for each in of_states]
+        key = at.tensor, at.context, at.data, at.expert, at.expert_tensor
+        if key not in self._ways_of:
+            of_states = self.choices.of_states(at.data_ranks, self.machine)
+            self._ways_of[key] = [self.needs.states_of(at, each) for each in of_states]
+        return self._ways_of[key]
 
     def _message(self, at: Arrangement) -> float:
         """Seconds from a stage to the next, at the least."""
