@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from hpctrain.comm.host_memory import Limit
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import Place
+from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
-from hpctrain.plan.search.search import Found, search
+from hpctrain.plan.memory import MemoryPlan
+from hpctrain.plan.room import Room
+from hpctrain.plan.search.choices import Choices
+from hpctrain.plan.search.search import Found, has_room, roomiest, search
 from hpctrain.plan.search.tree import Layout, Node, Tree
 from hpctrain.plan.time.machine import Machine, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.plan.search.brute import Brute
-from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, bare, layouts, tree_of
+from tests.plan.search.random_layouts import DECK, LLAMA, MIXTURE, Bare, bare, layouts, tree_of
 from tests.plan.search.test_least_bytes import machine_of
 
 SELENE = read_machine("selene-2021")
@@ -237,6 +243,45 @@ def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
     assert not found.best
     assert found.missed is None or not found.missed.room.fits
     assert found_by(replace(case, room=1.001 * min(needs))).best
+    least = roomiest(case.deck, case.ranks, case.machine, holding)
+    assert least is not None and least.room.needed == 8 * min(needs)
+    assert has_room(replace(case, room=1.001 * min(needs)).deck, case.ranks, case.machine, holding)
+    assert not has_room(case.deck, case.ranks, case.machine, holding)
+
+
+class Picky(Bare):
+    """On whose nodes only layouts with some values fit, whatever they need at the least."""
+
+    def memory_of(self, deck: Deck, schedule: Schedule, split: Sequence[int]) -> MemoryPlan:
+        return self.any_plan
+
+    def room(self, deck: Deck, memory: MemoryPlan) -> Room:
+        fits = (deck.batch.micro_size, deck.memory.recompute, deck.layout.zero) == (1, "full", 2)
+        return Room("a node", 8, 1 if fits else 3, Limit("node", 2, "of memory"))
+
+    @cached_property
+    def any_plan(self) -> MemoryPlan:
+        return self.memory(parse_deck(DECK, ["batch.global_size=64"]))
+
+
+def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
+    case = Case((*OPEN, "batch.global_size=128"), {**NO_CONTEXT, "chunks": 1}, {"activations": "keep"})
+    holding = Picky(case.ranks, 50_000)
+    found = search(case.deck, case.ranks, case.machine, holding, 5, uneven=False)
+    assert found.fell.counts["memory plan"] > 300
+    tree = Tree(Choices(case.deck, case.ranks), case.machine, holding, 1e15)
+    fitting = [
+        each for each in layouts(tree) if (room := holding.room(each.deck, holding.any_plan)) and room.fits
+    ]
+    seconds = sorted(sum(tree.seconds(each).values()) for each in fitting)
+    assert [each.seconds for each in found.best] == pytest.approx(seconds[:5])
+
+
+def test_what_needs_least_is_found_though_others_need_less_by_their_bounds() -> None:
+    given = {**NO_CONTEXT, "tensor": 8, "pipeline": 2, "schedule": "1f1b", "sequence_parallel": False}
+    case = Case(OPEN, given, {"activations": "keep", "optimizer": "device"})
+    least = roomiest(case.deck, case.ranks, case.machine, Picky(case.ranks, 50_000))
+    assert least is not None and least.room.fits
 
 
 def test_ranks_that_nothing_divides() -> None:

@@ -199,6 +199,23 @@ def test_no_node_holds_more_than_its_kind_has() -> None:
         assert bool(search(planned, 8, machine, holding, 1).best) == room.fits == (tightest <= 1)
 
 
+def test_what_is_needed_at_the_least_is_told_for_the_memory_of_each_kind() -> None:
+    """Of half of what the largest kind has, a bound is twice as much; never more than the plan says."""
+    keys = ("model.layers=8", "model.hidden=64", "layout.schedule=1f1b", "layout.tensor=1")
+    machine = kinds(f"{FAST}\nmemory = 5e8").model_copy(update={"memory": 1e9})
+    deck = machine.of_deck(deck_of(*keys))
+    holding, alike = holding_on(8, machine.memories), holding_on(8, kinds(FAST).memories)
+    tree, plain = (Tree(Choices(deck, 8), machine, each, inf) for each in (holding, alike))
+    ratios = []
+    for (above, layout), (_, other) in zip(layouts(tree), layouts(plain), strict=True):
+        room = holding.room(deck, tree.memory(layout))
+        assert room is not None
+        planned = tree.needs.planned(room)
+        assert all(node.least <= planned for node in (*above, layout))
+        ratios.append(layout.least / other.least)
+    assert ratios and 1.5 < min(ratios) <= max(ratios) <= 2
+
+
 def test_a_faster_kind_makes_no_best_layout_slower() -> None:
     deck, before = deck_of("model.layers=9"), inf
     for speed in (1.2, 1.5, 2.0, 3.0, 5.0, 9.0):
