@@ -136,7 +136,7 @@ class GradientSynchronizer:
 def _from_other_end(pipeline: Group, own: Tensor) -> Tensor:
     """What the last stage has in the place of the first one's `own`, and the other way round."""
     other = pipeline.size - 1 if pipeline.rank == 0 else 0
-    theirs = torch.empty_like(own)
+    theirs = torch.empty(own.shape, dtype=own.dtype, device=own.device)
     receiving = pipeline.start_recv(theirs, other)
     sending = pipeline.start_send(own, other)
     receiving.wait()

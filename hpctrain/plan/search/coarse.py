@@ -34,6 +34,7 @@ class Coarse:
         self._blocks = {layer: many for layer, many in layers.items() if layer.is_block}
         self._loads: dict[object, list[tuple[float, float]]] = {}
         self._states: dict[object, tuple[float, float]] = {}
+        self._fewest: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
     def least(
         self, deck: Deck, at: Arrangement, kept: MicroBytes, ways: list[States], *, by_flops: bool
@@ -43,8 +44,10 @@ class Coarse:
         """
         states, of_all = self._states_of(at, ways)
         mean = self._needs.of_mean_rank(of_all + kept.spread(self._layers) / at.pipeline)
-        if not by_flops or kept.frozen:
+        if kept.frozen or (not by_flops and self._needs.mixes(at)):
             return mean
+        if not by_flops:
+            return max(mean, self._of_any_split(at, kept, states))
         kinds = [kept.of_kinds[layer.kind] for layer in self._blocks]
         computed = kept.recompute not in {"none", "selective"}
         unit = kept.input_stays if computed else min(each.staying for each in kinds)
@@ -57,6 +60,31 @@ class Coarse:
         loads = self._loads_of(deck, at, whole=True)
         held = (alive * unit + blocks * states + (besides if blocks else 0) for alive, blocks in loads)
         return max(mean, min((self._needs.libraries + each for each in held), default=inf))
+
+    def _of_any_split(self, at: Arrangement, kept: MicroBytes, states: float) -> float:
+        """However blocks are split: a stage with n micro-batches under way has room for X / (n w + s) of them
+        in X bytes, of w that wait in a block and s of its states, and all stages for all.
+        """
+        blocks = sum(self._blocks.values())
+        size = segment_size(kept.recompute, blocks)
+        waiting = min(kept.of_kinds[layer.kind].staying for layer in self._blocks)
+        of_block = kept.input_stays / size if size else waiting
+        key = at.pipeline, _rounded(at)
+        if key not in self._fewest:
+            self._fewest[key] = self._fewest_of(*key)
+        shares = self._needs.shares(at)
+        rooms = (
+            sum(share / max(1.0, many * of_block + states) for many, share in zip(each, shares, strict=True))
+            for each in self._fewest[key]
+        )
+        return blocks / max(rooms, default=inf)
+
+    def _fewest_of(self, stages: int, most: int) -> set[tuple[int, ...]]:
+        """Of each schedule the micro-batches that every stage has under way in any of its parts."""
+        return {
+            tuple(min(moments(name, stages, most, chunks, stage)[0].waiting) for stage in range(stages))
+            for name, chunks in self._choices.of_schedules(stages, stages)
+        }
 
     def _states_of(self, at: Arrangement, ways: list[States]) -> tuple[float, float]:
         """Bytes of states of a block, and of all of a mean rank, as few as can be."""
@@ -75,8 +103,7 @@ class Coarse:
         are computed again as one, and its blocks: of the stage that has most, or in the mean. Those with more
         of both than another are left out.
         """
-        most = min(at.micro_batches, 2 * at.pipeline)
-        most = 1 << (most.bit_length() - 1)  # fewer hold no more
+        most = _rounded(at)
         key = at.pipeline, most, deck.memory.recompute, whole
         if key not in self._loads:
             found = sorted(self._forms(deck, at, most, whole))
@@ -108,6 +135,11 @@ class Coarse:
                 yield max(loads)
             else:
                 yield sum(each[0] for each in loads) / stages, sum(each[1] for each in loads) / stages
+
+
+def _rounded(at: Arrangement) -> int:
+    """A number of micro-batches that hold no more than a step's."""
+    return 1 << (min(at.micro_batches, 2 * at.pipeline).bit_length() - 1)
 
 
 def _units(deck: Deck, blocks: int) -> int:

@@ -46,6 +46,7 @@ class Needs:
         self._mean = sum(full) * self._together / self._ranks
         device = StateBytes.of(deck)
         self._states = {True: device, False: device.elsewhere()}
+        self._of_stages: dict[int, list[float]] = {}
         self._nodes: dict[int, list[tuple[Counter[int], float]]] = {}
 
     def states_of(self, at: Arrangement, zero: Values) -> States:
@@ -75,6 +76,12 @@ class Needs:
     def mixes(self, at: Arrangement) -> bool:
         """Whether ranks that share memory are of several stages."""
         return bool(at.stage_ranks % self._together)
+
+    def shares(self, at: Arrangement) -> list[float]:
+        """Of the largest memory, that which each stage's ranks have."""
+        if at.pipeline not in self._of_stages:
+            self._of_stages[at.pipeline] = [self._share(at, stage) for stage in range(at.pipeline)]
+        return self._of_stages[at.pipeline]
 
     def places(self, at: Arrangement, form: Form) -> list[Place]:
         """The stages of a form that are looked at: all, where a node's ranks are of several."""

@@ -160,6 +160,7 @@ class Tree:
         self._bytes = LayerBytes(self.shape, self.layers, self._per_node)
         self.needs = Needs(deck, holding, self._per_node)
         self._forms: dict[object, Form | None] = {}
+        self._splits: dict[object, Form] = {}
         self._coarse = Coarse(choices, self.needs, self._kinds, self._form_of)
         self._schedule = lru_cache(maxsize=16)(_schedule)
         lying = ranks_of_kinds(machine, choices.ranks, self._per_node)
@@ -412,7 +413,10 @@ class Tree:
         """The parts of the model, split over stages on several kinds of node."""
         times = [layers.on(ground, group)[1] for group in range(len(ground.groups))]
         split = tuple(split_over([times[group] for group in ground.of_stage], form))
-        return Form.of(form, split, self.layers, ground.of_stage)
+        key = form.stage_count, form.chunks, form.placement, split, tuple(ground.of_stage)
+        if key not in self._splits:
+            self._splits[key] = Form.of(form, split, self.layers, ground.of_stage)
+        return self._splits[key]
 
     def schedule(self, layout: Layout) -> Schedule:
         """That of a layout's step."""
