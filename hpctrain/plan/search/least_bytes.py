@@ -17,13 +17,13 @@ from hpctrain.engine.functions import planned_functions
 from hpctrain.engine.rules import RULES
 from hpctrain.engine.stage import make_groups
 from hpctrain.memory.recompute import Recompute, segment_size
-from hpctrain.memory.saved import part_bytes
+from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.model.build import build_parts
-from hpctrain.model.part import Part, Span
+from hpctrain.model.part import Layer, Part, Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.optim.block_rule import BlockRules
-from hpctrain.parallel.saved import total
+from hpctrain.parallel.saved import Waiting, total
 from hpctrain.pipeline.execute import receives_ahead
 from hpctrain.plan.activations import segment_bytes
 from hpctrain.plan.search.form import Elements, PartForm
@@ -154,6 +154,7 @@ class LayerBytes:
         self._ranks_per_node = ranks_per_node
         self._parts: dict[object, Part] = {}
         self._found: dict[object, MicroBytes] = {}
+        self._of_kinds: dict[object, dict[str, Kept]] = {}
 
     def of(self, deck: Deck) -> MicroBytes:
         """Of a micro-batch of a deck that says how layers are split and what is computed again."""
@@ -167,32 +168,16 @@ class LayerBytes:
         part, memory = self._part(deck), deck.memory
         host = on_host(device_named(deck.run.device))
         (told,) = part_bytes(deck, [part], not host, memory.recompute)
-        at, found = told.at, dict[str, Kept]()
-        elsewhere = memory.activations != "keep"
-        for layer in part.layers:
-            if layer.kind in found:
-                continue
-            saved = layer.saved(at)
-            whole = total(saved)
-            staying, present = whole, 0
-            if layer.is_block:
-                stays, packed, computed = segment_bytes(deck, saved)
-                staying = stays + (0 if elsewhere else packed)
-                present = computed - (0 if elsewhere else packed)
-            later = layer.waiting(at) if layer.is_block else (0, 0)
-            found[layer.kind] = Kept(
-                whole,
-                staying,
-                present,
-                saved[0].bytes if layer.is_block and saved[0] == told.hidden else 0,
-                *later,
-                layer.workspace(at),
-                layer.holes(at),
-            )
+        at, elsewhere = told.at, memory.activations != "keep"
+        # What else is computed again changes nothing that a layer saves.
+        key = *_split_of(deck), at.micro_size, at.selective, memory.activations
+        if key not in self._of_kinds:
+            layers = {layer.kind: layer for layer in reversed(part.layers)}
+            self._of_kinds[key] = {kind: _kept(deck, layer, told) for kind, layer in layers.items()}
         stays, packed, computed = segment_bytes(deck, [told.hidden])
         kept = 0 if elsewhere else packed
         return MicroBytes(
-            found,
+            self._of_kinds[key],
             told.hidden.bytes,
             stays + kept,
             computed - kept,
@@ -219,6 +204,20 @@ class LayerBytes:
                 groups = make_groups(planned_functions(deck), mesh, recompute, device)
                 (self._parts[key],) = build_parts(self._few, groups, [Span.all_of(self._few.layers)])
         return self._parts[key]
+
+
+def _kept(deck: Deck, layer: Layer, part: PartBytes) -> Kept:
+    """Of a layer of a part."""
+    at, saved = part.at, layer.saved(part.at)
+    whole = staying = total(saved)
+    present = first = 0
+    later = Waiting(0, 0)
+    if layer.is_block:
+        stays, packed, computed = segment_bytes(deck, saved)
+        kept = packed if deck.memory.activations == "keep" else 0
+        staying, present, later = stays + kept, computed - kept, layer.waiting(at)
+        first = saved[0].bytes if saved[0] == part.hidden else 0
+    return Kept(whole, staying, present, first, *later, layer.workspace(at), layer.holes(at))
 
 
 def _few(layers: Sequence[LayerSizes]) -> int:
