@@ -19,6 +19,10 @@ States = Callable[[Elements, Opened], float]
 """Bytes of states of elements, where so many whole gradients are there at once."""
 
 
+_ROUNDED = 1 - 1e-12
+"""What is exactly as much as a plan says is not to be more by the order of its sums."""
+
+
 class Place(NamedTuple):
     """A stage that stands for those that hold as much: its number, which of a form's is like it, the kinds of
     its parts by chunk, and the share of the largest memory that it has.
@@ -71,7 +75,7 @@ class Needs:
 
     def of_mean_rank(self, held: float) -> float:
         """Where a rank holds so much in the mean over all, beside libraries."""
-        return (self.libraries + held) / self._mean
+        return (self.libraries + held) / self._mean * _ROUNDED
 
     def mixes(self, at: Arrangement) -> bool:
         """Whether ranks that share memory are of several stages."""
@@ -101,12 +105,13 @@ class Needs:
     def most(self, at: Arrangement, places: Sequence[Place], held: Sequence[float]) -> float:
         """Of the node that needs most of what it has, for a rank, where stages hold so much."""
         if not self.mixes(at):
-            return max((self.libraries + own) / place.share for place, own in zip(places, held, strict=True))
+            each = ((self.libraries + own) / place.share for place, own in zip(places, held, strict=True))
+            return max(each) * _ROUNDED
         needed = (
             sum(many * (self.libraries + held[stage]) for stage, many in node.items()) / share
             for node, share in self._several(at)
         )
-        return max(needed) / self._together
+        return max(needed) / self._together * _ROUNDED
 
     def _share(self, at: Arrangement, stage: int) -> float:
         """Of the kind of node under a stage that has least."""
