@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ class Account:
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind, in order."""
-        return asdict(self)
+        return dict(vars(self))
 
     def row(self) -> dict[str, int]:
         """As written into JSON: `parameter_bytes` and so on, and `total_bytes`."""

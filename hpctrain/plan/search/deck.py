@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MOST_TRADED = 12
 """Layouts of less memory that are looked for."""
 
 _LESS = 0.9
+_COLLECTED = 100_000  # objects, after which those that are new are looked through
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,18 @@ def trade_offs(searched: DeckSearch, ranks_per_node: int | None) -> list[Candida
     return found
 
 
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Have Python look for circles of objects seldom: a search makes many objects, and few of these."""
+    before = gc.get_threshold()
+    gc.set_threshold(_COLLECTED, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_seldom_collected()
 def _search(
     deck: Deck,
     ranks: int,

@@ -87,7 +87,7 @@ class StageForm:
             apart = tied / 2 if any(layer.is_last for layer, _ in self.alike) else 0.0
         elif tied and at.pipeline > 1 and any(layer.is_last for layer, _ in self.alike):
             others += tied  # the table that it has of its own
-        gathered = max(kinds[part].gathered(at) for part in self.parts)
+        gathered = max(kinds[part].gathered(at) for part in set(self.parts))
         blocks = sum(count * layer.elements(at)[1] for layer, count in self.alike if layer.is_block)
         return Elements(experts, others, blocks, gathered, apart)
 

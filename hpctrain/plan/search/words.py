@@ -24,13 +24,14 @@ def search_text(searched: DeckSearch) -> str:
     best = found.best
     apart = [key for key in best[0].changes if len({repr(each.changes[key]) for each in best}) > 1]
     alike = {key: value for key, value in changed(deck, best[0].changes).items() if key not in apart}
-    head = ("", "a step", "tokens/s", "a rank holds", *(key.partition(".")[2] for key in apart))
+    head = ("", "a step", "slower", "tokens/s", "a rank holds", *(key.partition(".")[2] for key in apart))
     chosen = arguments(changed(deck, best[0].changes))
     tokens = deck.batch.global_size * deck.batch.sequence
     rows = [
         (
             str(number),
             format_seconds(each.seconds),
+            f"+{100 * (each.seconds / best[0].seconds - 1):.1f}%" if number > 1 else "-",
             format_count(tokens / each.seconds),
             format_bytes(each.memory_bytes),
             *(_shown(each.changes[key]) for key in apart),
@@ -82,7 +83,7 @@ def _fell(searched: DeckSearch) -> list[str]:
         missed = found.missed
         quickest = format_seconds(missed.candidate.seconds)
         lines.append(
-            f"  {counts['memory plan']} do by their plans, such as one that would take {quickest} "
+            f"  {counts['memory plan']} hold too much by their plans, such as one that would take {quickest} "
             f"({difference(missed.candidate, found.best[0])}): {missed.room};"
         )
     if found.slower:
