@@ -16,7 +16,8 @@ from hpctrain.model.shape import ModelShape
 
 class EvenLoads(TorchDispatchMode):
     """Within, what is counted of tensors without values is as many of each: of n numbers below k, n // k, and
-    one more of the first ones where that leaves some. Nothing for a model without experts.
+    one more of the first ones where that leaves some; of copies those are kept that experts have room for.
+    Nothing for a model without experts.
 
     A count is in memory of the host, from where layers read it. What is computed of both kinds of memory has
     none; products by groups are so of any format.
@@ -37,6 +38,9 @@ class EvenLoads(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return self._counts(args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if func is torch.ops.aten.index.Tensor and _is_mask(args[1]):
+            kept = int(args[1][0].numel() * self.taken)
+            return args[0].new_empty((kept, *args[0].shape[args[1][0].dim() :]))
         if "grouped_mm" in func.name():
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
@@ -54,6 +58,13 @@ class EvenLoads(TorchDispatchMode):
         counts[: whole % kinds] += 1
         counts[kinds:] = numbers.numel() - whole
         return counts
+
+
+def _is_mask(indices: Sequence[Any]) -> bool:
+    """Whether these tell which elements are taken, and not where they are."""
+    return (
+        len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and indices[0].is_meta
+    )
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

@@ -118,6 +118,18 @@ def of_each(deck: Deck, rank: int, ranks: int) -> Programme:
     return found.programme(*divmod(rank, found.of_stage), found.kinds[rank // found.of_stage])
 
 
+def with_waits(told: list[Told]) -> list[Told]:
+    """Calls, and waits by the number of their call; but for sends, which a run may find done without a wait."""
+    numbers, found = dict[int, int](), list[Told]()
+    for place, event in enumerate(told):
+        if event[0] != WAIT:
+            numbers[place] = len(numbers)
+        elif told[event[2]][0] == "send":
+            continue
+        found.append(event if event[0] != WAIT else (*event[:2], numbers[event[2]], *event[3:]))
+    return found
+
+
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("number", range(21))
 def test_a_rank_of_a_run_does_what_its_programme_says(
@@ -138,6 +150,4 @@ def test_a_rank_of_a_run_does_what_its_programme_says(
         told, programme = (
             [e if e[0] == WAIT else (*e[:2], 0, *e[3:]) for e in each] for each in (told, programme)
         )
-    if deck.optimizer.name != "muon":  # of which it is the waits that make the order
-        told, programme = ([e for e in each if e[0] != WAIT] for each in (told, programme))
-    assert programme == told
+    assert with_waits(programme) == with_waits(told)

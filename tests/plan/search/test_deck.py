@@ -166,7 +166,7 @@ def test_words_tell_the_best_and_why_others_fell(path: Path) -> None:
     assert "hold too much by what they need at the least (more ranks, or larger nodes, would do);" in text
     assert "are slower, whatever else they have (other rates," in text
     assert re.search(r" cannot be: [a-z_]+\.[a-z_]+ = \d+: ", text)
-    assert re.search(r" 1 [\d.]+ m?s - [\d.]+K .* 2 [\d.]+ m?s \+\d\.\d% [\d.]+K ", text)
+    assert re.search(r" 1 [\d.]+ m?s - [\d.]+[KM] .* 2 [\d.]+ m?s \+\d\.\d% [\d.]+[KM] ", text)
     assert re.search(r"`hpctrain run \S+open\.toml --set .*` trains by the quickest one", text)
 
 
