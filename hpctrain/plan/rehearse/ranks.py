@@ -80,15 +80,18 @@ class RankProgrammes:
     def job(self, progress: Progress = lambda _: None) -> Job:
         """All ranks, as far as they are alike from one programme."""
         nodes = self._node_looks()
-        places = self._places(self._telling_axes(nodes, progress))
+        axes = self._telling_axes(nodes, progress)
         stages = np.arange(self.ranks) // self.of_stage
-        looks = np.stack([stages, nodes, places], axis=1)
+        looks = np.stack([stages, nodes, self._places(self._alike_along(axes, progress))], axis=1)
+        if axes and not self._last_is_alike(looks):
+            each = {axis: np.arange(self.sizes[axis]) for axis in axes}
+            looks = np.stack([stages, nodes, self._places(each)], axis=1)
         _, firsts, programme_of = np.unique(looks, axis=0, return_index=True, return_inverse=True)
         programmes = []
         for number, first in enumerate(firsts.tolist(), 1):
             progress(f"programme {number} of {len(firsts)}")
             stage, place = divmod(first, self.of_stage)
-            look = self.kinds[stage], int(nodes[first]), int(places[first])
+            look = self.kinds[stage], int(nodes[first]), int(looks[first, 2])
             programmes.append(self.programme(stage, place, look))
         return Job(programmes, programme_of.reshape(-1), self.groups(), self.place)
 
@@ -158,8 +161,7 @@ class RankProgrammes:
         one, of every kind of stage.
         """
         found: dict[str, None] = {}
-        strides = {"tensor": 1, "context": self.sizes["tensor"]}
-        strides["data"] = strides["context"] * self.sizes["context"]
+        strides = self._strides
         for number, kind in enumerate(dict.fromkeys(self.kinds), 1):
             progress(f"kind {number} of stages")
             stage = self.kinds.index(kind)
@@ -175,24 +177,69 @@ class RankProgrammes:
                         found[axis] = None
         return list(found)
 
-    def _places(self, axes: Sequence[str]) -> Numbers:
-        """Of each rank a number for its coordinates along these axes [ranks]."""
+    @property
+    def _strides(self) -> dict[str, int]:
+        """How far neighbours along an axis are from each other."""
+        context = self.sizes["tensor"]
+        return {"tensor": 1, "context": context, "data": context * self.sizes["context"]}
+
+    def _alike_along(self, axes: Sequence[str], progress: Progress) -> dict[str, Numbers]:
+        """For each coordinate along these axes a number, the same of those that do the same in every kind of
+        stage, where they come first along all other axes.
+        """
+        few, found = plain(self.schedule, ASKED_MICRO_BATCHES), {}
+        for axis in axes:
+            known: list[dict[Programme, int]] = [{} for _ in self.kinds]
+            alike: dict[tuple[int, ...], int] = {}
+            numbers = []
+            for coordinate in range(self.sizes[axis]):
+                progress(f"{axis} {coordinate} of {self.sizes[axis]}")
+                told = []
+                for kind in dict.fromkeys(self.kinds):
+                    stage = self.kinds.index(kind)
+                    asked = self._new_step(stage, coordinate * self._strides[axis])
+                    programme = asked.programme(few, stage, self._noted)
+                    told.append(known[stage].setdefault(programme, len(known[stage])))
+                numbers.append(alike.setdefault(tuple(told), len(alike)))
+            found[axis] = np.array(numbers)
+        return found
+
+    def _last_is_alike(self, looks: Numbers) -> bool:
+        """Whether the last rank of the first stage of every kind, which comes last along all axes, does what
+        the first rank does that looks like it.
+        """
+        few = plain(self.schedule, ASKED_MICRO_BATCHES)
+        for kind in dict.fromkeys(self.kinds):
+            stage = self.kinds.index(kind)
+            last = (stage + 1) * self.of_stage - 1
+            first = int(np.flatnonzero((looks == looks[last]).all(axis=1))[0])
+            places = (self.of_stage - 1, first - stage * self.of_stage)
+            one, other = (self._new_step(stage, each).programme(few, stage, self._noted) for each in places)
+            if one != other:
+                return False
+        return True
+
+    def _places(self, numbers: Mapping[str, Numbers]) -> Numbers:
+        """Of each rank a number for what its coordinates along some axes have for numbers [ranks]."""
         lattice = np.indices([self.sizes[axis] for axis in AXES]).reshape(len(AXES), -1)
         places = np.zeros(self.ranks, dtype=np.int64)
-        for axis in axes:
-            places = places * self.sizes[axis] + lattice[AXES.index(axis)]
+        for axis, of_coordinates in numbers.items():
+            places = places * self.sizes[axis] + of_coordinates[lattice[AXES.index(axis)]]
         return places
 
     def _step(self, stage: int, place: int, look: object) -> RankStep:
         if (look, place) not in self._steps:
-            self._steps[look, place] = RankStep(
-                self.deck,
-                self.shape,
-                self.sizes,
-                self.schedule,
-                self.split,
-                stage,
-                place,
-                self.ranks_per_node,
-            )
+            self._steps[look, place] = self._new_step(stage, place)
         return self._steps[look, place]
+
+    def _new_step(self, stage: int, place: int) -> RankStep:
+        return RankStep(
+            self.deck,
+            self.shape,
+            self.sizes,
+            self.schedule,
+            self.split,
+            stage,
+            place,
+            self.ranks_per_node,
+        )

@@ -119,7 +119,7 @@ def of_each(deck: Deck, rank: int, ranks: int) -> Programme:
 
 
 def with_waits(told: list[Told]) -> list[Told]:
-    """Calls, and waits by the number of their call; but for sends, which a run may find done without a wait."""
+    """Calls, and waits by the number of their call; but for sends: a run may find them done without one."""
     numbers, found = dict[int, int](), list[Told]()
     for place, event in enumerate(told):
         if event[0] != WAIT:
