@@ -1,7 +1,7 @@
 """What ranks hold at the least: never more than the plan says, on any layout, and for plain ones near it.
 
-Tests of plan/search/least_bytes.py, plan/search/needs.py, plan/search/coarse.py and plan/search/form.py, and of
-what plan/search/tree.py leaves out by them.
+Tests of plan/search/least_bytes.py, plan/search/needs.py, plan/search/coarse.py and plan/search/form.py, and
+of what plan/search/tree.py leaves out by them.
 """
 
 from __future__ import annotations
