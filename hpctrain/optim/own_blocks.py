@@ -59,7 +59,7 @@ class OwnBlocks:
             span,
             (start - segment.start) // elements if count else 0,
             count,
-            tuple(min(size, held) for size, held in zip(block.shape, shard.local, strict=True)),
+            block.local(shard),
             state,
             cells,
             CutBlock.of(segment, block),

@@ -116,7 +116,12 @@ class Block(NamedTuple):
 
     def elements(self, shard: Shard) -> int:
         """Elements of one in the local piece of a Shard, where they are neighbours."""
-        return prod(min(size, local) for size, local in zip(self.shape, shard.local, strict=True))
+        return prod(self.local(shard))
+
+    def local(self, shard: Shard) -> tuple[int, ...]:
+        """Its shape in the local piece of a Shard; where it is as long as that, with what fills it up."""
+        sizes = zip(self.shape, shard.local, shard.shape, strict=True)
+        return tuple(held if size >= whole else min(size, held) for size, held, whole in sizes)
 
 
 class Parameter(nn.Parameter):

@@ -38,7 +38,7 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     at_once = batch.micro_size * data_ranks
     if layout.pipeline == 1:
         if layout.schedule not in NAMES:
-            schedule_text(deck)  # a slip is one on a single stage too
+            schedule_of_file(deck)  # a slip is one on a single stage too
         return accumulation
     if layout.schedule not in NAMES:
         schedule = _from_file(deck, batch.global_size // at_once)
@@ -59,8 +59,12 @@ def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Ca
     return by_name
 
 
-def schedule_text(deck: Deck) -> str:
-    """The text of the schedule's file; HpctrainError where there is none to be read."""
+def schedule_of_file(deck: Deck) -> Schedule:
+    """The schedule in the deck's file; HpctrainError where there is none to be read."""
+    return Schedule.parse(_text(deck), deck.layout.schedule)
+
+
+def _text(deck: Deck) -> str:
     try:
         return read_text(deck.layout.schedule, SCHEDULE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -74,7 +78,7 @@ def schedule_text(deck: Deck) -> str:
 def _from_file(deck: Deck, micro_batches: int) -> Schedule:
     """Read and check a schedule file; its numbers must be those of the deck."""
     path, layout = Path(deck.layout.schedule), deck.layout
-    text = schedule_text(deck)
+    text = _text(deck)
     schedule = Schedule.parse(text, str(path))
     share = "batch.global_size / (batch.micro_size x data ranks)"
     numbers = {

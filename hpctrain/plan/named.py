@@ -53,12 +53,12 @@ def _patterns(deck: Deck) -> Iterator[Problem]:
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:
-    from hpctrain.pipeline.wanted import make_schedule, schedule_text
+    from hpctrain.pipeline.wanted import make_schedule, schedule_of_file
 
     named = deck.problem("layout.schedule", "")
     try:
         if ranks is None or world_problems(deck, ranks):
-            schedule_text(deck)
+            schedule_of_file(deck)
         else:
             make_schedule(deck, data_ranks(deck, ranks))
     except HpctrainError as error:

@@ -14,11 +14,12 @@ from hpctrain.comm.world import World
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.own_blocks import OwnBlocks
 from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.state import MASTER
-from tests.engines import alone, make_buckets
+from tests.engines import LLAMA, alone, make_buckets, small_deck
 from tests.optim.test_block_rule import Rows
 
 SHAPES = {"matrix": (5, 7), "experts": (3, 2, 4, 5), "last": (6, 4)}
@@ -109,3 +110,11 @@ def test_what_a_block_is_updated_with_is_its_own(world: World) -> None:
         "experts": (3, 2, 4, 1),
         "last": (6, 1),
     }
+
+
+@pytest.mark.parametrize("name", ["adam-mini", "adafactor"])
+@pytest.mark.parametrize("vocabulary", [61, 62, 63, 64, 100])
+def test_tables_that_are_filled_up_are_blocks_too(name: str, vocabulary: int) -> None:
+    """Those of GPUs, to multiples of 64 rows on each tensor rank: the first one may have the whole."""
+    deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2", "run.device=cuda")
+    assert plan_memory(deck, 2, vocabulary).largest.memory.optimizer > 0

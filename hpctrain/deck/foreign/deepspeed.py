@@ -36,7 +36,7 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
     }
 )
 _OF_ADAM: Mapping[str, object] = MappingProxyType(
-    {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.weight_decay": 0.0}
+    {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.lr": 1e-3}
 )
 _OF_WARMUP: Mapping[str, object] = MappingProxyType(
     {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.warmup_type": "log"}
@@ -57,6 +57,7 @@ def translated(configuration: Mapping[str, object]) -> Translated:
     kind = str(given.get("scheduler.type"))
     defaults = dict(DEFAULTS)
     defaults |= _OF_ADAM if "adam" in str(given.get("optimizer.type")).lower() else {}
+    defaults |= {"optimizer.params.weight_decay": 0.0} if "optimizer.type" in given else {}
     if kind.startswith("Warmup"):
         defaults |= _OF_WARMUP
         defaults |= {"scheduler.params.warmup_max_lr": 0.001} if kind != "WarmupCosineLR" else {}
@@ -159,7 +160,8 @@ def _gradients(value: object, theirs: Theirs) -> Keys:
 
 
 def _checkpointing(value: object, _: Theirs) -> Keys:
-    return {"memory.recompute": whole(value)} if whole(value) > 1 else {"memory.recompute": "full"}
+    blocks = whole(value)
+    return {"memory.recompute": blocks if blocks > 1 else "full"} if blocks > 0 else {}
 
 
 _STEP: dict[str, Rule] = {

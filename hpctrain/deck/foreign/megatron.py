@@ -36,6 +36,13 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
         "--adam-beta2": 0.999,
         "--weight-decay": 0.01,
         "--hidden-dropout": 0.1,
+        "--attention-dropout": 0.1,
+        "--num-query-groups": 1,
+        "--sgd-momentum": 0.9,
+        "--lr-wsd-decay-style": "exponential",
+        "--moe-token-drop-policy": "probs",
+        "--split": "969, 30, 1",
+        "--eval-interval": 1000,
         "--lr-decay-style": "linear",
         "--min-lr": 0.0,
         "--lr-warmup-iters": 0,
@@ -168,7 +175,7 @@ def _share(of: str) -> Rule:
 
 
 def _samples(key: str) -> Rule:
-    """Steps for samples."""
+    """Whole steps for samples."""
 
     def rule(value: object, theirs: Theirs) -> Keys:
         batch = theirs.whole("--global-batch-size")
@@ -176,7 +183,7 @@ def _samples(key: str) -> Rule:
             raise UntranslatedError("is counted in steps in a deck, and there is no --global-batch-size")
         if "--rampup-batch-size" in theirs:
             raise UntranslatedError("is counted in steps in a deck, whose batch grows: work it out by hand")
-        return {key: -(-whole(value) // batch)}
+        return {key: whole(value) // batch}
 
     return rule
 
@@ -191,10 +198,7 @@ def _warmup_fraction(value: object, theirs: Theirs) -> Keys:
 def _decay(value: object, theirs: Theirs) -> Keys:
     names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "wsd": "wsd"}
     names |= {"inverse-square-root": "inverse-sqrt"}
-    keys = dict(choice("learning_rate.decay", names)(value, theirs))
-    if keys["learning_rate.decay"] == "constant" and theirs.number("--min-lr"):
-        raise UntranslatedError("is constant, and --min-lr has no effect")
-    return keys
+    return choice("learning_rate.decay", names)(value, theirs)
 
 
 def _minimum(value: object, theirs: Theirs) -> Keys:
@@ -263,10 +267,7 @@ def _first_scale(value: object, _: Theirs) -> Keys:
     return {"precision.initial_loss_scale": number(value)}
 
 
-def _dropout(value: object, theirs: Theirs) -> Keys:
-    other = theirs.number("--attention-dropout")
-    if other is not None and other != number(value):
-        raise UntranslatedError(f"is one with attention's in a deck, which is {other} there")
+def _dropout(value: object, _: Theirs) -> Keys:
     return {"model.dropout": number(value)}
 
 
@@ -274,6 +275,35 @@ def _attention_dropout(value: object, theirs: Theirs) -> Keys:
     if number(value) != theirs.number("--hidden-dropout"):
         raise UntranslatedError("is one with --hidden-dropout in a deck: model.dropout")
     return {}
+
+
+def _before_softmax(value: object, theirs: Theirs) -> Keys:
+    if not switch(value) or theirs.get("--moe-router-score-function") == "sigmoid":
+        return {}  # probabilities by themselves are made to add up to one in any case
+    return {"model.router_normalize": False}
+
+
+def _of_adam(key: str) -> Rule:
+    def rule(value: object, theirs: Theirs) -> Keys:
+        return {key: number(value)} if theirs.get("--optimizer") in {None, "adam"} else {}
+
+    return rule
+
+
+def _momentum(value: object, theirs: Theirs) -> Keys:
+    return {"optimizer.momentum": number(value)} if theirs.get("--optimizer") == "sgd" else {}
+
+
+def _dropped(value: object, theirs: Theirs) -> Keys:
+    if value == "position" or "--moe-expert-capacity-factor" not in theirs:
+        return {}
+    raise UntranslatedError("the last tokens are dropped in a deck, not those of the least probabilities")
+
+
+def _cooldown_form(value: object, theirs: Theirs) -> Keys:
+    if value == "linear" or str(theirs.get("--lr-decay-style")).lower() != "wsd":
+        return {}
+    raise UntranslatedError("the cooldown falls in a line in a deck")
 
 
 def _queries(value: object, theirs: Theirs) -> Keys:
@@ -292,9 +322,14 @@ def _frequency(value: object, _: Theirs) -> Keys:
     if found:
         return {"model.dense_first": int(found[1])}
     try:
-        return {"model.expert_every": whole(value)}
+        every = whole(value)
     except UntranslatedError:
         raise UntranslatedError("is neither a number nor [0]*n+[1]*m") from None
+    if every > 1:
+        raise UntranslatedError(
+            "begins with the first block, where a deck's model.expert_every ends with the last of so many"
+        )
+    return {}
 
 
 def _experts(value: object, theirs: Theirs) -> Keys:
@@ -395,11 +430,9 @@ _MODEL: dict[str, Rule] = {
     "--moe-aux-loss-coeff": _balance_loss,
     "--moe-z-loss-coeff": as_key("model.router_z_loss", number),
     "--moe-expert-capacity-factor": as_key("model.capacity", number),
-    "--moe-token-drop-policy": only(
-        ("position",), "the last tokens are dropped, not those of the least probabilities"
-    ),
+    "--moe-token-drop-policy": _dropped,
     "--moe-router-score-function": choice("model.router", {"softmax": "softmax", "sigmoid": "sigmoid"}),
-    "--moe-router-pre-softmax": when_on({"model.router_normalize": False}),
+    "--moe-router-pre-softmax": _before_softmax,
     "--moe-router-enable-expert-bias": needless,
     "--moe-router-bias-update-rate": as_key("model.balance_rate", number),
     "--moe-router-num-groups": as_key("model.router_groups"),
@@ -447,16 +480,16 @@ _STEP: dict[str, Rule] = {
     "--lr-warmup-fraction": _warmup_fraction,
     "--lr-wsd-decay-iters": as_key("learning_rate.cooldown"),
     "--lr-wsd-decay-samples": _samples("learning_rate.cooldown"),
-    "--lr-wsd-decay-style": only(("linear",), "the cooldown falls in a line"),
+    "--lr-wsd-decay-style": _cooldown_form,
     "--optimizer": choice("optimizer.name", {"adam": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}),
     "--weight-decay": as_key("optimizer.weight_decay", number),
     "--start-weight-decay": nothing("the weight decay is the same in all steps"),
     "--end-weight-decay": nothing("the weight decay is the same in all steps"),
     "--clip-grad": as_key("optimizer.clip", number),
-    "--adam-beta1": as_key("optimizer.beta1", number),
-    "--adam-beta2": as_key("optimizer.beta2", number),
-    "--adam-eps": as_key("optimizer.epsilon", number),
-    "--sgd-momentum": as_key("optimizer.momentum", number),
+    "--adam-beta1": _of_adam("optimizer.beta1"),
+    "--adam-beta2": _of_adam("optimizer.beta2"),
+    "--adam-eps": _of_adam("optimizer.epsilon"),
+    "--sgd-momentum": _momentum,
     "--bf16": _sixteen("bf16"),
     "--fp16": _sixteen("fp16"),
     "--fp8-format": lambda value, theirs: {

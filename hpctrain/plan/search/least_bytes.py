@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, lcm
 
 from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.planned import META, PlannedMesh
@@ -192,9 +192,8 @@ class LayerBytes:
         sizes = {"pipeline": 1, "data": 1, "context": layout.context, "tensor": layout.tensor}
         if deck.model.experts:
             sizes |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
-            sizes["data"] = max(
-                1, -(-layout.expert * layout.expert_tensor // (layout.context * layout.tensor))
-            )
+            of_data = layout.context * layout.tensor
+            sizes["data"] = lcm(of_data, layout.expert * layout.expert_tensor) // of_data
         key = _split_of(deck)
         if key not in self._parts:
             device = device_named(deck.run.device)

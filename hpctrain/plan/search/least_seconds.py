@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from hpctrain.deck.schedules import NAMES, V_SHAPED
+
 
 class PartSeconds(NamedTuple):
     """Of a micro-batch in a part of the model: forward, and the gradients of inputs and of weights."""
@@ -45,15 +47,17 @@ def least_seconds(
 ) -> float:
     """The longest span of a stage at the least: from its first action to its last.
 
-    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of an unknown
-    schedule no more is told than the work of the stage that has most.
+    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of a schedule
+    that is looked for no more is told than the work of the stage that has most, of one of a file the mean.
     """
     chunks = len(parts) // stages
-    v_shaped = schedule == "dualpipe-v"
+    v_shaped = schedule in V_SHAPED
     work = [0.0] * stages
     for number, part in enumerate(parts):
         chunk, stage = divmod(number, stages)
         work[stages - 1 - stage if v_shaped and chunk % 2 else stage] += part.total
+    if schedule not in NAMES:  # that of a file may lie otherwise
+        work = [sum(work) / stages]
     longest = max(work) * micro_batches
     if schedule not in KNOWN or stages == 1:
         return longest

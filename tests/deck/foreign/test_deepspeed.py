@@ -164,6 +164,15 @@ def test_what_it_takes_by_itself_is_told_as_its_default() -> None:
     }
 
 
+def test_defaults_of_other_optimizers_are_told() -> None:
+    for kind in ("SGD", "Lion"):
+        found = translated({"optimizer": {"type": kind, "params": {"lr": 0.1}}})
+        assert found.keys["optimizer.weight_decay"] == 0.0
+        assert "optimizer.beta1" not in found.keys
+    assert translated({"optimizer": {"type": "AdamW"}}).keys["learning_rate.peak"] == 1e-3
+    assert "memory.recompute" not in translated({"pipeline": {"activation_checkpoint_interval": 0}}).keys
+
+
 def test_every_key_is_one_of_a_deck() -> None:
     made = set()
     for rule in RULES.values():

@@ -124,7 +124,9 @@ def test_variables_have_one_value_or_none() -> None:
             {"expert_mlp": 64, "shared_experts": 2},
         ),
         ("--moe-layer-freq ([0]*3+[1]*58)", {"dense_first": 3}),
-        ("--moe-layer-freq 2 --moe-router-pre-softmax", {"expert_every": 2, "router_normalize": False}),
+        ("--moe-layer-freq 1 --moe-router-pre-softmax", {"router_normalize": False}),
+        ("--moe-router-pre-softmax --moe-router-score-function sigmoid", {"router": "sigmoid"}),
+        ("--group-query-attention", {}),
         ("--moe-router-score-function sigmoid", {"router": "sigmoid"}),
     ],
 )
@@ -137,13 +139,17 @@ def test_models(arguments: str, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--train-samples 1000 --global-batch-size 64", {"run.steps": 16, "batch.global_size": 64}),
+        ("--train-samples 1000 --global-batch-size 64", {"run.steps": 15, "batch.global_size": 64}),
         ("--lr 2e-4 --min-lr 2e-5", {"learning_rate.peak": 2e-4, "learning_rate.floor": 0.1}),
         (
             "--lr-warmup-fraction 0.01 --train-iters 5000",
             {"learning_rate.warmup": 50, "run.steps": 5000},
         ),
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 10", {"decay": "wsd", "cooldown": 10}),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-wsd-decay-style linear",
+            {"decay": "wsd", "cooldown": 10},
+        ),
+        ("--lr-decay-style constant --lr 1e-3 --min-lr 1e-5", {"decay": "constant", "peak": 1e-3}),
         ("--lr-decay-style inverse-square-root", {"learning_rate.decay": "inverse-sqrt"}),
         (
             "--rampup-batch-size 16 16 96 --global-batch-size 64",
@@ -214,6 +220,13 @@ def test_steps_and_layouts(arguments: str, expected: dict[str, object]) -> None:
         ("--initial-loss-scale 4294967296", "is more than a deck's 16777216"),
         ("--loss-scale 128", "the loss scale is dynamic"),
         ("--bf16 perhaps", "--bf16 = perhaps: is neither on nor off"),
+        ("--moe-layer-freq 2", "ends with the last of so many"),
+        ("--hidden-dropout 0.0", "--attention-dropout = 0.1: is one with --hidden-dropout in a deck"),
+        (
+            "--lr-decay-style WSD",
+            "--lr-wsd-decay-style = exponential: the cooldown falls in a line in a deck (that",
+        ),
+        ("--moe-expert-capacity-factor 1.0", "--moe-token-drop-policy = probs: the last tokens are dropped"),
         ("--moe-layer-freq [0]*3", "is neither a number nor [0]*n+[1]*m"),
         ("--moe-router-load-balancing-type sinkhorn", "is not what a deck can say"),
         ("--split 0,0", "has no parts"),
@@ -235,10 +248,22 @@ def test_what_it_takes_by_itself_is_told_as_its_default() -> None:
         "learning_rate.floor": 0.0,
         "learning_rate.warmup": 0,
         "run.log_every": 100,
+        "run.evaluate_every": 1000,
+        "data.validation": 0.03,
         "model.tied": True,
         "model.mlp": 1344,  # 8/3 of 512, down to a multiple of 64
     }
     assert "--adam-beta2" not in found.needless
+
+
+def test_defaults_are_those_of_the_optimizer_that_is_asked_for() -> None:
+    asked = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 8"
+    for optimizer, momentum in (("adam", 0.0), ("sgd", 0.9), ("lion", 0.0)):
+        found = translated(f"{asked} --micro-batch-size 1 --train-iters 10 --lr 1e-3 --optimizer {optimizer}")
+        assert ("optimizer.beta2" in found.keys) == (optimizer == "adam")
+        assert found.keys.get("optimizer.momentum", 0.0) == momentum
+    (queries,) = (translated(f"{asked} --group-query-attention").keys["model.key_value_heads"],)
+    assert queries == 1
 
 
 def test_every_key_is_one_of_a_deck() -> None:

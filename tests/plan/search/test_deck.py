@@ -194,3 +194,9 @@ def test_published_machines_keep_their_habits(path: Path) -> None:
     machine = read_machine("selene-2021")
     deck = search_deck(path, RANKS, (), None, machine).found.best[0].deck
     assert deck.precision.gradients == "compute" and deck.machine.memory == 640e9
+
+
+def test_a_file_that_is_no_schedule_is_refused_where_one_stage_has_no_use_for_it(path: Path) -> None:
+    result = plan(path, "--ranks", RANKS, "--search", "--set", f"layout.schedule={path}")
+    assert isinstance(result.exception, HpctrainError)
+    assert "is no action; write F, B, I or W" in result.exception.problems[0]

@@ -5,6 +5,7 @@ Tests of plan/search/least_seconds.py.
 
 from __future__ import annotations
 
+from random import Random
 from statistics import mean
 
 import pytest
@@ -106,6 +107,21 @@ def test_one_stage_works_all_the_time() -> None:
     assert least_seconds("1f1b", 1, 7, parts, 5.0) == 42
 
 
-def test_of_an_unknown_schedule_the_work_of_the_busiest_stage_is_told() -> None:
+def test_of_an_unknown_schedule_the_work_of_the_mean_stage_is_told() -> None:
     parts = [PartSeconds(1.0, 1.0, 1.0), PartSeconds(2.0, 1.0, 1.0)]
-    assert least_seconds("of a file", 2, 5, parts, 9.0) == 20
+    assert least_seconds("of a file", 2, 5, parts, 9.0) == 17.5
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_parts_of_schedules_that_are_looked_for_lie_as_they_do(name: str, stages: int) -> None:
+    """The first stage has the last part: heavy as the head is, no other stage has it."""
+    random = Random(stages)
+    for _ in range(5):
+        parts = [PartSeconds(*(random.uniform(0.5, 2.0) for _ in range(3))) for _ in range(2 * stages)]
+        parts[-1] = PartSeconds(9.0, 9.0, 9.0)
+        parts[0] = PartSeconds(0.0, 0.0, 0.1)
+        cost = simulated(name, stages, 8, 2, parts, 0.05)
+        work = 8 * (parts[0].total + parts[-1].total)
+        assert least_seconds(name, stages, 8, parts, 0.05) == pytest.approx(work)
+        assert work <= cost
