@@ -117,6 +117,7 @@ class Cells(NamedTuple):
         start = tuple(
             at // size * each for at, size, each in zip(shard.start, block.shape, of_block, strict=True)
         )
-        split = shard.split if blocks(shard.local) != blocks(shard.shape) else frozenset[str]()
-        own = replace(shard, shape=numbers(shard.shape), start=start, local=numbers(shard.local), split=split)
+        alike = blocks(shard.held) == blocks(shard.shape) and not shard.is_longer
+        split = frozenset[str]() if alike else shard.split
+        own = replace(shard, shape=numbers(shard.shape), start=start, local=numbers(shard.held), split=split)
         return Cells(own, of_block)

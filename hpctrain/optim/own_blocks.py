@@ -42,7 +42,9 @@ class OwnBlocks:
         assert block is not None
         own, elements = bucket.own, block.elements(shard)
         start = min(max(segment.start, own.start), own.stop)
-        stop = max(start, min(segment.start + segment.length, own.stop))
+        # Of a piece that is longer than the whole tensor what fills it up is nobody's.
+        length = prod(shard.held) if shard.is_longer else segment.length
+        stop = max(start, min(segment.start + length, own.stop))
         count, rest = divmod(stop - start, elements)
         assert not rest, f"{shard.name}: a block is cut"
         span = slice(start - own.start, stop - own.start)

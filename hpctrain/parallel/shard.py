@@ -75,6 +75,16 @@ class Shard:
         )
 
     @property
+    def is_longer(self) -> bool:
+        """Whether a piece is longer than the whole, as of a small table that GPUs fill up."""
+        return any(local > total for local, total in zip(self.local, self.shape, strict=True))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of its piece; of one that is longer than the whole without its padding."""
+        return self.extent if self.is_longer else self.local
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The piece, without padding, as an index into the global tensor."""
         return tuple(
@@ -119,9 +129,8 @@ class Block(NamedTuple):
         return prod(self.local(shard))
 
     def local(self, shard: Shard) -> tuple[int, ...]:
-        """Its shape in the local piece of a Shard; where it is as long as that, with what fills it up."""
-        sizes = zip(self.shape, shard.local, shard.shape, strict=True)
-        return tuple(held if size >= whole else min(size, held) for size, held, whole in sizes)
+        """Its shape in the local piece of a Shard."""
+        return tuple(min(size, held) for size, held in zip(self.shape, shard.local, strict=True))
 
 
 class Parameter(nn.Parameter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,17 @@ import torch
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.world import World
+from hpctrain.engine.stage import make_groups
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.own_blocks import OwnBlocks
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter, Shard
 from hpctrain.plan.memory import plan_memory
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketLayout
 from hpctrain.sharding.replication import Replications, Sharding
 from hpctrain.sharding.state import MASTER
-from tests.engines import LLAMA, alone, make_buckets, small_deck
+from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
 from tests.optim.test_block_rule import Rows
 
 SHAPES = {"matrix": (5, 7), "experts": (3, 2, 4, 5), "last": (6, 4)}
@@ -118,3 +121,22 @@ def test_tables_that_are_filled_up_are_blocks_too(name: str, vocabulary: int) ->
     """Those of GPUs, to multiples of 64 rows on each tensor rank: the first one may have the whole."""
     deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2", "run.device=cuda")
     assert plan_memory(deck, 2, vocabulary).largest.memory.optimizer > 0
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", ["adam-mini", "adafactor"])
+def test_what_fills_tables_up_changes_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    deck = small_deck(*LLAMA, f"optimizer.name={name}", "layout.tensor=2")
+    plain = [step.loss for step in trainer(world, deck).train(3)]
+
+    def filled(*arguments: Any) -> LayerGroups:
+        groups = make_groups(*arguments)
+        object.__setattr__(groups, "table_rows", 64)
+        return groups
+
+    monkeypatch.setattr("hpctrain.engine.build.make_groups", filled)
+    training = trainer(world, deck)
+    assert training.engine.models[0].layers[0].own[0].shard.local[0] == 64
+    assert [step.loss for step in training.train(3)] == pytest.approx(plain, rel=1e-6)
