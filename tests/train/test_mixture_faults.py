@@ -46,7 +46,7 @@ def split(parameter: Parameter) -> bool:
     ("factor", "told"),
     [
         (2.0, r"a sum over the expert axis \(2 ranks\) is likely doubled"),
-        (0.5, "no single missing or doubled"),
+        (0.5, r"all of it is 0\.5 times what it should be"),
     ],
     ids=["doubled", "halved"],
 )
