@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from hpctrain.comm.launcher import launcher_name, started_size
 from hpctrain.errors import HpctrainError
@@ -48,6 +49,7 @@ def _launch(environment: Mapping[str, str]) -> Sequence[str] | None:
         return None
     if not options:
         asked = [path, "--version"]
-        said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout
-        options = [word for name, words in _OPTIONS.items() if name in said for word in words]
+        with suppress(OSError, subprocess.TimeoutExpired):  # one that says nothing has no options of ours
+            said = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60).stdout
+            options = [word for name, words in _OPTIONS.items() if name in said for word in words]
     return [path, *options]

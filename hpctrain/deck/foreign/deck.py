@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from hpctrain.characters import escaped
 from hpctrain.deck.foreign import deepspeed, megatron
 from hpctrain.deck.foreign.rules import Translated
+from hpctrain.deck.foreign.script import arguments_of
 from hpctrain.deck.key import extra
 from hpctrain.deck.schema import fields, sections
 from hpctrain.deck.sources import toml_value
@@ -32,7 +33,7 @@ def foreign_deck(source: str) -> str:
     name, content = ("arguments", source) if source.startswith("--") else (Path(source).name, _read(source))
     if content.lstrip().startswith("{"):
         return _text(name, deepspeed.NAME, deepspeed.translated(_configuration(source, content)))
-    if not megatron.arguments_of(content).given:
+    if not arguments_of(content):
         neither = f"is neither a configuration of {deepspeed.NAME} (JSON, as ds_config.json)"
         raise HpctrainError(f"{source}: {neither} nor has arguments of {megatron.NAME} (as --num-layers 24)")
     return _text(name, megatron.NAME, megatron.translated(content))

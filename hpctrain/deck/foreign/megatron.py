@@ -6,8 +6,7 @@ What it takes for arguments that it is not given stands in `DEFAULTS`, where tha
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from hpctrain.deck.foreign.rules import (
@@ -28,6 +27,7 @@ from hpctrain.deck.foreign.rules import (
     when_on,
     whole,
 )
+from hpctrain.deck.foreign.script import arguments_of
 
 NAME = "Megatron-LM"
 
@@ -52,19 +52,6 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
     }
 )
 
-_FLAG = re.compile(r"--[A-Za-z][\w-]*")
-_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_ASSIGNED = re.compile(
-    r"""(?:^|;)\s*(?:export\s+)?(\w+)=([^\s("'`;&|]+|"[^"`\n]*"|'[^'\n]*')[ \t]*(?=;|\#|$)""", re.MULTILINE
-)
-_USUAL = re.compile(r"\$\{\w+:-[\"']?([^}\"']*)[\"']?\}")
-_LISTS = re.compile(r"""(\w+)=[("'][^)"']*--""")
-"""What a script names lists of arguments."""
-_END = "\x1e"
-"""A word between lines."""
-_NAMED = re.compile(r"^\w+=\(?(?=--)")
-_OTHERS = re.compile(r"\$.*(?:ARGS|@)|\.py$|[;&|<>]|\w+=\(?$|\x1e")
-"""Words that are no value: variables of more arguments, the program, and what a shell does besides."""
 _LAYER_LIST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 
 _TOKENS = "of its files no tokens are read: make a token file of the text with `hpctrain prepare`"
@@ -72,59 +59,9 @@ _TOKENIZER = "tokens are made before a run, by `hpctrain prepare --tokenizer`"
 _LAUNCH = "is the launcher's matter: mpirun or srun starts the ranks"
 
 
-def arguments_of(script: str) -> Theirs:
-    """The arguments in a text: a file of them, or a shell's script. Variables that it sets are put in."""
-    script = script.replace("\\\r\n", " ").replace("\\\n", " ")
-    variables = _variables(script)
-    lists = {f"${name}" for name in _LISTS.findall(script)}
-    given: dict[str, object] = {}
-    name = ""
-    for word in _words(script.replace("\n", f"\n {_END} ")):
-        known = _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word)
-        flag, equals, value = known.partition("=")
-        if _FLAG.fullmatch(flag):
-            name = flag.replace("_", "-")
-            given[name] = value if equals else True
-        elif _OTHERS.search(known) or _VARIABLE.sub(r"$\1", known) in lists:
-            name = ""
-        elif name:
-            before = given[name]
-            given[name] = known if before is True else f"{before} {known}"
-    return Theirs(given, DEFAULTS)
-
-
-def _variables(script: str) -> dict[str, str]:
-    """What a script sets, in one way alone: by a value, or by one for where the environment has none."""
-    found: dict[str, set[str]] = {}
-    for name, written in _ASSIGNED.findall(script):
-        value = written.strip("\"'")
-        usual = _USUAL.fullmatch(value)
-        found.setdefault(name, set()).add(usual[1] if usual else value)
-    alone = {name: values.pop() for name, values in found.items() if len(values) == 1}
-    return {name: value for name, value in alone.items() if "$" not in value and "--" not in value}
-
-
-def _words(script: str) -> Iterator[str]:
-    """As a shell takes it apart; texts in quotes that have arguments are so, too, and lists are opened."""
-    lines = script.split("\n")
-    try:
-        words = shlex.split(script, comments=True)
-    except ValueError:
-        # No shell's text: line by line, without quotes.
-        unquoted = (line.replace('"', " ").replace("'", " ") for line in lines)
-        words = [
-            word for line in unquoted if not line.lstrip(f"{_END} ").startswith("#") for word in line.split()
-        ]
-    for word in words:
-        for part in word.split() if "--" in word else [word]:
-            opened = _NAMED.sub("", part).strip("\"'")
-            if plain := opened.rstrip(")") if "(" not in opened else opened:
-                yield plain
-
-
 def translated(script: str) -> Translated:
     """The keys of a script's arguments, and what no key says."""
-    theirs = arguments_of(script)
+    theirs = Theirs(arguments_of(script), DEFAULTS)
     hidden = theirs.whole("--hidden-size")
     if "--ffn-hidden-size" not in theirs and hidden:
         inner = int(4 * hidden * 2 / 3 / 64) * 64 if theirs.is_on("--swiglu") else 4 * hidden

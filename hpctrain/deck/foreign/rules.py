@@ -89,19 +89,12 @@ def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Transl
         if given and not keys:
             found.needless.append(name)
         for key, here in keys.items():
+            if not given and key not in found.keys:  # those that are given came before
+                found.defaults.add(key)
             before = found.keys.setdefault(key, here)
             if before != here and given:
                 found.leave(name, value, f"asks for {key} = {here}, another setting for {before}")
-        found.defaults |= set() if given else set(keys)
-    found.defaults -= {key for name in theirs.given for key in _keys_of(rules, name, theirs)}
     return found
-
-
-def _keys_of(rules: Mapping[str, Rule], name: str, theirs: Theirs) -> Keys:
-    try:
-        return rules[name](theirs.given[name], theirs) if name in rules else {}
-    except UntranslatedError:
-        return {}
 
 
 def number(value: object) -> float:

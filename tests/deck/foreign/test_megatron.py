@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, arguments_of, translated
+from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, translated
 from hpctrain.deck.foreign.rules import Theirs, UntranslatedError
+from hpctrain.deck.foreign.script import arguments_of
 from hpctrain.deck.schema import fields
 
 SCRIPT = """#!/bin/bash
@@ -41,7 +42,7 @@ def left(arguments: str) -> dict[str, str]:
 
 
 def test_scripts_are_read_as_a_shell_does() -> None:
-    assert arguments_of(SCRIPT).given == {
+    assert arguments_of(SCRIPT) == {
         "--nproc-per-node": "8",
         "--nnodes": "$NODES",
         "--num-layers": "24",
@@ -76,7 +77,7 @@ def test_variables_have_one_value_or_none() -> None:
     python pretrain_gpt.py $ARGS --seq-length $F --bf16 \\
         $MORE --lr 1e-4 | tee log.txt
     """
-    assert arguments_of(script).given == {
+    assert arguments_of(script) == {
         "--swiglu": True,
         "--num-layers": "3",
         "--hidden-size": "4",
