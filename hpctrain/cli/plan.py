@@ -39,6 +39,9 @@ import click
 @click.option("--forms", is_flag=True, help="Also every other form of communication that DECK could have.")
 @click.option("--search", is_flag=True, help="The ten quickest layouts that fit, of all that DECK can have.")
 @click.option(
+    "--all-schedules", is_flag=True, help="Search V-Half and V-Min too, whose orders take long to find."
+)
+@click.option(
     "--write",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -73,6 +76,7 @@ def command(
     machine: str | None,
     forms: bool,
     search: bool,
+    all_schedules: bool,
     write: Path | None,
     force: bool,
     sweeps: tuple[str, ...],
@@ -103,6 +107,7 @@ def command(
     from hpctrain.plan.forms import wished_link
     from hpctrain.plan.options import require_fitting, required_ranks
     from hpctrain.plan.rehearse.rehearsal import rehearsal_text, rehearse_deck
+    from hpctrain.plan.search.deck import Wished
     from hpctrain.plan.search.options import searched
     from hpctrain.plan.sweep_options import swept
     from hpctrain.plan.time.machine import read_machine
@@ -117,7 +122,8 @@ def command(
         click.echo(told, nl=as_json)
         return
     if search:
-        told = searched(deck, ranks, overrides, ranks_per_node, rates, write, as_json, force=force, plot=plot)
+        wished = Wished(ranks_per_node, rates, all_schedules)
+        told = searched(deck, ranks, overrides, wished, write, as_json, force=force, plot=plot)
         click.echo(told, nl=as_json)
         return
     plan = plan_deck(deck, required_ranks(ranks), overrides, ranks_per_node, not as_json, wish, forms, rates)

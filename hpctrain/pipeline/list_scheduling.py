@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class _Stage:
         self.micro_batches = micro_batches
         self.arrivals = [[math.inf] * micro_batches for _ in STREAMS]
         self.next = [0, 0, 0, 0]
+        self.heads = sorted((of_stream[0], stream) for stream, of_stream in enumerate(ranks))
         self.alive = 0  # micro-batches of a chunk whose activations are held
         self.weights: deque[tuple[int, int]] = deque()  # chunk and micro-batch
         self.free = 0.0
@@ -78,12 +80,12 @@ class _Stage:
 
     def choose(self, now: float, limit: int, plan: Plan) -> int | None:
         """The stream to go on with, `_WEIGHT`, or None to wait."""
-        upcoming, ranks, arrivals = self.next, self.ranks, self.arrivals
-        heads = sorted((ranks[k][upcoming[k]], k) for k in STREAMS if upcoming[k] < self.micro_batches)
+        upcoming, arrivals, heads = self.next, self.arrivals, self.heads
         if not heads:
             return _WEIGHT if self.weights else None
         if plan.hasty:
-            heads.sort(key=lambda head: (head[1] == 0 or arrivals[head[1]][upcoming[head[1]]] > now, head))
+            by_end = [(head[1] == 0 or arrivals[head[1]][upcoming[head[1]]] > now, head) for head in heads]
+            heads = [head for _, head in sorted(by_end)]
         first = heads[0][1]
         ready = arrivals[first][upcoming[first]]
         if ready <= now:
@@ -134,6 +136,10 @@ class _Stage:
             chunk, micro_batch = choice % 2, self.next[choice]
             duration = self.durations[choice]
             self.next[choice] += 1
+            heads = [head for head in self.heads if head[1] != choice]
+            if micro_batch + 1 < self.micro_batches:
+                insort(heads, (self.ranks[choice][micro_batch + 1], choice))
+            self.heads = heads
             if choice < GRADIENT_0:
                 self.alive += 1
                 self.actions.append(Action("F", micro_batch, chunk))

@@ -17,7 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from functools import lru_cache
 from typing import cast
 
 from hpctrain.errors import HpctrainError
@@ -33,11 +33,14 @@ from hpctrain.pipeline.list_scheduling import (
     arrange,
 )
 from hpctrain.pipeline.simulate import Times, peak_activations, simulate, spread
+from hpctrain.pipeline.v_bound import least_cost
 
 _MOST_CANDIDATES = 320
 _WORK = 320_000  # actions to lay out, over all candidates: about a second
 _FINALISTS = 4
 _ROUNDING = 1e-9
+_GAIN = 0.01
+"""Of a known order's time: where no order can spare more than that, none is looked for."""
 
 
 LIMITS: Mapping[str, Callable[[int], int]] = {
@@ -76,13 +79,15 @@ def search(name: str, stages: int, micro_batches: int, times: Times, memory_limi
     if limit < 2:
         raise HpctrainError(f"{name}: activations of {memory_limit:g} micro-batches: must be 1 or more")
     shape = Schedule(((Action("F", 0, 0), Action("F", 0, 1)),) * stages, name, "v")
-    part_times = PartTimes(*spread(times, shape))
-    ideal = max(math.fsum(part_times.of_stage(stage)) for stage in range(stages))
-    known = [_one_by_one(stages, micro_batches), _by_hand(stages, micro_batches)]
-    fitting = [schedule for schedule in known if 2 * max(peak_activations(schedule)) <= limit]
-    cost, best = min(((simulate(schedule, times).cost, schedule) for schedule in fitting), key=itemgetter(0))
-    if cost > ideal * micro_batches * (1 + _ROUNDING):
-        for block in _explore(part_times, micro_batches, limit, ideal):
+    part_times = PartTimes(*map(tuple, spread(times, shape)))
+    least = least_cost(part_times, micro_batches, limit)
+    best = _by_hand(stages, micro_batches)
+    if 2 * max(peak_activations(best)) > limit:
+        best = _one_by_one(stages, micro_batches)
+    cost = simulate(best, times).cost
+    if cost > least * (1 + _GAIN):
+        # What is good for a few micro-batches more than fill the pipeline is good for many.
+        for block in _explore(part_times, min(micro_batches, 2 * stages + 4), limit):
             plan = _plan(block, part_times, micro_batches, limit)
             result = arrange(plan, part_times, micro_batches, limit, cost * (1 - _ROUNDING))
             if result is not None:
@@ -90,10 +95,12 @@ def search(name: str, stages: int, micro_batches: int, times: Times, memory_limi
     return replace(best, name=name)
 
 
-def _explore(times: PartTimes, micro_batches: int, limit: int, ideal: float) -> list[_Block]:
-    """The best building blocks, best first: half of the candidates at random, half near the best so far."""
-    # What is good for a few micro-batches more than fill the pipeline is good for many.
-    trial = min(micro_batches, 2 * times.stages + 4)
+@lru_cache(maxsize=64)
+def _explore(times: PartTimes, trial: int, limit: int) -> list[_Block]:
+    """The best building blocks for `trial` micro-batches, best first: half of the candidates at random, half
+    near the best so far.
+    """
+    least = least_cost(times, trial, limit)
     candidates = max(4, min(_MOST_CANDIDATES, _WORK // (6 * times.stages * trial)))
     generator = random.Random(0)
     best: list[tuple[float, int, _Block]] = []
@@ -109,7 +116,7 @@ def _explore(times: PartTimes, micro_batches: int, limit: int, ideal: float) -> 
     for number, block in enumerate(_draw(generator, candidates // 2)):
         attempt(number, block)
     for number in range(candidates - candidates // 2):
-        if not best or best[0][0] <= ideal * trial * (1 + _ROUNDING):
+        if not best or best[0][0] <= least * (1 + _ROUNDING):
             break
         parent = best[min(number % 6 // 2, len(best) - 1)][2]
         attempt(candidates + number, _near(generator, parent))

@@ -24,6 +24,7 @@ OF: Mapping[str, tuple[str, ...]] = {
     "--step-seconds": _AS_IT_IS,
     "--like": _AS_IT_IS,
     "--forms": _AS_IT_IS,
+    "--all-schedules": ("--search",),
     "--write": ("--search",),
     "--force": ("--search",),
     "--weak": ("--sweep",),

@@ -9,6 +9,7 @@ from itertools import product
 from hpctrain.deck.problem import divisors
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import Deck
+from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.time.machine import Machine, Sharing
 
 SEARCHED = (
@@ -34,8 +35,14 @@ SEARCHED = (
 RECOMPUTED = ("none", "selective", "full", "sqrt")
 
 ORDERED = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v")
-"""Schedules that are tried: those whose order is known without looking for it. GPipe and the naive one are no
+"""Schedules that are tried whose order is known without looking for it. GPipe and the naive one are no
 quicker than 1F1B, and hold as much or more."""
+
+TRIED = (*ORDERED, "zb-v")
+"""Of those whose order is looked for, the one that is usually as published, and soon found."""
+
+EVERY = (*ORDERED, *LIMITS)
+"""With those that hold less, and wait longer; each of their orders is looked for about a second."""
 
 Values = dict[str, object]
 """Values of keys, by their full names."""
@@ -56,6 +63,7 @@ class Choices:
 
     deck: Deck
     ranks: int
+    schedules: Sequence[str] = TRIED
 
     def given(self, key: str) -> bool:
         """Whether the deck says what it is."""
@@ -114,7 +122,10 @@ class Choices:
                 return range(2, most + 1)
             return [2] if schedule in TWO_CHUNKS else [1]
 
-        for schedule, chunks in self._named(self.of("layout.schedule", ORDERED), usual):
+        # On so few stages others may hold as much as one before them, and are that one.
+        limits = {limit(stages): name for name, limit in reversed(list(LIMITS.items()))}
+        tried = [name for name in self.schedules if name not in LIMITS or name in limits.values()]
+        for schedule, chunks in self._named(self.of("layout.schedule", tried), usual):
             if schedule != "interleaved" or micro_batches % stages == 0:
                 yield schedule, chunks
 

@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.named import named_problems
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import Choices, Values, with_values
+from hpctrain.plan.search.choices import EVERY, TRIED, Choices, Values, with_values
 from hpctrain.plan.search.phrases import changed, nothing_fits
 from hpctrain.plan.search.search import BEST, Found, Progress, has_room, roomiest, search
 from hpctrain.plan.time.machine import Machine
@@ -68,20 +68,33 @@ class DeckSearch:
         return deck_text(chosen, self.ranks)
 
 
+@dataclass(frozen=True)
+class Wished:
+    """How a deck is searched: on nodes of so many ranks, by a machine's rates (None: as it says itself), and
+    whether over every schedule.
+    """
+
+    ranks_per_node: int | None = None
+    rates: Machine | None = None
+    every_schedule: bool = False
+
+
 def search_deck(
     path: Path,
     ranks: int,
     overrides: Sequence[str],
-    ranks_per_node: int | None,
-    rates: Machine | None,
+    wished: Wished,
     progress: Progress | None = None,
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
     deck = read_deck(path, overrides, None, settled_keys, named_problems)
-    machine = rates or deck_rates(deck)
+    machine = wished.rates or deck_rates(deck)
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
-    found = _search(deck, ranks, ranks_per_node, machine, BEST, progress)
+    if wished.every_schedule and Choices(deck, ranks).given("layout.schedule"):
+        sentence = "is given, and no other is searched (--set layout.schedule= opens it)"
+        raise HpctrainError([f"--all-schedules: layout.schedule = {deck.layout.schedule} {sentence}"])
+    found = _search(deck, ranks, wished, machine, BEST, progress)
     return DeckSearch(path, deck, ranks, machine, found)
 
 
@@ -104,7 +117,7 @@ def chosen_layout(
             "a published machine"
         )
         raise HpctrainError(deck.problem("layout.auto", sentence))
-    return _search(deck, ranks, ranks_per_node, machine, 1).best[0], machine
+    return _search(deck, ranks, Wished(ranks_per_node), machine, 1).best[0], machine
 
 
 def with_choice(deck: Deck, changes: Values, ranks: int) -> Deck:
@@ -128,14 +141,14 @@ def laid_out(deck: Deck, ranks: int, ranks_per_node: int | None = None) -> Deck:
     return with_choice(deck, candidate.changes, ranks)
 
 
-def trade_offs(searched: DeckSearch, ranks_per_node: int | None) -> list[Candidate]:
+def trade_offs(searched: DeckSearch, wished: Wished) -> list[Candidate]:
     """Of always less memory the quickest layout: each node holds less than nine tenths of the one before."""
     found, deck, best = list[Candidate](), searched.deck, searched.found.best[0]
     while len(found) < MOST_TRADED:
         less = int(_LESS * best.node_bytes)
         deck = deck.with_keys(machine={"memory": less, "gpu_memory": less})
         try:
-            found_less = _search(deck, searched.ranks, ranks_per_node, searched.machine, 1, explain=False)
+            found_less = _search(deck, searched.ranks, wished, searched.machine, 1, explain=False)
         except HpctrainError:
             break
         best = found_less.best[0]
@@ -158,7 +171,7 @@ def _seldom_collected() -> Iterator[None]:
 def _search(
     deck: Deck,
     ranks: int,
-    ranks_per_node: int | None,
+    wished: Wished,
     machine: Machine,
     best: int,
     progress: Progress | None = None,
@@ -170,13 +183,15 @@ def _search(
         key = "communication.server" if told.server != "none" else "layout.replicas"
         raise HpctrainError(deck.problem(key, "layouts are searched where all ranks train as one"))
     deck = with_values(deck, {"layout.auto": False})
-    deck = machine.of_deck(on_nodes_of(deck, ranks_per_node))
+    deck = machine.of_deck(on_nodes_of(deck, wished.ranks_per_node))
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
-    holding = Holding(ranks, vocabulary, ranks_per_node, machine.memories)
+    holding = Holding(ranks, vocabulary, wished.ranks_per_node, machine.memories)
     holding.libraries(deck)  # measured while nothing large is there
-    found = search(deck, ranks, machine, holding, best, progress)
-    if found.best:
-        return found
+    # Those schedules that hold least are tried too where no other has room.
+    for schedules in (EVERY,) if wished.every_schedule else (TRIED, EVERY):
+        found = search(deck, ranks, machine, holding, best, progress, schedules)
+        if found.best:
+            return found
     if not explain:
         raise HpctrainError("no layout fits")
     raise HpctrainError(f"{deck.sources.name}: {_why_none(deck, ranks, machine, holding, found)}")

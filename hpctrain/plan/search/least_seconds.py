@@ -13,6 +13,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hpctrain.deck.schedules import NAMES, V_SHAPED
+from hpctrain.pipeline.list_scheduling import PartTimes
+from hpctrain.pipeline.v_bound import least_cost
+from hpctrain.pipeline.v_schedule import LIMITS
 
 
 class PartSeconds(NamedTuple):
@@ -43,13 +46,22 @@ _LAGS: Mapping[str, int] = {"zb-h1": 1, "zb-h2": 2}
 
 
 def least_seconds(
-    schedule: str, stages: int, micro_batches: int, parts: Sequence[PartSeconds], message: float
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    parts: Sequence[PartSeconds],
+    message: float,
 ) -> float:
     """The longest span of a stage at the least: from its first action to its last.
 
-    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of a schedule
-    that is looked for no more is told than the work of the stage that has most, of one of a file the mean.
+    `parts` are those of the model, in order, `message` the seconds from a stage to the next. Of a schedule of
+    a file no more is told than the work of the mean stage.
     """
+    if schedule in LIMITS and stages > 1:
+        way, most = [message] * (stages - 1), 2 * LIMITS[schedule](stages)
+        forward, input_gradient, weight_gradient = zip(*parts, strict=True)
+        times = PartTimes(forward, input_gradient, weight_gradient, [*way, 0.0, *way])
+        return least_cost(times, micro_batches, most)
     chunks = len(parts) // stages
     v_shaped = schedule in V_SHAPED
     work = [0.0] * stages

@@ -11,10 +11,9 @@ from hpctrain.errors import InputOutputError
 from hpctrain.files import check_output, require_writable
 from hpctrain.plan.options import required_ranks
 from hpctrain.plan.search.choices import Values
-from hpctrain.plan.search.deck import DeckSearch, search_deck, trade_offs
+from hpctrain.plan.search.deck import DeckSearch, Wished, search_deck, trade_offs
 from hpctrain.plan.search.phrases import changed
 from hpctrain.plan.search.words import search_text
-from hpctrain.plan.time.machine import Machine
 from hpctrain.report.bar import progress_bar
 from hpctrain.report.figures import demand_ending, write_figure
 from hpctrain.report.pareto import Candidate, draw_pareto
@@ -24,8 +23,7 @@ def searched(
     deck: Path,
     ranks: int | None,
     overrides: Sequence[str],
-    ranks_per_node: int | None,
-    rates: Machine | None,
+    wished: Wished,
     write: Path | None,
     as_json: bool,
     *,
@@ -43,8 +41,8 @@ def searched(
     if plot is not None:
         demand_ending(plot)
     with progress_bar(None, "layouts looked at") as looked:
-        found = search_deck(deck, ranks, overrides, ranks_per_node, rates, looked)
-        more = trade_offs(found, ranks_per_node) if plot is not None else []
+        found = search_deck(deck, ranks, overrides, wished, looked)
+        more = trade_offs(found, wished) if plot is not None else []
     if write is not None:
         _write(write, found.text)
     if plot is not None:

@@ -7,7 +7,7 @@ whether it fits is then asked of the plan of its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -19,9 +19,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.room import Room
 from hpctrain.plan.search.candidate import Candidate
-from hpctrain.plan.search.choices import Choices
-from hpctrain.plan.search.tree import Fell, Layout, Node, Tree
-from hpctrain.plan.search.uneven import split_unevenly
+from hpctrain.plan.search.choices import EVERY, TRIED, Choices
+from hpctrain.plan.search.nodes import Fell, Layout, Node
+from hpctrain.plan.search.split_forms import LEAST_GAIN
+from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.machine import Machine
 
 BEST = 10
@@ -42,13 +43,14 @@ class Missed:
 @dataclass(frozen=True)
 class Found:
     """The best layouts, the quickest first, what became of others, how many nodes of the tree were left open,
-    and the quickest layout that does not fit, if one came up.
+    the quickest layout that does not fit, if one came up, and the schedules that were not tried.
     """
 
     best: tuple[Candidate, ...]
     fell: Fell
     slower: int
     missed: Missed | None
+    untried: tuple[str, ...] = ()
 
 
 def search(
@@ -58,17 +60,19 @@ def search(
     holding: Holding,
     best: int = BEST,
     progress: Progress | None = None,
-    uneven: bool = True,
+    schedules: Sequence[str] = TRIED,
 ) -> Found:
-    """The layouts of a deck on so many ranks of a machine, `best` of them, or all that fit.
+    """The layouts of a deck on so many ranks of a machine, `best` of them, or all that fit; by one of these
+    schedules where the deck gives none.
 
-    Those that are quickest with the run's own split are, with `uneven`, split by seconds where that is
-    quicker and fits; on several kinds of node all layouts are.
+    One that fits has its blocks split as a run does by itself, or by seconds, where that is so much quicker
+    and fits too; on several kinds of node all layouts are split by seconds.
     """
-    choices = Choices(deck, ranks)
+    choices = Choices(deck, ranks, schedules)
     tree = Tree(choices, machine, holding, holding.of_mean_rank(deck))
     queue = _Queue(tree.roots(), lambda node: node.bound)
     found: list[Candidate] = []
+    split_otherwise = set[object]()
     missed: Missed | None = None
     for looked, node in enumerate(queue):
         if progress is not None:
@@ -77,34 +81,46 @@ def search(
             queue.add(tree.children(node))
         elif node.causes is None:
             if not tree.fell.cannot_be(check_deck(node.deck, ranks), node.deck):
-                causes = tree.seconds(node)
-                queue.add([replace(node, bound=sum(causes.values()), causes=causes)])
-        else:
+                queue.add([_timed(tree, node)])
+        elif node.deck not in split_otherwise and _is_worth_it(tree, node):
             candidate, room = _planned(tree, node)
-            if room is None or room.fits:
-                found.append(_split_unevenly(tree, node) or candidate if uneven else candidate)
+            if _fits(room):
+                found.append(candidate)
+                if node.usual is not None:
+                    split_otherwise.add(node.usual.deck)
             else:
                 tree.fell.counts["memory plan"] += 1
+                assert room is not None
                 missed = missed or Missed(candidate, room)
         if len(found) == best:
             break
-    found.sort(key=lambda candidate: candidate.seconds)
-    return Found(tuple(found), tree.fell, len(queue), missed)
+    left = () if choices.given("layout.schedule") else [each for each in EVERY if each not in schedules]
+    return Found(tuple(found), tree.fell, len(queue), missed, tuple(left))
 
 
-def _split_unevenly(tree: Tree, node: Layout) -> Candidate | None:
-    other = split_unevenly(tree, node)
-    if other is None:
-        return None
-    candidate, room = _planned(tree, other)
-    return candidate if room is None or room.fits else None
+def _timed(tree: Tree, node: Layout) -> Layout:
+    """A layout with its own seconds."""
+    causes = tree.seconds(node)
+    return replace(node, bound=sum(causes.values()), causes=causes)
+
+
+def _is_worth_it(tree: Tree, node: Layout) -> bool:
+    """Whether one that is not split as usual is that much quicker than the one that is, which fits."""
+    if node.usual is None:
+        return True
+    usual = _timed(tree, node.usual)
+    return node.bound <= (1 - LEAST_GAIN) * usual.bound and _fits(_planned(tree, usual)[1])
+
+
+def _fits(room: Room | None) -> bool:
+    return room is None or room.fits
 
 
 def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Missed | None:
     """Of a deck's layouts the one whose nodes need least of what they have; None where there is none, or it
     is not known what a node has.
     """
-    tree, found = Tree(Choices(deck, ranks), machine, holding, inf), list[tuple[float, Missed]]()
+    tree, found = Tree(Choices(deck, ranks, EVERY), machine, holding, inf), list[tuple[float, Missed]]()
     for node in _roomy(tree):
         if found and node.least >= found[0][0]:
             break  # nor does any that has not come up need less
@@ -118,9 +134,8 @@ def roomiest(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> Miss
 
 def has_room(deck: Deck, ranks: int, machine: Machine, holding: Holding) -> bool:
     """Whether any of a deck's layouts fits."""
-    tree = Tree(Choices(deck, ranks), machine, holding, holding.of_mean_rank(deck))
-    rooms = (_planned(tree, node)[1] for node in _roomy(tree))
-    return any(room is None or room.fits for room in rooms)
+    tree = Tree(Choices(deck, ranks, EVERY), machine, holding, holding.of_mean_rank(deck))
+    return any(_fits(_planned(tree, node)[1]) for node in _roomy(tree))
 
 
 def _roomy(tree: Tree) -> Iterator[Layout]:
@@ -130,7 +145,7 @@ def _roomy(tree: Tree) -> Iterator[Layout]:
         if not isinstance(node, Layout):
             queue.add(tree.children(node))
         elif not tree.fell.cannot_be(check_deck(node.deck, tree.choices.ranks), node.deck):
-            yield replace(node, causes=tree.seconds(node))
+            yield _timed(tree, node)
 
 
 class _Queue:

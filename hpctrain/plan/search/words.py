@@ -95,4 +95,9 @@ def _fell(searched: DeckSearch) -> list[str]:
     lines += [f"  {format_count(count)} cannot be: {fell.reasons[key]};" for key, count in told]
     rest = fell.impossible.total() - sum(count for _, count in told)
     lines += [f"  {format_count(rest)} cannot be for other reasons (--json has them);"] if rest else []
+    if found.untried:
+        lines.append(
+            f"  {' and '.join(found.untried)}, which hold less and wait longer, were not tried "
+            "(--all-schedules does);"
+        )
     return [*lines[:-1], f"{lines[-1].rstrip(';,')}."]

@@ -8,7 +8,7 @@ that are gathered, as far as they do not hide behind backward; what lies elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
-from hpctrain.pipeline.simulate import Times, simulate
+from hpctrain.pipeline.simulate import Simulation, Times, simulate
 from hpctrain.pipeline.split import split_over
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground, ranks_of_kinds
@@ -133,15 +133,28 @@ def plan_step(deck: Deck, ranks: int, vocabulary: int, machine: Machine) -> Step
     return StepPlan(causes, ranks, tokens, flops, flops + again * tokens, peak, steps, untold, stage)
 
 
+Simulate = Callable[[Schedule, Times], Simulation]
+
+
 def step_seconds(
-    layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
+    layers: Sequence[LayerSizes],
+    at: Arrangement,
+    schedule: Schedule,
+    split: Sequence[int],
+    machine: Machine,
+    simulate: Simulate = simulate,
 ) -> dict[str, float]:
     """Seconds by cause of a step of these layers, blocks split so over the parts of a schedule."""
-    return busiest_seconds(layers, at, schedule, split, machine)[1]
+    return busiest_seconds(layers, at, schedule, split, machine, simulate)[1]
 
 
 def busiest_seconds(
-    layers: Sequence[LayerSizes], at: Arrangement, schedule: Schedule, split: Sequence[int], machine: Machine
+    layers: Sequence[LayerSizes],
+    at: Arrangement,
+    schedule: Schedule,
+    split: Sequence[int],
+    machine: Machine,
+    simulate: Simulate = simulate,
 ) -> tuple[int, dict[str, float]]:
     """The stage that has most to do, and its seconds by cause: see `step_seconds`.
 

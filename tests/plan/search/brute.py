@@ -6,18 +6,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.schema import Deck
+from hpctrain.engine.place import placed_by_flops
 from hpctrain.errors import HpctrainError
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.split import cut
+from hpctrain.pipeline.wanted import outline
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.search.choices import SEARCHED
+from hpctrain.plan.time.arrangement import Arrangement
+from hpctrain.plan.time.ground import Ground
+from hpctrain.plan.time.layers import layer_sizes
 from hpctrain.plan.time.machine import Machine
-from hpctrain.plan.time.step import plan_step
+from hpctrain.plan.time.step import plan_step, split_by_seconds
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v", "zb-v")
 HOMES = ("host", "disk")
+
+
+class Timed(NamedTuple):
+    """A deck with its step's seconds; `usual` where it has another split than a run makes by itself."""
+
+    seconds: float
+    deck: Deck
+    usual: Timed | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class Brute:
     deck: Deck
     ranks: int
     machine: Machine
+    schedules: Sequence[str] = SCHEDULES
 
     def _given(self, key: str) -> bool:
         place = self.deck.sources.places.get(key)
@@ -52,7 +69,7 @@ class Brute:
             "layout.expert": experts,
             "layout.expert_tensor": ranks if deck.model.experts else (1,),
             "layout.pipeline": [size for size in ranks if size <= most],
-            "layout.schedule": SCHEDULES,
+            "layout.schedule": self.schedules,
             "layout.chunks": range(1, most // 2 + 1),
             "layout.zero": (0, 1, 2, 3),
             "layout.zero_group": (None, "some"),
@@ -109,23 +126,58 @@ class Brute:
         if not world_problems(whole, self.ranks) and not check_deck(whole, self.ranks):
             yield whole
 
-    def ordered(self, vocabulary: int) -> list[tuple[float, Deck]]:
+    def ordered(self, vocabulary: int) -> list[Timed]:
         """All of them with a step's seconds, the quickest first."""
         timed = []
         for deck in self.decks():
             try:
-                timed.append((plan_step(deck, self.ranks, vocabulary, self.machine).seconds, deck))
+                usual = Timed(plan_step(deck, self.ranks, vocabulary, self.machine).seconds, deck)
             except HpctrainError:
                 continue  # a schedule that so many micro-batches cannot have
-        return sorted(timed, key=lambda each: each[0])
+            timed.append(usual)
+            other = self._split_by_seconds(deck, vocabulary)
+            if other is not None:
+                seconds = plan_step(other, self.ranks, vocabulary, self.machine).seconds
+                if seconds <= 0.995 * usual.seconds:
+                    timed.append(Timed(seconds, other, usual))
+        return sorted(timed, key=lambda each: each.seconds)
+
+    def _split_by_seconds(self, deck: Deck, vocabulary: int) -> Deck | None:
+        """With another split, whose longest stage is shorter by half a percent of the usual one's."""
+        if deck.layout.pipeline == 1 or self._given("layout.split"):
+            return None
+        shape = ModelShape.of(deck, vocabulary)
+        at = Arrangement.of(deck, self.ranks, deck.machine.ranks_per_node or self.machine.ranks_per_node)
+        layers, ground = layer_sizes(shape, ()), Ground(self.machine, at)
+        form = outline(deck)
+        seconds = {layer: each.total for layer, each in ground.layers(layers, 0).items()}
+
+        def longest(split: Sequence[int]) -> float:
+            stages = [0.0] * form.stage_count
+            for part, held in enumerate(cut(layers, split)):
+                stages[form.home(part)[0]] += sum(seconds[layer] for layer in held)
+            return max(stages)
+
+        usual = placed_by_flops(deck, shape, at.data).split
+        split = split_by_seconds(layers, ground, form)
+        other = deck.with_keys(layout={"split": split})
+        if longest(split) >= 0.995 * longest(usual) or check_deck(other, self.ranks):
+            return None
+        return other
 
     def best(self, holding: Holding, count: int) -> list[tuple[float, Deck]]:
         """The quickest that fit, and all others that are as quick as the last of them."""
         found: list[tuple[float, Deck]] = []
-        for seconds, deck in self.ordered(holding.vocabulary):
+        instead = list[Deck]()
+
+        def fits(deck: Deck) -> bool:
+            room = holding.room(deck, holding.memory(deck))
+            return room is None or room.fits
+
+        for seconds, deck, usual in self.ordered(holding.vocabulary):
             if len(found) >= count and seconds > found[count - 1][0] * (1 + 1e-9):
                 break
-            room = holding.room(deck, holding.memory(deck))
-            if room is None or room.fits:
+            if deck not in instead and (usual is None or fits(usual.deck)) and fits(deck):
                 found.append((seconds, deck))
+                instead += [usual.deck] if usual is not None else []
         return found

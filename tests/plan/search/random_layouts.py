@@ -12,7 +12,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.holding import Holding
 from hpctrain.plan.search.choices import Choices
-from hpctrain.plan.search.tree import Layout, Tree
+from hpctrain.plan.search.nodes import Layout
+from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.machine import Machine
 
 DECK = """

@@ -19,7 +19,7 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.plan import holding
 from hpctrain.plan.deck import plan_deck
-from hpctrain.plan.search.deck import chosen_layout, laid_out, search_deck, with_choice
+from hpctrain.plan.search.deck import Wished, chosen_layout, laid_out, search_deck, with_choice
 from hpctrain.plan.search.phrases import arguments
 from hpctrain.plan.time.machine import read_machine
 
@@ -66,7 +66,7 @@ def plan(*words: object) -> Result:
 
 
 def test_what_is_found_takes_as_long_and_holds_as_much_as_its_deck_by_itself(path: Path) -> None:
-    found = search_deck(path, RANKS, (), None, None).found.best
+    found = search_deck(path, RANKS, (), Wished()).found.best
     assert len(found) == 10
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in (found[0], found[-1]):
@@ -103,10 +103,10 @@ def test_a_plan_of_an_open_deck_is_that_of_the_quickest_layout(path: Path) -> No
 
 def test_keys_that_are_given_stay(path: Path) -> None:
     given = ["batch.micro_size=2", "memory.recompute=full", "layout.tensor=4", "layout.pipeline=2"]
-    best = search_deck(path, RANKS, given, None, None).found.best
+    best = search_deck(path, RANKS, given, Wished()).found.best
     assert all(each.deck.layout.tensor == 4 and each.deck.layout.pipeline == 2 for each in best)
     assert not {"batch.micro_size", "memory.recompute", "layout.tensor"} & set(best[0].changes)
-    opened = search_deck(path, RANKS, [*given, "layout.tensor="], None, None).found.best
+    opened = search_deck(path, RANKS, [*given, "layout.tensor="], Wished()).found.best
     assert opened[0].seconds <= best[0].seconds and "layout.tensor" in opened[0].changes
 
 
@@ -151,8 +151,8 @@ def test_impossible_wishes(path: Path, overrides: list[str], ranks: int, words: 
 
 
 def test_less_memory_asks_for_another_layout_and_more_seconds(path: Path) -> None:
-    roomy = search_deck(path, RANKS, (), None, None).found
-    tight = search_deck(path, RANKS, ["machine.memory=16 GB"], None, None).found
+    roomy = search_deck(path, RANKS, (), Wished()).found
+    tight = search_deck(path, RANKS, ["machine.memory=16 GB"], Wished()).found
     assert tight.best[0].node_bytes <= 16e9 < roomy.best[0].node_bytes
     assert tight.best[0].seconds >= roomy.best[0].seconds
     assert tight.fell.counts["memory"] > roomy.fell.counts["memory"]
@@ -192,7 +192,7 @@ def test_files_that_cannot_be_written(path: Path, arguments: list[str], words: s
 def test_published_machines_keep_their_habits(path: Path) -> None:
     """Gradients are summed as the machine does, and memory is that of its nodes."""
     machine = read_machine("selene-2021")
-    deck = search_deck(path, RANKS, (), None, machine).found.best[0].deck
+    deck = search_deck(path, RANKS, (), Wished(rates=machine)).found.best[0].deck
     assert deck.precision.gradients == "compute" and deck.machine.memory == 640e9
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from hpctrain.deck.schedules import V_SHAPED
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Times, simulate
 from hpctrain.plan.search.choices import ORDERED
@@ -35,7 +36,7 @@ def simulated(
 
 
 def chunks_of(name: str, chunks: int) -> int:
-    return {"interleaved": chunks, "dualpipe-v": 2}.get(name, 1)
+    return chunks if name == "interleaved" else 2 if name in V_SHAPED else 1
 
 
 seconds = some.floats(0, 4) | some.sampled_from([0.0, 1.0])
@@ -123,5 +124,4 @@ def test_parts_of_schedules_that_are_looked_for_lie_as_they_do(name: str, stages
         parts[0] = PartSeconds(0.0, 0.0, 0.1)
         cost = simulated(name, stages, 8, 2, parts, 0.05)
         work = 8 * (parts[0].total + parts[-1].total)
-        assert least_seconds(name, stages, 8, parts, 0.05) == pytest.approx(work)
-        assert work <= cost
+        assert work <= least_seconds(name, stages, 8, parts, 0.05) * ROUNDING <= cost * ROUNDING**2

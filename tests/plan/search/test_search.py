@@ -1,6 +1,7 @@
 """Searches against brute force over all layouts; their bounds; what decks give; where nothing fits.
 
-Tests of plan/search/search.py, plan/search/tree.py, plan/search/choices.py and plan/search/candidate.py.
+Tests of plan/search/search.py, plan/search/tree.py, plan/search/leaves.py, plan/search/nodes.py,
+plan/search/choices.py and plan/search/candidate.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import generate
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.room import Room
-from hpctrain.plan.search.choices import Choices
+from hpctrain.plan.search.choices import EVERY, Choices
+from hpctrain.plan.search.nodes import Layout, Node
 from hpctrain.plan.search.search import Found, has_room, roomiest, search
-from hpctrain.plan.search.tree import Layout, Node, Tree
+from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.machine import Machine, read_machine
 from hpctrain.plan.time.step import plan_step
 from tests.plan.search.brute import Brute
@@ -115,6 +117,21 @@ CASES = {
         room=0.9e9,
         machine=SLOW,
     ),
+    "a heavy head": Case(
+        ("model.layers=14", "model.vocabulary=80000", "batch.global_size=64"),
+        {**NO_CONTEXT, "tensor": 1, "zero_group": None, "sequence_parallel": False},
+        {**KEPT, "optimizer": "device"},
+        ranks=16,
+        machine=SELENE.model_copy(update={"memory_bandwidth": 2e11}),
+    ),
+    "a heavy head, tight": Case(
+        ("model.layers=14", "model.vocabulary=80000", "batch.global_size=64"),
+        {**NO_CONTEXT, "tensor": 1, "zero_group": None, "sequence_parallel": False},
+        {**KEPT, "optimizer": "device"},
+        room=0.7e9,
+        ranks=16,
+        machine=SELENE.model_copy(update={"memory_bandwidth": 2e11}),
+    ),
     "nodes of six": Case(
         ("model.vocabulary=50000", "batch.global_size=36", "batch.micro_size=1"),
         {**NO_CONTEXT, "zero": 1, "zero_group": None, "sequence_parallel": False},
@@ -144,6 +161,17 @@ def test_the_best_are_those_of_brute_force(name: str) -> None:
     )
     known = [key_of(each) for _, each in expected]
     assert all(key_of(each.deck) in known for each in found.best)
+
+
+def test_with_those_that_hold_less_the_best_are_those_of_brute_force() -> None:
+    keys = ("model.layers=14", "batch.global_size=32", "batch.micro_size=1")
+    given = {**NO_CONTEXT, "tensor": 1, "zero": 1, "zero_group": None, "sequence_parallel": False}
+    case = Case(keys, {**given, "pipeline": 8}, {**KEPT, "optimizer": "device"}, ranks=16)
+    holding = bare(case.deck, case.ranks)
+    found = search(case.deck, case.ranks, case.machine, holding, 99, schedules=EVERY).best
+    expected = Brute(case.deck, case.ranks, case.machine, EVERY).best(holding, 99)
+    assert {"v-half", "v-min"} <= {each.deck.layout.schedule for each in found}
+    assert [each.seconds for each in found] == pytest.approx([each[0] for each in expected], rel=1e-9)
 
 
 def found_by(case: Case, best: int = 10) -> Found:
@@ -265,9 +293,10 @@ class Picky(Bare):
 
 
 def test_a_search_goes_on_however_many_do_not_fit_by_their_plan() -> None:
-    case = Case((*OPEN, "batch.global_size=128"), {**NO_CONTEXT, "chunks": 1}, {"activations": "keep"})
+    given = {**NO_CONTEXT, "chunks": 1, "split": None}
+    case = Case((*OPEN, "batch.global_size=128"), given, {"activations": "keep"})
     holding = Picky(case.ranks, 50_000)
-    found = search(case.deck, case.ranks, case.machine, holding, 5, uneven=False)
+    found = search(case.deck, case.ranks, case.machine, holding, 5)
     assert found.fell.counts["memory plan"] > 300
     tree = Tree(Choices(case.deck, case.ranks), case.machine, holding, 1e15)
     fitting = [

@@ -1,11 +1,12 @@
 """Layouts on several kinds of node, and splits of blocks by seconds: against every split there is.
 
-Tests of plan/search/uneven.py, and of plan/search/tree.py on several kinds of node.
+Tests of plan/search/split_forms.py, and of plan/search/tree.py on several kinds of node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -13,11 +14,13 @@ import pytest
 
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import Place
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import Choices
+from hpctrain.plan.search.choices import Choices, with_values
+from hpctrain.plan.search.nodes import Layout, Node
 from hpctrain.plan.search.search import search
-from hpctrain.plan.search.tree import Layout, Node, Tree
-from hpctrain.plan.search.uneven import LEAST_GAIN
+from hpctrain.plan.search.split_forms import LEAST_GAIN
+from hpctrain.plan.search.tree import Tree
 from hpctrain.plan.time.layers import LayerSizes, layer_seconds
 from hpctrain.plan.time.machine import Machine, Products
 from hpctrain.plan.time.step import plan_step, step_seconds
@@ -234,15 +237,21 @@ def test_on_one_kind_blocks_are_split_by_seconds_where_that_pays() -> None:
     machine = ONE.model_copy(update={"memory_bandwidth": 5e8})
     deck = deck_of("layout.pipeline=2", "layout.schedule=1f1b", "model.layers=8", "model.vocabulary=2000")
     holding = Holding(2, 2000, 2)
-    plain, split = (search(deck, 2, machine, holding, 3, uneven=uneven).best for uneven in (False, True))
-    assert all(each.changes["layout.split"] is None for each in plain)
+    usual = with_values(deck, {"layout.split": None})
+    places = {**deck.sources.places, "layout.split": Place("deck.toml")}
+    sections = {name: getattr(usual, name) for name in type(usual).model_fields}
+    usual = Deck.model_validate(sections, context=replace(deck.sources, places=places))
+    plain, split = (search(each, 2, machine, holding, 3).best for each in (usual, deck))
+    assert all(each.deck.layout.split is None for each in plain)
     for each in split:
         assert each.seconds == pytest.approx(plan_step(each.deck, 2, 2000, machine).seconds)
     assert isinstance(split[0].changes["layout.split"], tuple)
     assert split[0].seconds <= (1 - LEAST_GAIN) * plain[0].seconds
     assert [each.seconds for each in split] == sorted(each.seconds for each in split)
     tree = Tree(Choices(deck, 2), machine, holding, inf)
-    (layout,) = (node for _, node in layouts(tree) if node.at.micro_size == split[0].deck.batch.micro_size)
+    size = split[0].deck.batch.micro_size
+    layout, other = (node for _, node in layouts(tree) if node.at.micro_size == size)
+    assert other.usual == layout and other.split == split[0].deck.layout.split
     every = [
         sum(step_seconds(tree.layers, layout.at, tree.schedule(layout), way, machine).values())
         for way in ways(8, 2)
