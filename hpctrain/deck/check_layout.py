@@ -117,6 +117,8 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
     elif layout.schedule in ONE_CHUNK and layout.chunks > 1:
         sentence = f'must be 1 with layout.schedule = "{layout.schedule}" ("interleaved" takes more)'
         yield Problem("layout.chunks", sentence, ("layout.schedule",))
+    elif layout.chunks > 1 and layout.pipeline < 2:
+        yield Problem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
     if layout.split is not None and layout.split != "balanced":
         inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
         if len(layout.split) != parts or least < 0 or 0 in inner:

@@ -22,6 +22,7 @@ from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, fields, sections
+from hpctrain.deck.searched import leaves_open
 from hpctrain.deck.sources import Place, Sources, clipped, toml_value
 from hpctrain.deck.toml import encodes
 from hpctrain.deck.words import given, plain_type, unknown_key, unknown_section, wanted
@@ -43,19 +44,21 @@ def read_deck(
     ranks: int | None = None,
     read_source: SourceReader | None = None,
     further: Further | None = None,
+    searched: bool = False,
 ) -> Deck:
     """Read and validate a deck, with `--set` arguments such as "batch.micro_size=4" on top of it.
 
     With `ranks`, the deck is checked against that number of ranks too. `read_source` looks into what
     model.from names; without it that key is taken as it is. `further` checks what else a deck names that has
-    no other problem. Raises `HpctrainError` with every problem, or `InputOutputError` where all that is wrong
-    is that files cannot be read.
+    no other problem. What keys that are `searched` are wrong with, as layout.auto has them, is not told where
+    the deck does not give them. Raises `HpctrainError` with every problem, or `InputOutputError` where all
+    that is wrong is that files cannot be read.
     """
     written = Written(str(path))
     if not encodes(str(path)):
         raise HpctrainError(f"{path}: the name of a deck must be UTF-8 text")
     written.read_file(Path(path), str(path), ())
-    return _deck(written, overrides, ranks, read_source, further)
+    return _deck(written, overrides, ranks, read_source, further, searched)
 
 
 def parse_deck(
@@ -126,12 +129,13 @@ def _deck(
     ranks: int | None,
     read_source: SourceReader | None,
     further: Further | None = None,
+    searched: bool = False,
 ) -> Deck:
     """The deck of what was written, or every problem raised as one error."""
     readable = not written.problems
     for argument in overrides:
         written.override(argument)
-    deck = _Validation(written, readable, read_source).deck(ranks)
+    deck = _Validation(written, readable, read_source, searched).deck(ranks)
     if deck is not None and further is not None and not written.problems:
         for problem in further(deck, ranks):
             written.add(deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence))
@@ -141,14 +145,17 @@ def _deck(
 
 
 class _Validation:
-    """Turns what was written into a Deck and adds the problems it finds.
+    """Turns what was written into a Deck and adds the problems it finds, but for those of what is `searched`.
 
     `readable` says whether all files could be read: if not, nothing is said of missing keys. `source` are the
     keys that the model of model.from settles.
     """
 
-    def __init__(self, written: Written, readable: bool, read_source: SourceReader | None) -> None:
+    def __init__(
+        self, written: Written, readable: bool, read_source: SourceReader | None, searched: bool
+    ) -> None:
         self.written = written
+        self.searched = searched
         self.places = written.places
         self.readable = readable
         self.read_source = read_source
@@ -172,6 +179,8 @@ class _Validation:
                 keys = {problem.key, *problem.others}
                 forgiven = problem.for_writers and self._stored(keys)
                 forgiven = forgiven or (problem.idle and self._stored({problem.key}))
+                if self.searched or deck.layout.auto:
+                    forgiven = forgiven or leaves_open(self.places, keys)
                 if not bad & keys and not forgiven:
                     sentence = deck.problem(problem.key, problem.sentence)
                     self.written.add(deck.sources.place(problem.key), sentence)

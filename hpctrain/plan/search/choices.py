@@ -9,28 +9,9 @@ from itertools import product
 from hpctrain.deck.problem import divisors
 from hpctrain.deck.schedules import TWO_CHUNKS
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.searched import SEARCHED
 from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.time.machine import Machine, Sharing
-
-SEARCHED = (
-    "layout.tensor",
-    "layout.sequence_parallel",
-    "layout.context",
-    "layout.context_form",
-    "layout.expert",
-    "layout.expert_tensor",
-    "layout.pipeline",
-    "layout.schedule",
-    "layout.chunks",
-    "layout.split",
-    "layout.zero",
-    "layout.zero_group",
-    "batch.micro_size",
-    "memory.recompute",
-    "memory.activations",
-    "memory.optimizer",
-)
-"""Keys that are searched where a deck leaves them to it."""
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
 

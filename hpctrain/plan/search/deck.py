@@ -87,7 +87,7 @@ def search_deck(
     progress: Progress | None = None,
 ) -> DeckSearch:
     """The best layouts of the deck in a file. HpctrainError where it has none on so many ranks."""
-    deck = read_deck(path, overrides, None, settled_keys, named_problems)
+    deck = read_deck(path, overrides, None, settled_keys, named_problems, searched=True)
     machine = wished.rates or deck_rates(deck)
     if machine is None:
         raise HpctrainError(f"{path}: {NO_RATES}")
@@ -202,7 +202,11 @@ def _why_none(deck: Deck, ranks: int, machine: Machine, holding: Holding, found:
     if least is None:
         near = [other for other in _neighbours(ranks) if _can_be(deck, other, machine, holding)]
         would = f" ({either(near)} ranks would)" if near else ""
-        first = next(iter(found.fell.reasons.values()), "the keys that the deck gives make another number")
+        choices, reasons = Choices(deck, ranks), found.fell.reasons
+        told = sorted(
+            reasons, key=lambda key: not choices.given(key)
+        )  # what the deck gives is to blame first
+        first = reasons[told[0]] if told else "the keys that the deck gives make another number"
         return f"no layout has {counted(ranks, 'rank')}{would}: {first}"
     more = next((ranks * times for times in MORE if _fits(deck, ranks * times, machine, holding)), None)
     lacking = least.room.needed - least.room.limit.bytes

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from hpctrain.deck.check import check_deck
 from hpctrain.deck.check_world import world_problems
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.searched import SEARCHED
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.split import cut
 from hpctrain.pipeline.wanted import outline
 from hpctrain.plan.holding import Holding
-from hpctrain.plan.search.choices import SEARCHED
 from hpctrain.plan.time.arrangement import Arrangement
 from hpctrain.plan.time.ground import Ground
 from hpctrain.plan.time.layers import layer_sizes

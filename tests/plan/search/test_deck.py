@@ -110,6 +110,19 @@ def test_keys_that_are_given_stay(path: Path) -> None:
     assert opened[0].seconds <= best[0].seconds and "layout.tensor" in opened[0].changes
 
 
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("layout.schedule=zb-v", "zb-v"), ("layout.chunks=2", 2), ("layout.sequence_parallel=true", True)],
+)
+def test_a_key_may_be_given_alone_that_asks_others_to_be_chosen(
+    path: Path, given: str, value: object
+) -> None:
+    best = search_deck(path, RANKS, [given, "layout.context=1"], Wished()).found.best
+    assert all(each.deck.value(given.partition("=")[0]) == value for each in best)
+    deck = read_deck(path, [given, "layout.auto=true"])
+    assert laid_out(deck, RANKS).value(given.partition("=")[0]) == value
+
+
 def test_a_word_opens_the_layout_that_was_given() -> None:
     text = DECK.replace('layout = "auto"', "") + "[layout]\ntensor = 4\nzero = 1\n"
     assert parse_deck(text).layout.tensor == 4

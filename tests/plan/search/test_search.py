@@ -258,6 +258,15 @@ def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path
     assert f"{path}: has 4 stages, but layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
 
 
+def test_a_schedule_of_a_file_with_two_chunks_is_for_several_stages(tmp_path: Path) -> None:
+    path = tmp_path / "ours.txt"
+    path.write_text(str(generate("zb-v", 4, 8)))
+    layout = {"schedule": str(path), "tensor": 4, "context": 1, "chunks": 2}
+    found = found_by(Case((*OPEN, "batch.micro_size=1"), layout, {"recompute": "full"}), 99)
+    assert {each.deck.layout.pipeline for each in found.best} == {4}
+    assert "must be 1 on a single stage" in found.fell.reasons["layout.chunks"]
+
+
 def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:
     vocabulary = CASES["vocabulary"]
     case = replace(vocabulary, layout={**vocabulary.layout, "tensor": 2, "schedule": "1f1b"}, room=1e7)

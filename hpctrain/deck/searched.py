@@ -1,0 +1,33 @@
+"""Which keys layout.auto, or a search, chooses where a deck does not give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hpctrain.deck.sources import Place
+
+SEARCHED = (
+    "layout.tensor",
+    "layout.sequence_parallel",
+    "layout.context",
+    "layout.context_form",
+    "layout.expert",
+    "layout.expert_tensor",
+    "layout.pipeline",
+    "layout.schedule",
+    "layout.chunks",
+    "layout.split",
+    "layout.zero",
+    "layout.zero_group",
+    "batch.micro_size",
+    "memory.recompute",
+    "memory.activations",
+    "memory.optimizer",
+)
+"""Full names of the keys."""
+
+
+def leaves_open(places: Mapping[str, Place], keys: Iterable[str]) -> bool:
+    """Whether any of these keys is one of those, and not given."""
+    given = {key for key, place in places.items() if not place.note}
+    return not given.issuperset(set(keys) & set(SEARCHED))
