@@ -14,7 +14,8 @@ from hpctrain.plan.options import require_fitting, required_ranks
 
 WAYS = ("--sweep", "--search", "--rehearse")
 ANYWHERE = ("--ranks", "--set", "--ranks-per-node", "--machine", "--json")
-OF_SEARCH, OF_SWEEP, OF_PLAN = ("--write",), ("--weak",), ("--link", "--step-seconds", "--like", "--forms")
+OF_SEARCH, OF_SWEEP = ("--write", "--all-schedules"), ("--weak",)
+OF_PLAN = ("--link", "--step-seconds", "--like", "--forms")
 
 
 def refused(*asked: str) -> str:
