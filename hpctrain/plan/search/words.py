@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from hpctrain.plan.search.candidate import Candidate
 from hpctrain.plan.search.deck import DeckSearch
 from hpctrain.plan.search.phrases import arguments, assignments, changed
@@ -62,7 +64,11 @@ def _shown(value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """A value; of many parts that have as many blocks how many they are."""
+    if not isinstance(value, tuple):
+        return str(value)
+    runs = ((len(list(alike)), blocks) for blocks, alike in groupby(value))
+    return ", ".join(f"{count} x {blocks}" if count > 1 else str(blocks) for count, blocks in runs)
 
 
 def _causes(best: Candidate) -> str:
