@@ -124,13 +124,13 @@ class Leaves:
         return found
 
     def _allowed(self, schedule: str, at: Arrangement, parts: Sequence[PartKept]) -> float:
-        """Bytes of the micro-batches that an order may hold in parts of a stage, where a run looks for it by
-        times of its own: what is found here for others may hold less.
+        """Bytes of the micro-batches that an order may have wait in parts of a stage, where a run looks for it
+        by times of its own: what is found here for others may hold less.
         """
         if schedule not in LIMITS or at.pipeline == 1:
             return 0.0
         many = min(2 * LIMITS[schedule](at.pipeline), 2 * at.micro_batches)
-        return many * min(min(part.waiting, part.deferred) for part in parts)
+        return many * min(part.waiting - part.head for part in parts)
 
     def _states_held(
         self, at: Arrangement, form: Form, ways: Sequence[States], opens: Opened
