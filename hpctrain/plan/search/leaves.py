@@ -115,8 +115,8 @@ class Leaves:
             of_parts = [parts[kind] for kind in kinds]
             own = kept.most(of_parts, moments(schedule, stages, at.micro_batches, chunks, number))
             ways_out = (number > 0) + (number < stages - 1)
-            around = kept.around(form.stages[like].alike, ways_out)
-            activations.append(max(own + around, self._allowed(schedule, at, of_parts)))
+            own = max(own, self._allowed(schedule, at, of_parts))
+            activations.append(own + kept.around(form.stages[like].alike, ways_out))
         found = []
         for held in self._states_held(at, form, ways, opened(schedule, stages, at.micro_batches)):
             both = zip(places, activations, strict=True)
@@ -124,8 +124,8 @@ class Leaves:
         return found
 
     def _allowed(self, schedule: str, at: Arrangement, parts: Sequence[PartKept]) -> float:
-        """Bytes of the micro-batches that an order may have wait in parts of a stage, where a run looks for it
-        by times of its own: what is found here for others may hold less.
+        """Bytes of the micro-batches that an order may have wait in parts of a stage, where a run looks for
+        it by times of its own: what is found here for others may hold less.
         """
         if schedule not in LIMITS or at.pipeline == 1:
             return 0.0

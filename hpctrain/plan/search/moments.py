@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from hpctrain.pipeline.v_schedule import LIMITS
+
 
 class Moment(NamedTuple):
     """Before a backward: how many micro-batches of each chunk wait for theirs, and of how many only weight
@@ -66,6 +68,8 @@ def opened(schedule: str, stages: int, micro_batches: int) -> Opened:
         return "all" if micro_batches > 1 else "none"
     fewest = {"1f1b": 2, "zb-h1": stages + 1, "zb-h2": 2 * stages, "interleaved": 2 * stages}
     fewest["dualpipe-v"] = stages + 2
+    # The last forward waits for gradients of weights, which go in the order in which they come.
+    fewest |= {name: 2 * limit(stages) + 1 for name, limit in LIMITS.items()}
     if schedule in fewest and micro_batches >= fewest[schedule]:
         return "all"
     # Where a block's are one bucket, some of them are not put off, and some are.

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from hpctrain.pipeline import v_schedule
 from hpctrain.pipeline.action import Action, Schedule, accumulation
 from hpctrain.pipeline.generate import generate
+from hpctrain.pipeline.simulate import Times
+from hpctrain.pipeline.v_schedule import LIMITS
 from hpctrain.plan.search.choices import ORDERED
-from hpctrain.plan.search.moments import Moment, moments, opened
+from hpctrain.plan.search.moments import Moment, Opened, moments, opened
 
 NAMES = (*ORDERED, "gpipe")
 
@@ -80,9 +84,25 @@ def test_all_gradients_are_there_at_once_where_that_is_said(
     if name == "interleaved":
         micro_batches = stages * (1 + micro_batches % 4)
     which = opened(name, stages, micro_batches)
-    if which == "none":
-        return
-    schedule = made(name, stages, micro_batches, chunks)
+    if which != "none":
+        expect_opened(made(name, stages, micro_batches, chunks), which)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("stages", [2, 3, 5, 8])
+def test_so_they_are_in_orders_that_are_looked_for(
+    name: str, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(v_schedule, "_WORK", 10_000)
+    random, many = Random(stages), 2 * LIMITS[name](stages)
+    assert opened(name, stages, many + 1) == "all"
+    for micro_batches in range(max(2, many // 2), many + 2):
+        times = ([random.uniform(0.5, 2.0) for _ in range(2 * stages)] for _ in range(3))
+        if opened(name, stages, micro_batches) == "all":
+            expect_opened(generate(name, stages, micro_batches, times=Times(*times)), "all")
+
+
+def expect_opened(schedule: Schedule, which: Opened) -> None:
     for stage, actions in enumerate(schedule.stages):
         begun, final = 0, len(actions)
         for chunk in range(schedule.chunks):
