@@ -31,10 +31,10 @@ from hpctrain.engine.stage import (
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.scratch import ScratchFiles, to_fill
-from hpctrain.model.build import build_parts
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.build import architecture_of, build_parts, initialize_parts
 from hpctrain.model.count import count
 from hpctrain.model.frozen import freeze_parameters
-from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -42,7 +42,6 @@ from hpctrain.objective.choose import make_objective
 from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
-from hpctrain.optim.optimizer import Optimizer
 from hpctrain.optim.schedule import LearningRate
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
@@ -54,12 +53,12 @@ from hpctrain.sharding.synchronize import check_replicas
 @dataclass(frozen=True)
 class Arrangement:
     """Who computes what, before anything large is there: what is saved for backward, the layers' groups, the
-    model's shape, where its layers go, and the pipeline schedule of the deck's batch.
+    model's architecture, where its layers go, and the pipeline schedule of the deck's batch.
     """
 
     recompute: Recompute
     groups: LayerGroups
-    shape: ModelShape
+    architecture: Architecture
     placement: Placement
     schedule: Schedule
 
@@ -73,7 +72,7 @@ class Engine(TrainedStage):
 
     world: World
     mesh: Mesh
-    shape: ModelShape
+    architecture: Architecture
     objective: Objective
     terms: tuple[str, ...]
     offload: Offload
@@ -84,6 +83,12 @@ class Engine(TrainedStage):
     positions: torch.Tensor
     placement: Placement
     schedule: Schedule
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of its transformer; of no other model."""
+        assert isinstance(self.architecture, ModelShape)
+        return self.architecture
 
     @property
     def model(self) -> Part:
@@ -156,10 +161,10 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
     with world.agreement():
         recompute = make_recompute(deck, world)
     groups = make_groups(deck, mesh, recompute, world.device)
-    shape = ModelShape.of(deck, deck.model.vocabulary)
-    placement = place_layers(deck, shape, groups, mesh)
+    architecture = architecture_of(deck, deck.model.vocabulary)
+    placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
-    return Arrangement(recompute, groups, shape, placement, schedule)
+    return Arrangement(recompute, groups, architecture, placement, schedule)
 
 
 def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
@@ -180,20 +185,20 @@ def assemble(
     build: Callable[..., TrainedStage] = build_trained_stage,
 ) -> Engine:
     """As `build_engine`, of what was arranged for this deck; `build` makes the stage."""
-    groups, shape, schedule = arrangement.groups, arrangement.shape, arrangement.schedule
-    number = mesh.coordinate("pipeline")
-    models = build_parts(shape, groups, spans_of(schedule, arrangement.placement.split, number))
-    check_patterns(deck, shape)
+    groups, architecture, schedule = arrangement.groups, arrangement.architecture, arrangement.schedule
+    number, split = mesh.coordinate("pipeline"), arrangement.placement.split
+    models = build_parts(architecture, groups, spans_of(schedule, split, number))
+    check_patterns(deck, architecture)
     freeze_parameters(models, deck.model.frozen)
     replications = make_replications(deck, mesh)
     offload = Offload()
     if deck.memory.optimizer != "device":
         planned = PlannedMesh(mesh.sizes, number, world.topology.ranks_per_node)
-        stage = plan_stage(deck, shape, planned, schedule, arrangement.placement.split, number, world.device)
+        stage = plan_stage(deck, architecture, planned, schedule, split, number, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
         stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
-    _initialize(world, shape, stage.optimizer, deck.run.seed, roughness)
+    _initialize(world, architecture, stage, deck.run.seed, roughness)
     stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)
@@ -202,9 +207,9 @@ def assemble(
         **vars(stage),
         world=world,
         mesh=mesh,
-        shape=shape,
+        architecture=architecture,
         objective=make_objective(deck),
-        terms=count(shape).terms,
+        terms=count(architecture).terms,
         placement=arrangement.placement,
         schedule=schedule,
         offload=offload,
@@ -215,12 +220,17 @@ def assemble(
         ),
         noise_scale=NoiseScale(deck.run.noise_scale_steps),
         learning_rate=LearningRate(**deck.learning_rate.model_dump()),
-        positions=context_positions(groups.context, groups.context_form, shape.sequence).to(world.device),
+        positions=context_positions(groups.context, groups.context_form, architecture.sequence).to(
+            world.device
+        ),
     )
 
 
-def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int, roughness: float) -> None:
+def _initialize(
+    world: World, architecture: Architecture, stage: TrainedStage, seed: int, roughness: float
+) -> None:
     """Fill this rank's fp32 master weights from the seed, then the parameters from them."""
+    optimizer = stage.optimizer
     targets = (
         (segment.parameter, piece, offset + first)
         for bucket, master in zip(optimizer.buckets, optimizer.masters, strict=True)
@@ -229,5 +239,5 @@ def _initialize(world: World, shape: ModelShape, optimizer: Optimizer, seed: int
         for first, piece in to_fill(values)
     )
     with world.agreement():
-        initialize(targets, shape, seed, roughness)
+        initialize_parts(architecture, stage.models, targets, seed, roughness)
     optimizer.publish()

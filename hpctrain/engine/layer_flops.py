@@ -7,13 +7,14 @@ from math import prod
 
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_times import PassTimes
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
-from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.shape import Recomputed
 
 
-def layer_flops(deck: Deck, shape: ModelShape) -> tuple[PassTimes, ...]:
+def layer_flops(deck: Deck, architecture: Architecture) -> tuple[PassTimes, ...]:
     """FLOPs of one token in every layer of a deck's model, the first one embeds and the last one predicts.
 
     2 for every matrix element in the forward pass, in the input gradient and in the weight gradient each;
@@ -21,13 +22,15 @@ def layer_flops(deck: Deck, shape: ModelShape) -> tuple[PassTimes, ...]:
     what backward never comes to no gradient at all, and what is computed again counts as input gradient. Of
     the head all is forward, where it is computed. A lookup is none.
     """
-    return _of_model(shape, deck.memory.recompute, tuple(deck.model.frozen))
+    return _of_model(architecture, deck.memory.recompute, tuple(deck.model.frozen))
 
 
 @lru_cache
-def _of_model(shape: ModelShape, recompute: Recomputed, frozen: tuple[str, ...]) -> tuple[PassTimes, ...]:
+def _of_model(
+    architecture: Architecture, recompute: Recomputed, frozen: tuple[str, ...]
+) -> tuple[PassTimes, ...]:
     flops = []
-    for is_block, silent, products, core, weight in _figures(shape, frozen):
+    for is_block, silent, products, core, weight in _figures(architecture, frozen):
         forward, gradient = products + core, products + 2 * core
         if not is_block:
             flops.append(PassTimes(forward + gradient + weight, 0, 0))
@@ -40,11 +43,13 @@ def _of_model(shape: ModelShape, recompute: Recomputed, frozen: tuple[str, ...])
 
 
 @lru_cache
-def _figures(shape: ModelShape, frozen: tuple[str, ...]) -> tuple[tuple[bool, bool, int, int, int], ...]:
+def _figures(
+    architecture: Architecture, frozen: tuple[str, ...]
+) -> tuple[tuple[bool, bool, int, int, int], ...]:
     """Of each layer whether it is a block, and one that no gradient comes to; FLOPs of products with its
     matrices, of its core, and of its matrices' gradients.
     """
-    model = bare_model(shape)
+    model = bare_model(architecture)
     freeze_parameters([model], frozen)
     silent = silent_blocks(model)
     return tuple(

@@ -18,10 +18,10 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import Part, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.eight_bits import names
 from hpctrain.parallel.linear import SplitLinear
@@ -69,26 +69,27 @@ class Named:
         return list(dict.fromkeys(told))
 
 
-def check_patterns(deck: Deck, shape: ModelShape) -> None:
+def check_patterns(deck: Deck, architecture: Architecture) -> None:
     """Raise HpctrainError with all `pattern_problems`."""
-    if problems := [deck.problem(each.key, each.sentence) for each in pattern_problems(deck, shape)]:
+    if problems := [deck.problem(each.key, each.sentence) for each in pattern_problems(deck, architecture)]:
         raise HpctrainError(problems)
 
 
-def pattern_problems(deck: Deck, shape: ModelShape) -> Iterator[Problem]:
+def pattern_problems(deck: Deck, architecture: Architecture) -> Iterator[Problem]:
     """Where a deck names parameters to freeze, matrices for its optimizer, or layers to leave out of 8 bits:
     patterns of nothing, of one of several that are one in memory without the others, and such as leave
     nothing to do. The same on any layout.
     """
     optimizer, how = deck.optimizer, Precision.of(deck).eight_bits
     if deck.model.frozen:
-        yield from (Problem("model.frozen", each) for each in _frozen(bare_model(shape), deck.model.frozen))
+        frozen = _frozen(bare_model(architecture), deck.model.frozen)
+        yield from (Problem("model.frozen", each) for each in frozen)
     if "matrices" in OWN_KEYS[optimizer.name] and optimizer.matrices:
         rule = RULES[optimizer.name](deck)
         assert isinstance(rule, BlockRules)
-        yield from (Problem("optimizer.matrices", each) for each in _matrices(bare_model(shape), rule))
+        yield from (Problem("optimizer.matrices", each) for each in _matrices(bare_model(architecture), rule))
     if how is not None and how.exclude:
-        problems = _excluded(bare_model(shape), how.exclude)
+        problems = _excluded(bare_model(architecture), how.exclude)
         yield from (Problem("precision.fp8_exclude", each) for each in problems)
 
 

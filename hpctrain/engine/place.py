@@ -10,6 +10,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_parts
 from hpctrain.engine.sizes import micro_batches
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.groups import LayerGroups
@@ -46,26 +47,26 @@ def with_split(deck: Deck, split: Sequence[int] | None) -> Deck:
     return deck.with_keys(layout={"split": tuple(split)})
 
 
-def placed_by_flops(deck: Deck, shape: ModelShape, data: int) -> Placement:
+def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> Placement:
     """The deck's schedule on so many data ranks and its split, as the deck alone tells them.
 
     A split that is not given makes the heaviest stage, and then the heaviest part, as light as can be by
     FLOPs; so does what stands in for one that would be measured. Raises as `make_schedule` does.
     """
-    flops = layer_flops(deck, shape)
-    split = split_by_flops(deck, shape, pipeline_form(deck, data))
+    flops = layer_flops(deck, architecture)
+    split = split_by_flops(deck, architecture, pipeline_form(deck, data))
     times = times_of_parts(cut(flops, split)) if _searched(deck) else None
     return Placement(make_schedule(deck, data, times), split)
 
 
-def split_by_flops(deck: Deck, shape: ModelShape, form: Schedule) -> tuple[int, ...]:
+def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tuple[int, ...]:
     """Blocks of every part of a schedule, as in `placed_by_flops`."""
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
-    return tuple(balanced_split([passes.total for passes in layer_flops(deck, shape)], form))
+    return tuple(balanced_split([passes.total for passes in layer_flops(deck, architecture)], form))
 
 
-def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh) -> Placement:
+def place_layers(deck: Deck, architecture: Architecture, groups: LayerGroups, mesh: Mesh) -> Placement:
     """The deck's schedule and split, the same on all ranks. Collective.
 
     Measures for `layout.split = "balanced"` and for schedules that are searched for; the latter's order
@@ -75,12 +76,13 @@ def place_layers(deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh)
     form = pipeline_form(deck, data)
     measured = layout.split == "balanced" and form.parts > 1
     if not measured and not _searched(deck):
-        return placed_by_flops(deck, shape, data)
-    times, layers = measure_layers(deck, shape, groups, mesh), bare_model(shape).layers
+        return placed_by_flops(deck, architecture, data)
+    assert isinstance(architecture, ModelShape)
+    times, layers = measure_layers(deck, architecture, groups, mesh), bare_model(architecture).layers
     if measured:
         split = tuple(balanced_split([times.of_kind[layer.kind].total for layer in layers], form))
     else:
-        split = split_by_flops(deck, shape, form)
+        split = split_by_flops(deck, architecture, form)
     of_parts = times.of_parts(cut(layers, split)) if _searched(deck) else None
     return Placement(make_schedule(deck, data, of_parts), split, times)
 

@@ -16,9 +16,10 @@ from hpctrain.memory.recompute import Recompute
 from hpctrain.memory.saved import part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
 from hpctrain.model.part import Part
-from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.shape import Recomputed
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
 from hpctrain.units import format_bytes, format_count
@@ -57,7 +58,7 @@ def open_shelf(
 
 
 def introduce_recompute(
-    deck: Deck, shape: ModelShape, models: Sequence[Part], schedule: Schedule, stage: int
+    deck: Deck, architecture: Architecture, models: Sequence[Part], schedule: Schedule, stage: int
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
@@ -69,7 +70,7 @@ def introduce_recompute(
 
     now = saved(memory.recompute)
     if memory.recompute != "none":
-        flops = count(shape)
+        flops = count(architecture)
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
         lines.append(

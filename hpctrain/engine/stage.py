@@ -25,12 +25,12 @@ from hpctrain.engine.offload import Offload, make_optimizer, planned_offload
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.recompute import Recompute
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import build_parts
 from hpctrain.model.frozen import freeze_parameters
 from hpctrain.model.parametrization import set_rates
 from hpctrain.model.part import Part, blocks_of, parameter_list
 from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.optim.optimizer import Agreement, Optimizer, refresh
 from hpctrain.parallel.groups import LayerGroups
@@ -269,7 +269,7 @@ def build_trained_stage(
 
 def plan_stage(
     deck: Deck,
-    shape: ModelShape,
+    architecture: Architecture,
     mesh: PlannedMesh,
     schedule: Schedule,
     split: Sequence[int],
@@ -284,7 +284,7 @@ def plan_stage(
     """
     groups = make_groups(planned_functions(deck), mesh, Recompute(deck.memory.recompute), device)
     with META:
-        models = build_parts(shape, groups, spans_of(schedule, split, number))
+        models = build_parts(architecture, groups, spans_of(schedule, split, number))
         freeze_parameters(models, deck.model.frozen)
         replications = make_replications(deck, mesh)
         return build(deck, groups, models, replications, planned_offload(deck), device)

@@ -1,21 +1,39 @@
-"""From the shape of a model to its parts: the one place that knows which classes they are."""
+"""From a deck to a model's architecture, its parts and their initial values: the one place that knows which
+classes these are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
+from hpctrain.deck.schema import Deck
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter
 
+Targets = Iterable[tuple[Parameter, Tensor, int]]
+"""Flat fp32 tensors to fill, each the elements of a parameter's local piece from an offset on."""
 
-def build_parts(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
-    """The parts of a model that one rank holds; tied embeddings of two of them are one table."""
+
+class Maker(NamedTuple):
+    """What makes models of one class of architectures: `build_parts` and `initialize_parts` of these."""
+
+    parts: Callable[[Any, LayerGroups, Sequence[Span]], list[Part]]
+    initialize: Callable[[Any, Sequence[Part], Targets, int, float], None]
+
+
+def _transformers(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+    """Tied embeddings of two of them are one table."""
     parts: list[Part] = []
     table: Parameter | None = None
     for span in spans:
@@ -25,20 +43,52 @@ def build_parts(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -
     return parts
 
 
-def build_model(shape: ModelShape, groups: LayerGroups) -> Part:
+def _initialize_transformers(
+    shape: ModelShape, _: Sequence[Part], targets: Targets, seed: int, roughness: float
+) -> None:
+    initialize(targets, shape, seed, roughness)
+
+
+MAKERS: Mapping[type[Architecture], Maker] = {
+    ModelShape: Maker(_transformers, _initialize_transformers),
+}
+
+
+def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
+    """The architecture that a deck asks for, with the vocabulary already settled."""
+    return ModelShape.of(deck, vocabulary)
+
+
+def build_parts(architecture: Architecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+    """The parts of a model that one rank holds, without memory until bucketed."""
+    return MAKERS[type(architecture)].parts(architecture, groups, spans)
+
+
+def initialize_parts(
+    architecture: Architecture, parts: Sequence[Part], targets: Targets, seed: int, roughness: float = 0.0
+) -> None:
+    """Fill the targets, and what else these parts begin with: functions of the seed, equal on every layout.
+
+    With `roughness`, the standard deviation of what is added to biases and norm weights, no two tensors are
+    alike: what mistakes one for another shows.
+    """
+    MAKERS[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
+
+
+def build_model(architecture: Architecture, groups: LayerGroups) -> Part:
     """All of a model in one part."""
-    (model,) = build_parts(shape, groups, [Span.all_of(shape.layers)])
+    (model,) = build_parts(architecture, groups, [Span.all_of(architecture.block_count)])
     return model
 
 
-def bare_model(shape: ModelShape) -> Part:
+def bare_model(architecture: Architecture) -> Part:
     """The whole model as a single rank has it, without memory."""
     ledger = Ledger()
     tensor, context = (planned_group((axis,), 0, 1, ledger) for axis in ("tensor", "context"))
-    return build_model(shape, LayerGroups(tensor, context))
+    return build_model(architecture, LayerGroups(tensor, context))
 
 
 @lru_cache(maxsize=64)
-def layer_kinds(shape: ModelShape) -> tuple[str, ...]:
+def layer_kinds(architecture: Architecture) -> tuple[str, ...]:
     """The kind of each of its layers: of what embeds, of all blocks, and of what predicts."""
-    return tuple(layer.kind for layer in bare_model(shape).layers)
+    return tuple(layer.kind for layer in bare_model(architecture).layers)

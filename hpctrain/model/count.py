@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import bare_model
 from hpctrain.model.part import blocks_of, parameter_list
-from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.model.shape import Recomputed
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ModelCount:
 
 
 @lru_cache
-def count(shape: ModelShape) -> ModelCount:
+def count(shape: Architecture) -> ModelCount:
     """The count of a model: forward and backward pass (arXiv 2104.04473, without recomputation).
 
     6 FLOPs for every matrix element that a token is multiplied with, the head's included, and 12 l h s for

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -154,14 +154,18 @@ class Part(Protocol):
     def layers(self) -> Sequence[Layer]:
         """In the order of the forward pass."""
 
-    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`."""
+    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
+        """Hidden states [s or s/t, b, h] after this part: of the tokens, or of the part before's `hidden`.
+        On the part that predicts, what `predict` takes.
+        """
 
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
         """What one of its layers, whose parameters are there, makes of x, as in a pass over all of them."""
 
-    def predict(self, hidden: Tensor, compute: Callable[[VocabularyHead, Tensor], Computed]) -> Computed:
-        """What `compute` makes of the head and of the last hidden states, on the part that predicts."""
+    def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
+        """What `compute` makes of what this part, which predicts, hands over, whatever that is: of a
+        Transformer its head and the last hidden states. Its parameters are there meanwhile.
+        """
 
     def shared_bytes(self, at: Saving) -> int:
         """What autograd saves of what all blocks share."""
@@ -179,12 +183,13 @@ class Part(Protocol):
 
 @torch.no_grad()
 def logits_of(model: Part, tokens: Tensor, last: int = 0) -> Tensor:
-    """Logits [b, s, V] of tokens [b, s] by a whole model, or of the `last` ones alone; without sequence
+    """Logits [b, s, V] of tokens [b, s] by a whole Transformer, or of the `last` ones alone; without sequence
     parallelism.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     hidden = model(Inputs(tokens.t().contiguous(), positions))
-    return model.predict(hidden[-last:], VocabularyHead.logits).transpose(0, 1)
+    logits: Tensor = model.predict(hidden[-last:], VocabularyHead.logits)
+    return logits.transpose(0, 1)
 
 
 def blocks_of(part: Part) -> list[Layer]:

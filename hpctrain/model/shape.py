@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
+from hpctrain.model.architecture import Architecture
 from hpctrain.model.parametrization import STANDARD, Parametrization
 
 Recomputed = int | Literal["none", "full", "selective", "sqrt"]
@@ -14,7 +15,7 @@ Recomputed = int | Literal["none", "full", "selective", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(Sizes):
+class ModelShape(Sizes, Architecture):
     """The sizes that fix a decoder-only transformer.
 
     `gpt2`: learned positions, LayerNorm, GELU, biases. `llama`: RoPE, RMSNorm, SwiGLU, no biases. Of what
@@ -52,6 +53,21 @@ class ModelShape(Sizes):
     def is_mixture(self, block: int) -> bool:
         """Whether a block's feed-forward part is a mixture of experts."""
         return self.experts > 0 and block >= self.dense_first and (block + 1) % self.expert_every == 0
+
+    @property
+    def title(self) -> str:
+        """See Architecture."""
+        return self.family
+
+    @property
+    def draws(self) -> bool:
+        """See Architecture."""
+        return self.dropout > 0
+
+    @property
+    def block_count(self) -> int:
+        """See Architecture."""
+        return self.layers
 
     @property
     def biases(self) -> bool:

@@ -1,5 +1,7 @@
 """What an objective is: all that the step, the executor and the log know of it.
 
+Only an objective knows what the part that predicts hands over; those who run a model pass it on.
+
 Terms that layers add to the losses are in the record that travels with the inputs (model's Terms): they have
 gradients and figures of their own, beside the objective's.
 """
@@ -13,7 +15,6 @@ from typing import Protocol
 from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.parallel.vocabulary import VocabularyHead
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Losses:
     figures: tuple[Tensor, ...]
 
 
-LossOf = Callable[[VocabularyHead, Tensor], Losses]
-"""The losses of one micro-batch, of a model's head and its last hidden states [s or s/t, b, h]."""
+LossOf = Callable[..., Losses]
+"""The losses of one micro-batch, of what the part that predicts hands over: see `Part.predict`."""
 
 
 class Objective(Protocol):

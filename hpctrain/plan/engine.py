@@ -39,7 +39,8 @@ def build_within_memory(
     deck = choose_kernels(with_split(deck, deck.found.split), world, mesh)
     arrangement = arrange(deck, world, mesh)
     planned = deck.with_keys(run={"device": world.device.type}, communication={"transport": mesh.transport})
-    numbers = world.size, arrangement.shape.vocabulary, libraries, world.topology.ranks_per_node
+    assert deck.model.vocabulary is not None
+    numbers = world.size, deck.model.vocabulary, libraries, world.topology.ranks_per_node
     plan = plan_memory(planned, *numbers, arrangement.placement.split, arrangement.schedule)
     here = plan.stages[mesh.coordinate("pipeline")].memory.total
 

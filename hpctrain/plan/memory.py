@@ -20,9 +20,8 @@ from hpctrain.engine.stage import TrainedStage, build_trained_stage, plan_stage
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.accounts import Account
 from hpctrain.memory.saved import PartBytes, part_bytes
-from hpctrain.model.build import layer_kinds
+from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.shape import ModelShape
 from hpctrain.optim.block_rule import BlockRules
 from hpctrain.parallel.copies import planned_copies
 from hpctrain.pipeline.action import Schedule, accumulation
@@ -134,7 +133,7 @@ def plan_memory(
     Raises HpctrainError as a run would, and where the deck asks for nodes without `ranks_per_node`.
     """
     sizes = axis_sizes(deck, ranks)
-    shape = ModelShape.of(deck, vocabulary)
+    architecture = architecture_of(deck, vocabulary)
     nodes = {"layout.zero_group": "node", "communication.compress_between": "nodes"}
     asking = [key for key, value in nodes.items() if deck.value(key) == value]
     if asking and ranks_per_node is None:
@@ -142,12 +141,12 @@ def plan_memory(
         raise HpctrainError(deck.problem(asking[0], needed))
     passes = micro_batches(deck, sizes["data"])
     if schedule is None or split is None:
-        placement = placed_by_flops(deck, shape, sizes["data"])
+        placement = placed_by_flops(deck, architecture, sizes["data"])
         schedule = placement.schedule_of(passes) if schedule is None else schedule
         split = placement.split if split is None else split
     counts = split
     device = device_named(deck.run.device)
-    _, *kinds, _ = layer_kinds(shape)
+    _, *kinds, _ = layer_kinds(architecture)
     on_node = ranks_per_node or deck.machine.ranks_per_node or deck.machine.gpus_per_node
     per_node, transport = on_node or ranks, deck.communication.wished_transport
 
@@ -166,13 +165,13 @@ def plan_memory(
             kind = number
         if kind not in planned:
             mesh = planned_mesh(number)
-            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
+            stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device, build)
             place = loneliest_place(stage, sizes, number, per_node) or fullest_place(
                 deck, stage, sizes, number
             )
             if place:
                 mesh = planned_mesh(number, place)
-                stage = plan_stage(deck, shape, mesh, schedule, counts, number, device, build)
+                stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device, build)
             if deck.layout.zero > 1:
                 alone = schedule.stage_count == 1
                 step = accumulation(min(passes, REHEARSED_MICRO_BATCHES)) if alone else schedule
@@ -188,7 +187,7 @@ def plan_memory(
         other = libraries + product_bytes(device) + _workspace(deck, parts)
         if on_host(device):
             # What the sum of an input gradient receives, while the weight gradient is computed.
-            summed = parts[0].at.tokens * shape.hidden, parts[0].at.itemsize
+            summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
             other += _snapshot(deck, stage)
@@ -206,7 +205,7 @@ def plan_memory(
         blocks = sum(span.blocks for span in spans)
         stages.append(StageMemory(number, blocks, used, memory, exchanged, sharers))
     zero_group = stage.buckets[0].sharding.group.size
-    numbers = count(shape)
+    numbers = count(architecture)
     totals = numbers.parameters, numbers.active_parameters
     return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages))
 

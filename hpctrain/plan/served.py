@@ -140,7 +140,8 @@ def build_role_within_memory(
     planned = deck.with_keys(run={"device": world.device.type}).with_found(own.found)
     libraries = library_bytes() if on_host(world.device) else 0
     per_node = world.topology.ranks_per_node
-    plan = plan_served(planned, world.size, arrangement.shape.vocabulary, libraries, per_node)
+    assert deck.model.vocabulary is not None
+    plan = plan_served(planned, world.size, deck.model.vocabulary, libraries, per_node)
     here = plan.stages[0 if serves else 1].memory.total
     more = "more servers would hold less each; --set machine.memory=SIZE overrules what is there"
     demand_room(world, deck.machine, deck.sources.name, here, lambda _: more)

@@ -163,7 +163,7 @@ class Loop:
             memory,
             StepReport(trainer, reporter, peak, self.pace, checkpoints, memory),
             *([run.routing.record_into(Path(run.deck.run.dir))] if run.routing is not None else []),
-            *([DeadExperts(trainer.engine.shape, run.world.rank)] if trainer.engine.shape.experts else []),
+            *([DeadExperts(trainer.engine.shape, run.world.rank)] if run.deck.model.experts else []),
             *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
             checkpoints,
         ]

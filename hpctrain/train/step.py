@@ -223,7 +223,7 @@ class Step:
 
     def seen(self, samples: int) -> int:
         """Tokens of so many samples of all data ranks, whether they are to be predicted or not."""
-        return max(1, samples) * self.engine.shape.sequence
+        return max(1, samples) * self.engine.architecture.sequence
 
     def prepare(
         self,
@@ -241,7 +241,7 @@ class Step:
 
     def dropout_source(self, state: TrainState, micro_batch: int) -> DropoutSource | None:
         """The masks of this rank's micro-batch, keyed by the numbers of its samples."""
-        if not self.engine.shape.dropout:
+        if not self.engine.architecture.draws:
             return None
         first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)

@@ -29,15 +29,15 @@ MANY_EPOCHS = 16  # from here on, more passes over the same text teach next to n
 
 def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks: str = "") -> list[str]:
     """What will be trained, on what and how; `peak` is the FLOP/s of a rank, `ranks` who trains, in words."""
-    shape, world, mesh = engine.shape, engine.world, engine.mesh
+    architecture, world, mesh = engine.architecture, engine.world, engine.mesh
     sequences = corpus.train.source.count
     epochs = samples_of(deck.batch, deck.run.steps) / sequences
     taken = f"{epochs:.2g}" if epochs < MANY_EPOCHS else f"{epochs:,.0f}"
-    numbers = count(shape)
+    numbers = count(architecture)
     engine_ranks = f"{counted(world.size, 'rank')} ({sizes_text(mesh.sizes)})"
     active = active_words(numbers.parameters, numbers.active_parameters)
     lines = [
-        f"{deck.run.title}: {shape.family}, {format_count(numbers.parameters)} parameters, {active}"
+        f"{deck.run.title}: {architecture.title}, {format_count(numbers.parameters)} parameters, {active}"
         f"{deck.precision.words}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
         f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
@@ -73,7 +73,9 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
     if mesh.size("pipeline") > 1:
         lines.append(f"{deck.layout.schedule}: {engine.placement}")
     lines += _sums(deck, engine) + _meetings(deck, engine) + _gathers(engine)
-    lines += introduce_recompute(deck, shape, engine.models, engine.schedule, mesh.coordinate("pipeline"))
+    lines += introduce_recompute(
+        deck, architecture, engine.models, engine.schedule, mesh.coordinate("pipeline")
+    )
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
 
 

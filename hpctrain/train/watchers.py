@@ -148,7 +148,7 @@ class StepReport(Hook):
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
         rate = result.tokens / done.seconds
-        load = ExpertLoad.of(result.noted, engine.shape)
+        load = ExpertLoad.of(result.noted, engine.shape) if self.deck.model.experts else None
         return StepMetrics(
             step=done.state.step,
             tokens=done.state.tokens,
@@ -160,7 +160,7 @@ class StepReport(Hook):
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
-            mfu=self.peak.share(rate * count(engine.shape).flops_per_token / self.trainer.computing),
+            mfu=self.peak.share(rate * count(engine.architecture).flops_per_token / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
             experts=None if load is None else load.row(),

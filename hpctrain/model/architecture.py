@@ -1,0 +1,30 @@
+"""What is known of a model before there is any of it, whatever its family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Architecture(ABC):
+    """All that is asked of a model as a deck describes it; equal ones make equal models, by `model/build.py`.
+
+    `sequence` are the tokens of a sample. What else is to be known (parameters, FLOPs, the terms of layers)
+    its parts tell: `model/count.py`.
+    """
+
+    sequence: int
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What it is called where a run is introduced."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training, as dropout does."""
+
+    @property
+    @abstractmethod
+    def block_count(self) -> int:
+        """Its layers between the first and the last."""
