@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.characters import control_problem
 from hpctrain.deck.check_compression import compression_problems
-from hpctrain.deck.check_layout import layout_problems
+from hpctrain.deck.check_layout import layout_problems, zero_problems
 from hpctrain.deck.check_local_steps import in_replicas, local_step_problems
 from hpctrain.deck.check_mixture import mixture_problems
+from hpctrain.deck.check_module import module_problems, without_module
 from hpctrain.deck.check_noise_scale import noise_scale_problems
 from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
@@ -36,14 +37,11 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
     return [
         *_texts(deck),
         *_title(deck),
-        *_model(deck),
-        *parametrization_problems(deck),
-        *mixture_problems(deck),
-        *layout_problems(deck),
+        *(_transformer(deck) if deck.model.module is None else module_problems(deck)),
+        *zero_problems(deck),
         *compression_problems(deck),
         *precision_problems(deck),
         *server_problems(deck),
-        *_memory(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),
@@ -51,6 +49,18 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_offload(deck),
         *local_step_problems(deck),
         *noise_scale_problems(deck),
+    ]
+
+
+def _transformer(deck: Deck) -> list[Problem]:
+    """What can be wrong with the sizes of a transformer, and with how it is laid out."""
+    return [
+        *without_module(deck),
+        *_model(deck),
+        *parametrization_problems(deck),
+        *mixture_problems(deck),
+        *layout_problems(deck),
+        *_memory(deck),
     ]
 
 

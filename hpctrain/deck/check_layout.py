@@ -13,7 +13,7 @@ from hpctrain.words import either
 
 def layout_problems(deck: Deck) -> list[Problem]:
     """Everything that keeps a model from being laid out as the deck says."""
-    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *_zero(deck), *expert_layout_problems(deck)]
+    return [*_tensor(deck), *_context(deck), *_pipeline(deck), *expert_layout_problems(deck)]
 
 
 def _tensor(deck: Deck) -> Iterator[Problem]:
@@ -130,7 +130,8 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
             yield Problem("layout.split", sentence, ("model.layers",))
 
 
-def _zero(deck: Deck) -> Iterator[Problem]:
+def zero_problems(deck: Deck) -> Iterator[Problem]:
+    """What is wrong with what a deck cuts, whatever its model."""
     zero, memory, group = deck.layout.zero, deck.memory, deck.layout.zero_group
     if isinstance(group, int) and group < 1:
         yield Problem("layout.zero_group", 'must be a number of ranks, 1 or more, or "node"')

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any, TypeGuard
 
 from hpctrain.deck.learning_rate import ENDLESS
+from hpctrain.deck.module import fill_module
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
 from hpctrain.deck.schedules import TWO_CHUNKS
 
@@ -63,6 +64,8 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
             tables[section][name] = value
             filled.source.add(full)
 
+    if isinstance(tables["model"].get("module"), str):
+        fill_module(tables["model"], deck_name)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others)
     return filled

@@ -20,6 +20,7 @@ from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.defaults import Tables, fill, find_preset, is_default
 from hpctrain.deck.gather import Written
 from hpctrain.deck.key import extra
+from hpctrain.deck.module import shown
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, fields, sections
 from hpctrain.deck.searched import leaves_open
@@ -91,16 +92,22 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     so that they still follow when the text is read with other values of those.
     """
     lines: list[str] = []
+    has_module = deck.model.module is not None
     values: Tables = {
         section: {
-            name: value for name in fields(section) if (value := deck.value(f"{section}.{name}")) is not None
+            name: value
+            for name in fields(section)
+            if shown(section, name, has_module) and (value := deck.value(f"{section}.{name}")) is not None
         }
         for section in sections()
     }
-    following = {key for key in deck.sources.defaulted if is_default(values, key)}
+    known = {f"{section}.{name}" for section, table in values.items() for name in table}
+    following = {key for key in deck.sources.defaulted & known if is_default(values, key)}
     for section in sections():
         lines += ["", f"[{section}]"]
         for name, field in fields(section).items():
+            if not shown(section, name, has_module):
+                continue
             value = values[section].get(name)
             instead = extra(field, "derived")
             if ranks is not None and (section, name) == ("layout", "data"):

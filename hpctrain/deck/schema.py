@@ -80,7 +80,7 @@ class RunSection(Section):
 
 
 class Model(Section):
-    """The transformer. Give a preset, or family, layers, hidden and heads; keys beside a preset change it."""
+    """The transformer: a preset, which keys change, or family, layers, hidden and heads; or a module."""
 
     preset: PresetName | None = key(
         "A published shape, whose values fill the keys not given.", None, derived="none"
@@ -214,6 +214,33 @@ class Model(Section):
         derived="required by mup at another width, else head_size",
         ge=1,
         le=_LARGEST,
+    )
+
+    module: str | None = key(
+        'A module of your own instead: "FILE.py:FUNCTION", relative to the deck, or "PACKAGE:FUNCTION".',
+        None,
+        derived="none: a transformer of these sizes",
+        min_length=3,
+    )
+    arguments: dict[str, Any] | None = key(
+        "What the function is called with, a table: [model.arguments].", None, derived="nothing"
+    )
+    blocks: str | None = key(
+        'Its layers in a row, gathered (layout.zero = 3) and computed again one by one: "layers.*".',
+        None,
+        derived="none: all of it at once",
+        min_length=1,
+    )
+    loss: str | None = key(
+        "What makes its loss, named as module is: of outputs and batch a sum and a count.",
+        None,
+        derived="next-token cross-entropy of its logits",
+        min_length=3,
+    )
+    buffers: Literal["first", "average"] | None = key(
+        "Whose its buffers are after a step, of data ranks: the first one's, or their mean.",
+        None,
+        derived="required where it has any to keep",
     )
 
 

@@ -25,6 +25,8 @@ def wanted(field: FieldInfo) -> str:
         return 'a link of at least 1 kbit/s, such as "100 Mbit/s, 20 ms"'
     if kind is str:
         return "text in quotes, not empty"
+    if get_origin(kind) is dict:
+        return "a table of its own"
     if get_origin(kind) is tuple:
         items = "texts in quotes" if get_args(kind)[0] is str else "whole numbers"
         return either([f"a list of {items}", *map(toml_value, _choices(field))])

@@ -160,8 +160,8 @@ def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
+        architecture = architecture_of(deck, deck.model.vocabulary)
     groups = make_groups(deck, mesh, recompute, world.device)
-    architecture = architecture_of(deck, deck.model.vocabulary)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return Arrangement(recompute, groups, architecture, placement, schedule)
@@ -197,6 +197,7 @@ def assemble(
         stage = plan_stage(deck, architecture, planned, schedule, split, number, world.device)
         offload = open_offload(deck, world, offloaded_bytes(deck, stage))
     with world.agreement():
+        objective = make_objective(deck)
         stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
     _initialize(world, architecture, stage, deck.run.seed, roughness)
     stage.outer.begin(stage.optimizer)
@@ -208,7 +209,7 @@ def assemble(
         world=world,
         mesh=mesh,
         architecture=architecture,
-        objective=make_objective(deck),
+        objective=objective,
         terms=count(architecture).terms,
         placement=arrangement.placement,
         schedule=schedule,

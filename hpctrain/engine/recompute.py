@@ -18,7 +18,7 @@ from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.count import count
-from hpctrain.model.part import Part
+from hpctrain.model.part import Part, parameter_list
 from hpctrain.model.shape import Recomputed
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.simulate import peak_activations
@@ -62,7 +62,7 @@ def introduce_recompute(
 ) -> list[str]:
     """What recomputation and the waiting of activations mean for this rank, for the log."""
     memory, lines = deck.memory, []
-    device, alive = models[0].layers[0].held[0].device, peak_activations(schedule)[stage]
+    device, alive = parameter_list(models[0])[0].device, peak_activations(schedule)[stage]
 
     def saved(recompute: Recomputed) -> int:
         parts = part_bytes(deck, models, not on_host(device), recompute)
@@ -73,10 +73,13 @@ def introduce_recompute(
         flops = count(architecture)
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
+        kept = ""
+        if all(layer.tells_saved for model in models for layer in model.layers):
+            instead = f"instead of {format_bytes(saved('none'))}"
+            kept = f"; this rank keeps {format_bytes(now)} of activations {instead}"
         lines.append(
             f"recomputation ({memory.recompute}): {100 * extra / flops.flops_per_token:.1f}% more FLOPs, "
-            f"{format_count(extra * tokens)} a step, which MFU does not count; "
-            f"this rank keeps {format_bytes(now)} of activations instead of {format_bytes(saved('none'))}"
+            f"{format_count(extra * tokens)} a step, which MFU does not count{kept}"
         )
     if memory.activations != "keep":
         where = "a file" if memory.activations == "disk" else "host memory"

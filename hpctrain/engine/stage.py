@@ -165,6 +165,7 @@ def make_groups(deck: Deck, mesh: Axes, saved_policy: SavedPolicy, device: torch
         expert=mesh.group("expert"),
         expert_tensor=mesh.group("expert_tensor"),
         micro_batch=mesh.group("context", "tensor"),
+        data=mesh.group("data"),
     )
 
 
@@ -225,7 +226,8 @@ def build_stage(
     make = bucket_maker(layers)
     buckets = [make(layout, own.storage, own.gradient, trained, store) for layout in layouts]
     blocks = [block.held for model in models for block in blocks_of(model)]
-    residency = make_residency(buckets, blocks, deck.memory.keep_gathered)
+    lasting = [parameter for layer in layers if layer.lasting for parameter in layer.held]
+    residency = make_residency(buckets, blocks, deck.memory.keep_gathered, lasting)
     for model in models:
         model.residency = residency
     modules = StateOfModules(layers, replications)
@@ -257,10 +259,11 @@ def build_trained_stage(
     elif deck.run.noise_scale_steps:
         summing = list(map(MeasuredSum, stage.buckets, summations))
     reducers = list(map(make_reducer, stage.buckets, summing))
-    outer = OuterChoice.of(deck).make(deck, stage)
+    outer, in_order = OuterChoice.of(deck).make(deck, stage), deck.model.module is not None
+    sliced = deck.memory.accumulate == "sliced"
     return TrainedStage(
         **vars(stage),
-        synchronizer=GradientSynchronizer(reducers, outer, deck.memory.accumulate == "sliced", first),
+        synchronizer=GradientSynchronizer(reducers, outer, sliced, first, in_order),
         outer=outer,
         optimizer=make_optimizer(deck, stage.buckets, offload.optimizer, device, agreement),
         stateful=[each for each in (outer, *summations, stage.modules) if isinstance(each, Stateful)],

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.memory.activations import ActivationStore, SavedSegment
 from hpctrain.model.shape import Recomputed
@@ -59,6 +60,16 @@ class Recompute(SavedPolicy):
                 with self.store.saving(x, shared, before=segment) as segment:
                     x = compute(layer, x)
         return x
+
+    def call(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """See SavedPolicy; with "full", again in its backward, with the same random numbers."""
+        if self.recompute != "full" or not torch.is_grad_enabled():
+            return compute(*given, **named)
+
+        def around() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self.within()
+
+        return checkpoint(compute, *given, use_reentrant=False, context_fn=around, **named)
 
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()

@@ -14,6 +14,9 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.deck.schema import Deck
 from hpctrain.model.architecture import Architecture
+from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.initial import initialize_module
+from hpctrain.model.foreign.part import module_parts
 from hpctrain.model.initialize import initialize
 from hpctrain.model.part import Part, Span
 from hpctrain.model.shape import ModelShape
@@ -51,12 +54,13 @@ def _initialize_transformers(
 
 MAKERS: Mapping[type[Architecture], Maker] = {
     ModelShape: Maker(_transformers, _initialize_transformers),
+    ModuleArchitecture: Maker(module_parts, initialize_module),
 }
 
 
 def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
     """The architecture that a deck asks for, with the vocabulary already settled."""
-    return ModelShape.of(deck, vocabulary)
+    return ModelShape.of(deck, vocabulary) if deck.model.module is None else ModuleArchitecture.of(deck)
 
 
 def build_parts(architecture: Architecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:

@@ -52,12 +52,16 @@ class Layer(nn.Module, ABC):
     """A layer of a part, from which everything about the part is told.
 
     `kind` names what it is: layers of one kind of a model take as long, and save as much. `is_block` says
-    that it is one of those between the first and the last, which backward may compute again; `core` is its
-    attention, if it has any; `terms` names what it adds to the losses, see Terms.
+    that it is one of those between the first and the last, which backward may compute again, `lasting` that
+    its parameters, where they are gathered, stay so until a step ends, `tells_saved` that it knows what
+    autograd saves of it; `core` is its attention, if it has any; `terms` names what it adds to the losses,
+    see Terms.
     """
 
     kind: str
     is_block: ClassVar[bool] = False
+    lasting: ClassVar[bool] = False
+    tells_saved: ClassVar[bool] = True
     core: Core | None = None
     terms: tuple[str, ...] = ()
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from hpctrain.deck.presets import Sizes
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.parametrization import STANDARD, Parametrization
 
@@ -44,7 +45,14 @@ class ModelShape(Sizes, Architecture):
 
     @staticmethod
     def of(deck: Deck, vocabulary: int) -> ModelShape:
-        """The shape that a deck asks for, with the vocabulary already settled."""
+        """The shape that a deck asks for, with the vocabulary already settled.
+
+        HpctrainError where it asks for a module that users bring.
+        """
+        if deck.model.module is not None:
+            raise HpctrainError(
+                deck.problem("model.module", "is trained, but this is for our own families yet")
+            )
         settled: dict[str, Any] = {"vocabulary": vocabulary, "sequence": deck.batch.sequence}
         settled["parametrization"] = Parametrization.of(deck)
         names = {field.name for field in fields(ModelShape)} - settled.keys()

@@ -41,6 +41,11 @@ class Objective(Protocol):
     def count(self, micro_batch: MicroBatch) -> int:
         """What a micro-batch adds to the count that the sums are divided by: tokens to be predicted."""
 
+    def settle(self, figures: dict[str, float]) -> float:
+        """Correct, in place, `figures` that were divided by the count, where only passes tell the real one;
+        by how much this is larger, and gradients are too large so far.
+        """
+
     def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
         """How the losses of a micro-batch are computed on a rank.
 

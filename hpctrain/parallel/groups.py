@@ -38,7 +38,7 @@ class LayerGroups:
     say what computes the products of the others, and `functions` compute what is no product with a matrix;
     `noted` takes what layers and Products note of a step; of a table split over the vocabulary every rank has
     a multiple of `table_rows`. Experts are spread over `expert` and each of them split over `expert_tensor`;
-    the ranks of `micro_batch` train on tokens of the same micro-batches.
+    the ranks of `micro_batch` train on tokens of the same micro-batches, those of `data` on others.
     """
 
     tensor: Group
@@ -56,6 +56,7 @@ class LayerGroups:
     expert: Group = field(default_factory=_unsplit)
     expert_tensor: Group = field(default_factory=_unsplit)
     micro_batch: Group = field(default_factory=_unsplit)
+    data: Group = field(default_factory=_unsplit)
 
     def row_sizes(self, rows: int) -> list[int]:
         """How many of the rows of all tensor ranks each one takes where they are split."""

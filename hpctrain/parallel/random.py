@@ -75,13 +75,14 @@ class DropoutSource:
     A mask's element depends on seed, step, site (a number of the place in the model), sample number,
     position in the sequence and feature; so recomputation and every layout draw the same masks,
     replicated activations the same on every rank, split ones their own parts.
-    `samples` is [b] int64, `positions` [s] int64 of the local piece.
+    `samples` is [b] int64, its `first` a number on the host; `positions` [s] int64 of the local piece.
     """
 
     seed: int
     step: int
     samples: Tensor
     positions: Tensor
+    first: int = 0
 
     def mask(self, site: int, positions: Tensor, features: int, probability: float) -> Tensor:
         """Bool mask [s, b, features], true where an element stays (with 1 - probability)."""

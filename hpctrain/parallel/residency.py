@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import Tensor
 
 from hpctrain.parallel.shard import Parameter
+
+Result = TypeVar("Result")
 
 
 class Residency:
@@ -34,3 +37,13 @@ class Residency:
     ) -> Tensor:
         """`compute(x)`, whose forward and backward have the parameter there."""
         return compute(x)
+
+    def surround(
+        self,
+        parameter: Parameter,  # noqa: ARG002
+        compute: Callable[[], Result],
+        inputs: Sequence[Tensor],  # noqa: ARG002
+        tensors_of: Callable[[Result], Iterable[Tensor]],  # noqa: ARG002
+    ) -> Result:
+        """As `around`, of a layer with any `inputs`, and a result of any form, with the tensors of it."""
+        return compute()

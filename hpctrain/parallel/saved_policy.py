@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class LayerPass:
 
 
 class SavedPolicy:
-    """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides both methods.
+    """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides these methods.
 
     `keeps_core` says whether the core of attention keeps its output, for its own backward.
     """
@@ -34,6 +35,10 @@ class SavedPolicy:
         for layer in layers:
             x = layer.compute(x)
         return x
+
+    def call(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a layer of any form gives, one of those that `run` would have."""
+        return compute(*given, **named)
 
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()

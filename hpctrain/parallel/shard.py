@@ -162,7 +162,7 @@ class Parameter(nn.Parameter):
         cls, shard: Shard, decayed: bool = True, initial: Initial = "normal"
     ) -> Parameter:
         # One element seen as many: of the right shape, yet without memory.
-        data = torch.empty(1).expand(shard.local)
+        data = torch.empty(()).expand(shard.local)
         self: Parameter = super().__new__(cls, data, requires_grad=True)
         self.shard, self.decayed, self.initial = shard, decayed, initial
         return self

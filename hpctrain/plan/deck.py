@@ -12,6 +12,7 @@ from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.build import architecture_of
 from hpctrain.plan.choices import other_forms
 from hpctrain.plan.cost import form_seconds
 from hpctrain.plan.forms import FormPlan, LinkWish, OtherForm, exact_form, plan_form
@@ -49,6 +50,11 @@ class DeckPlan:
     step: StepPlan | None = None
     sent: TrafficPlan | None = None
     advice: Advice | None = None
+
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return architecture_of(self.deck, self.deck.model.vocabulary or 0).title
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""

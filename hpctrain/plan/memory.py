@@ -63,7 +63,8 @@ class StageMemory:
 class MemoryPlan:
     """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding, as is
     `parameters_active`, those that a token meets. Where ranks have `roles`, names and numbers of
-    ranks, these are the stages, and `sizes` those of the workers.
+    ranks, these are the stages, and `sizes` those of the workers. Activations that are not known, of a module
+    that users bring, are in no sum.
     """
 
     parameters_total: int
@@ -74,6 +75,7 @@ class MemoryPlan:
     micro_batches: int
     stages: tuple[StageMemory, ...]
     roles: tuple[tuple[str, int], ...] = ()
+    activations_known: bool = True
 
     @property
     def ranks(self) -> list[int]:
@@ -101,6 +103,11 @@ class MemoryPlan:
         nodes = (of_ranks[first : first + ranks] for first in range(0, len(of_ranks), ranks))
         return [sum(node) - shared * (len(node) - 1) for node in nodes]
 
+    @property
+    def _unknown(self) -> dict[str, object]:
+        """What a row tells as not known."""
+        return {} if self.activations_known else {"activation_bytes": None}
+
     def row(self) -> dict[str, object]:
         """As written into JSON."""
         return {
@@ -112,7 +119,7 @@ class MemoryPlan:
             "zero_group": self.zero_group,
             "schedule": self.schedule,
             "micro_batches": self.micro_batches,
-            "stages": [stage.row() for stage in self.stages],
+            "stages": [stage.row() | self._unknown for stage in self.stages],
         }
 
 
@@ -180,6 +187,7 @@ def plan_memory(
             planned[kind] = stage, _states(deck, stage, device)
         stage, states = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
+        known = all(layer.tells_saved for part in parts for layer in part.part.layers)
         used = sum(bucket.layout.used for bucket in stage.buckets)
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
@@ -195,7 +203,7 @@ def plan_memory(
             states,
             parameter=states.parameter
             + planned_copies(layer for part in parts for layer in part.part.layers),
-            activation=activation_peak(deck, parts, schedule.stages[number]),
+            activation=activation_peak(deck, parts, schedule.stages[number]) if known else 0,
             buffer=states.buffer + buffer,
             other=other,
         )
@@ -207,7 +215,9 @@ def plan_memory(
     zero_group = stage.buckets[0].sharding.group.size
     numbers = count(architecture)
     totals = numbers.parameters, numbers.active_parameters
-    return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages))
+    return MemoryPlan(
+        *totals, sizes, zero_group, schedule.name, passes, tuple(stages), activations_known=known
+    )
 
 
 def loneliest_place(stage: TrainedStage, sizes: Mapping[str, int], number: int, ranks_per_node: int) -> int:

@@ -47,9 +47,9 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
 
 def _patterns(deck: Deck) -> Iterator[Problem]:
     from hpctrain.engine.patterns import pattern_problems
-    from hpctrain.model.shape import ModelShape
+    from hpctrain.model.build import architecture_of
 
-    yield from pattern_problems(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
+    yield from pattern_problems(deck, architecture_of(deck, deck.model.vocabulary or 2))
 
 
 def _schedule(deck: Deck, ranks: int | None) -> Iterator[Problem]:

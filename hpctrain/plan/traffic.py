@@ -26,9 +26,9 @@ from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
 from hpctrain.memory.saved import part_bytes
-from hpctrain.model.build import layer_kinds
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
-from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.context import context_positions
@@ -136,13 +136,13 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     Raises HpctrainError as a run would. The steps are those after all warm-up.
     """
     deck = steady(deck)
-    sizes, shape = axis_sizes(deck, ranks), ModelShape.of(deck, vocabulary)
+    sizes, architecture = axis_sizes(deck, ranks), architecture_of(deck, vocabulary)
     passes = micro_batches(deck, sizes["data"])
-    placement = placed_by_flops(deck, shape, sizes["data"])
+    placement = placed_by_flops(deck, architecture, sizes["data"])
     schedule, counts = placement.schedule_of(passes), placement.split
     device = device_named(deck.run.device)
     transport = deck.communication.wished_transport if on_host(device) else "nccl"
-    _, *kinds, _ = layer_kinds(shape)
+    _, *kinds, _ = layer_kinds(architecture)
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
     noted: dict[object, int] = {}
     stages, of_stages = [], []
@@ -158,12 +158,12 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         if kind not in planned:
             listener = _Listener()
             mesh = PlannedMesh(sizes, number, ranks_per_node, listener, transport=transport)
-            stage = plan_stage(deck, shape, mesh, schedule, counts, number, device)
-            layers = _layers(deck, shape, mesh, stage, schedule, passes, listener)
+            stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device)
+            layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
             steps, of_update = _steps(deck, stage, schedule, number, listener)
             noted[kind] = stage.groups.noted.numbers("max")
             keep = LAYERS if layers is not None else frozenset[str]()
-            of_all = [*_of_all(shape, mesh, stage), *_of_weights(stage, listener, keep)]
+            of_all = [*_of_all(architecture, mesh, stage), *_of_weights(stage, listener, keep)]
             in_layers = layers if layers is not None else _exchanges(deck, stage, schedule, number)
             more = [*in_layers, *of_all, *of_update]
             planned[kind] = tuple((*(m for m in step if m.axis not in keep), *more) for step in steps)
@@ -171,7 +171,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         of_stages.append(noted[kind])
     maxima = _all_reduced(mesh.group(*EVERYONE), sum(of_stages))
     every = [StageTraffic(s.stage, tuple((*step, *maxima) for step in s.steps)) for s in stages]
-    return TrafficPlan(tuple(every), passes, not shape.experts)
+    return TrafficPlan(tuple(every), passes, not deck.model.experts)
 
 
 def steady(deck: Deck) -> Deck:
@@ -219,7 +219,7 @@ def _steps(
 
 def _layers(
     deck: Deck,
-    shape: ModelShape,
+    architecture: Architecture,
     mesh: PlannedMesh,
     stage: TrainedStage,
     schedule: Schedule,
@@ -227,18 +227,26 @@ def _layers(
     listener: _Listener,
 ) -> list[Moved] | None:
     """What layers and the pipeline move in a step, by axis; None where layers have to see values."""
-    if shape.experts:
+    if deck.model.experts:
         return None
+    if deck.model.module is not None:
+        # What it computes may depend on values; its passes send nothing, but what it keeps goes round.
+        listener.take()
+        for each in stage.modules.learning:
+            each.after_update({})
+        return _by_axis(listener.take())
     alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
     if alone and not stage.modules.learning:
         return []
-    first, second = (_of_passes(deck, shape, mesh, stage, plain(schedule, few), listener) for few in (1, 2))
+    first, second = (
+        _of_passes(deck, architecture, mesh, stage, plain(schedule, few), listener) for few in (1, 2)
+    )
     return [_further(first[axis], second[axis], passes) for axis in first]
 
 
 def _of_passes(
     deck: Deck,
-    shape: ModelShape,
+    architecture: Architecture,
     mesh: PlannedMesh,
     stage: TrainedStage,
     schedule: Schedule,
@@ -246,7 +254,7 @@ def _of_passes(
 ) -> dict[str, Moved]:
     """What layers and the pipeline move, by axis, in the micro-batches of a schedule."""
     listener.take()
-    _run(deck, shape, mesh, stage, schedule, schedule.micro_batches)
+    _run(deck, architecture, mesh, stage, schedule, schedule.micro_batches)
     return {moved.axis: moved for moved in _by_axis(m for m in listener.take() if m.axis in LAYERS)}
 
 
@@ -262,10 +270,19 @@ def plain(schedule: Schedule, passes: int) -> Schedule:
 
 
 def _run(
-    deck: Deck, shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage, schedule: Schedule, passes: int
+    deck: Deck,
+    architecture: Architecture,
+    mesh: PlannedMesh,
+    stage: TrainedStage,
+    schedule: Schedule,
+    passes: int,
 ) -> None:
     """Forward and backward of a step by the run's own executor."""
-    objective, groups, size = make_objective(deck), stage.groups, (deck.batch.micro_size, shape.sequence)
+    objective, groups, size = (
+        make_objective(deck),
+        stage.groups,
+        (deck.batch.micro_size, architecture.sequence),
+    )
     executor = Executor(
         stage.models,
         mesh.group("pipeline"),
@@ -275,7 +292,7 @@ def _run(
         noted=groups.noted,
     )
     with META:
-        positions = context_positions(groups.context, groups.context_form, shape.sequence)
+        positions = context_positions(groups.context, groups.context_form, architecture.sequence)
         tokens = torch.zeros(size, dtype=torch.int64)
         one = torch.ones(())
         batches = [
@@ -323,9 +340,9 @@ def _exchanges(deck: Deck, stage: TrainedStage, schedule: Schedule, number: int)
     return [Moved("expert", exchanged, Traffic(exchanged, exchanged, calls))] if exchanged else []
 
 
-def _of_all(shape: ModelShape, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
+def _of_all(architecture: Architecture, mesh: PlannedMesh, stage: TrainedStage) -> list[Moved]:
     """The counts and figures that all ranks sum, see Step."""
-    figures = len(count(shape).terms) + 1 + stage.replica[1]
+    figures = len(count(architecture).terms) + 1 + stage.replica[1]
     everyone = mesh.group(*EVERYONE)
     sums = [(mesh.group("data"), 1), (everyone, figures)]
     sums += [(everyone, 2)] if stage.synchronizer.measured else []

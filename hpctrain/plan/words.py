@@ -26,6 +26,8 @@ KINDS = {
 }
 SAVINGS_SHOWN = 4
 
+UNKNOWN = "What autograd keeps of a module of your own is not planned yet: activations come on top of that."
+
 
 def plan_text(plan: DeckPlan) -> str:
     """What every rank holds, where most of it goes, and what would save most."""
@@ -36,7 +38,7 @@ def plan_text(plan: DeckPlan) -> str:
         memory.sizes
     )
     lines = [
-        f"{deck.run.title}: {deck.model.family}, {format_count(memory.parameters_total)} parameters, {active}"
+        f"{deck.run.title}: {plan.title}, {format_count(memory.parameters_total)} parameters, {active}"
         f"{deck.precision.words}, {counted(plan.ranks, 'rank')} ({ranks}), "
         f"layout.zero = {deck.layout.zero}",
         "",
@@ -45,6 +47,7 @@ def plan_text(plan: DeckPlan) -> str:
         f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
         *_in_common(memory),
         *_exchanges(memory),
+        *([] if memory.activations_known else [UNKNOWN]),
         _fits(plan),
     ]
     if plan.savings:
@@ -83,9 +86,15 @@ def memory_table(memory: MemoryPlan) -> list[str]:
             name = "the run"
         elif memory.roles:
             name = ", ".join(memory.roles[stage][0] for stage in stages)
-        sizes = [format_bytes(account.kinds()[kind]) for kind in KINDS]
+        sizes = [_size(memory, account, kind) for kind in KINDS]
         rows.append((name, str(blocks), *sizes, format_bytes(account.total)))
     return fitted(rows, (0,), columns())
+
+
+def _size(memory: MemoryPlan, account: Account, kind: str) -> str:
+    """The bytes of a kind, where they are known."""
+    known = memory.activations_known or kind != "activation"
+    return format_bytes(account.kinds()[kind]) if known else "unknown"
 
 
 def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[str]:
@@ -93,6 +102,11 @@ def comparison_table(plan: MemoryPlan, stage: int, measured: Account) -> list[st
     predicted, holder = plan.stages[stage].memory, holder_words(plan, stage)
     rows = [(f"memory of {holder}", *COMPARED)]
     pairs = [(name, predicted.kinds()[kind], measured.kinds()[kind]) for kind, name in KINDS.items()]
+    if not plan.activations_known:
+        unknown = KINDS["activation"]
+        for name, there, here in pairs:
+            rows.append((name, "unknown" if name == unknown else format_bytes(there), format_bytes(here), ""))
+        return table(rows)
     for name, there, here in [*pairs, ("total", predicted.total, measured.total)]:
         ratio = f"{100 * (there - here) / here:+.1f}%" if here else ""
         rows.append((name, format_bytes(there), format_bytes(here), ratio))

@@ -13,6 +13,7 @@ import h5py
 from hpctrain.checkpoint.provenance import HistorySegment, Loss, history, losses
 from hpctrain.checkpoint.stored_deck import stored_deck
 from hpctrain.checkpoint.structure import StoredTensor, Structure
+from hpctrain.deck.module import model_keys
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import columns, fit
@@ -50,7 +51,7 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "tokens": state.get("tokens"),
         "skipped": state.get("skipped"),
         "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
-        "model": deck.model.model_dump(mode="json") if deck else None,
+        "model": model_keys(deck.model.model_dump(mode="json")) if deck else None,
         "sequence": deck.batch.sequence if deck else None,
         "precision": deck.precision.words if deck else None,
         "deck_problem": problem,
@@ -141,7 +142,13 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
         title = f"{shorten(facts['title'], 40, placeholder='...')}, " if facts["title"] else ""
         yield "run", f"{title}step {facts['step']}{of}{skipped}{taken}"
     parameters = f"{format_count(facts['parameters'])} parameters"
-    if (model := facts["model"]) is not None:
+    model = facts["model"]
+    if model is not None and model.get("module") is not None:
+        yield "model", f"{model['module'].rpartition('/')[2]}, {parameters}"
+        vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
+        yield "", f"{vocabulary}sequence {facts['sequence']}"
+        yield "precision", facts["precision"]
+    elif model is not None:
         shared = model["key_value_heads"] != model["heads"]
         yield (
             "model",

@@ -150,7 +150,7 @@ class Bucket:
                 self.sharding.pool.give(self.values)
             self.values = None
         # One element seen as many: of the right shape, yet without memory.
-        one = torch.zeros(1, dtype=self.dtype, device=self.sharding.group.device)
+        one = torch.zeros((), dtype=self.dtype, device=self.sharding.group.device)
         for segment in self.segments:
             segment.parameter.data = one.expand(segment.parameter.shard.local)
 

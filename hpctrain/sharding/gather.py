@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.work import Work
-from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.residency import Residency, Result
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 
@@ -79,6 +81,48 @@ class Gatherer(Residency):
             y = _InBackward.apply(y, self.enter, bucket)
         return y
 
+    def surround(
+        self,
+        parameter: Parameter,
+        compute: Callable[[], Result],
+        inputs: Sequence[Tensor],
+        tensors_of: Callable[[Result], Iterable[Tensor]],
+    ) -> Result:
+        """See Residency: gathered in forward, and from the first gradient of a result to the last of an
+        input; where no input is a result of others, until the end of the step.
+
+        What autograd saves of a parameter, perhaps as a view, is found again in what is gathered by then.
+        """
+        bucket = self._bucket.get(parameter)
+        if bucket is None:
+            return compute()
+        self.enter(bucket)
+        if not torch.is_grad_enabled():
+            result = compute()
+            self.leave(bucket)
+            return result
+        with torch.autograd.graph.saved_tensors_hooks(partial(_packed, bucket), _unpacked):
+            result = compute()
+        self.leave(bucket)
+        entered: list[bool] = []
+
+        def enter(_: Tensor) -> None:
+            if not entered:
+                entered.append(True)
+                self.enter(bucket)
+
+        def leave(_: Sequence[Tensor | None]) -> None:
+            if entered:
+                self.leave(bucket)
+
+        for tensor in tensors_of(result):
+            if tensor.requires_grad:
+                tensor.register_hook(enter)
+        # Hooks of what is no result of this pass, such as another parameter, would stay for the next one.
+        if learning := [tensor for tensor in inputs if tensor.grad_fn is not None]:
+            torch.autograd.graph.register_multi_grad_hook(learning, leave)
+        return result
+
     def enter(self, bucket: Bucket) -> None:
         """Have the bucket gathered, and start to gather the one that will be needed next."""
         if bucket.values is None:
@@ -108,14 +152,50 @@ class Gatherer(Residency):
 
 
 def make_residency(
-    buckets: Sequence[Bucket], blocks: Sequence[Sequence[Parameter]], lasting: int
+    buckets: Sequence[Bucket],
+    blocks: Sequence[Sequence[Parameter]],
+    lasting: int,
+    others: Sequence[Parameter] = (),
 ) -> Residency:
     """How layers come to the parameters of these buckets; of the blocks, each named by a parameter of each of
-    its units, the last `lasting` stay gathered.
+    its units, the last `lasting` stay gathered, and so do those of the `others`.
     """
     if all(bucket.sharding.zero < 3 for bucket in buckets):
         return Residency()
-    return Gatherer(buckets, [p for block in blocks[max(0, len(blocks) - lasting) :] for p in block])
+    last = [p for block in blocks[max(0, len(blocks) - lasting) :] for p in block]
+    return Gatherer(buckets, [*last, *others])
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd has saved of a bucket's parameter: a view of it that begins at its element `offset`."""
+
+    bucket: Bucket
+    parameter: Parameter
+    size: torch.Size
+    stride: Sequence[int]
+    offset: int
+
+
+def _packed(bucket: Bucket, tensor: Tensor) -> Tensor | _View:
+    """What is kept of a tensor: of one that lies in the bucket's values, where."""
+    values = bucket.values
+    assert values is not None
+    if tensor.dtype != values.dtype or tensor.is_meta:
+        return tensor
+    if tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        return tensor
+    at = tensor.storage_offset() - values.storage_offset()
+    segment = next(s for s in bucket.segments if s.start <= at < s.start + s.length)
+    return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
+
+
+def _unpacked(kept: Tensor | _View) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    assert kept.bucket.values is not None, f"{kept.parameter.shard.name} is not gathered in backward"
+    data = kept.parameter.data
+    return data.as_strided(kept.size, kept.stride, data.storage_offset() + kept.offset)
 
 
 class _InBackward(torch.autograd.Function):

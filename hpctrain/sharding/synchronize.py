@@ -32,7 +32,8 @@ class GradientSynchronizer:
     added to the slices. Then the gradients that are partial are summed over the ranks that hold the same
     piece, and the bucket's Reducer starts. Tied embeddings on two stages of the pipeline are summed
     over these before that, at the end of the step. `finish` waits for everything, and has `outer` keep the
-    replicas together. `first`, if any, learns of all additions.
+    replicas together. `first`, if any, learns of all additions. Where ranks may come to parameters in other
+    orders, as with a module that users bring, buckets are summed `in_order`, the last one first.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class GradientSynchronizer:
         outer: Outer,
         each: bool = False,
         first: FirstMicroBatch | None = None,
+        in_order: bool = False,
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
         self._outer, self._each, self.first = outer, each, first
+        self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
         self._partial = {bucket: _partial_runs(bucket) for bucket in buckets}
@@ -79,6 +82,7 @@ class GradientSynchronizer:
         for bucket, reducer in self._reducer.items():
             reducer.begin(updates)
             bucket.start(micro_batches, self._each and reducer.repeats and not self._tied[bucket])
+        self._to_come = [bucket for bucket in self.buckets if not bucket.final] if self._in_order else []
 
     def finish(self) -> None:
         """Wait until all gradients are summed."""
@@ -107,9 +111,20 @@ class GradientSynchronizer:
         if self.first is not None:
             self.first.added(parameter)
         if bucket.added(parameter):
-            self._synchronize(bucket)
+            self._sum(bucket)
         elif self._under_way:
             self._under_way[-1][1].test()
+
+    def _sum(self, bucket: Bucket) -> None:
+        """Sum a bucket that is final, and all that waits for it."""
+        if not self._in_order:
+            self._synchronize(bucket)
+            return
+        self._waiting.add(bucket)
+        while self._to_come and self._to_come[-1] in self._waiting:
+            bucket = self._to_come.pop()
+            self._waiting.remove(bucket)
+            self._synchronize(bucket)
 
     def _synchronize(self, bucket: Bucket) -> None:
         bucket.merge_lookups()

@@ -234,10 +234,10 @@ def open_run(
     if deck.communication.server != "none":
         return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
     deck, mesh = with_functions(deck, world), make_mesh(deck, world)
-    assert deck.model.vocabulary is not None
-    shape = ModelShape.of(deck, deck.model.vocabulary)
     planned, seconds = plan_seconds(world, deck, goes_on=checkpoint is not None)
-    given = None if replayed is None else read_given(world, replayed, shape)
+    given = None
+    if replayed is not None:
+        given = read_given(world, replayed, ModelShape.of(deck, deck.model.vocabulary or 0))
     checked = verify_layout(deck, world, mesh) if deck.stability.verify_layout else ""
     stays = ""
 

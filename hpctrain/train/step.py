@@ -92,7 +92,8 @@ class Step:
         figures, totals = self.agree(torch.cat((sums, squares)), tokens, batch)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
-        norms = [root / engine.loss_scale.value for root in roots]
+        counted = engine.objective.settle(figures)
+        norms = [root / engine.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
         rate = engine.learning_rate.at(state.step, batch)
@@ -100,7 +101,7 @@ class Step:
             figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
-            engine.optimizer.step(rate, engine.loss_scale.value / clipped)
+            engine.optimizer.step(rate, engine.loss_scale.value * counted / clipped)
             outer = engine.outer.after_update(engine.optimizer)
             if outer:
                 squares = engine.world.everyone.all_reduce(torch.stack(list(outer.values())))
@@ -207,6 +208,7 @@ class Step:
         ):
             sums = self.executor.run(forward, prepared, training=False)
         figures, _ = self.agree(sums, tokens, min(sequences, batches.source.count))
+        self.engine.objective.settle(figures)
         ledger.phase = "other"
         return figures
 
@@ -245,7 +247,7 @@ class Step:
             return None
         first = self.first_sample(state, micro_batch)
         samples = torch.arange(first, first + self.micro_size, device=self.engine.world.device)
-        return DropoutSource(self.seed, state.step, samples, self.engine.positions)
+        return DropoutSource(self.seed, state.step, samples, self.engine.positions, first)
 
     def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> Choices | None:
         """What is known of, or asked about, the choices of this rank's micro-batch."""

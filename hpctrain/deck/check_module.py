@@ -1,0 +1,85 @@
+"""Checks of a deck with a module that users bring: what it does not go with, or not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES
+from hpctrain.deck.optimizer import IN_BLOCKS
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck, fields
+from hpctrain.words import either
+
+_WITH = ("model.module",)
+
+_RANKS = {
+    "tensor": "splits layers of our families alone; a module is split by no plan yet",
+    "context": "splits sequences in our families' attention alone",
+    "pipeline": "cuts our families alone; a module stays in one piece yet",
+    "expert": "spreads the experts of our families alone",
+    "expert_tensor": "splits the experts of our families alone",
+    "chunks": "cuts our families alone; a module stays in one piece yet",
+    "replicas": "trains parts of the data ranks of our families alone",
+}
+
+_DEFAULTS = {
+    "layout.sequence_parallel": "is for tensor ranks, which a module does not have",
+    "layout.auto": "knows the costs of our families alone",
+    "layout.schedule": "is for pipeline stages, which a module does not have",
+    "layout.split": "is for pipeline stages, which a module does not have",
+    "memory.activations": "takes away what blocks of our families save",
+    "memory.activation_format": "compresses what blocks of our families save",
+    "memory.accumulate": "counts on parameters that every micro-batch of a step uses",
+    "communication.server": "is for our families yet",
+    "communication.compress": "is for our families yet",
+    "run.noise_scale_steps": "is for our families yet",
+    "stability.verify_layout": "makes a miniature of our families alone",
+    "machine.compile": "compiles functions of our families' blocks",
+    "machine.rates": "is for plans of our families' seconds",
+}
+"""Keys that have to stay as they are where nobody gives them, and why."""
+
+
+def module_problems(deck: Deck) -> Iterator[Problem]:
+    """All that is wrong with a deck that has a module, whatever the module is."""
+    module = deck.model.module
+    assert module is not None
+    for key in ("module", "loss"):
+        target = getattr(deck.model, key)
+        file, _, function = (target or "x:x").rpartition(":")
+        if not file or not function.replace(".", "_").isidentifier():
+            yield Problem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+    for name in fields("model"):
+        given = deck.sources.places.get(f"model.{name}")
+        if name not in MODULE_KEYS and given is not None and not given.note:
+            yield Problem(f"model.{name}", "is of our own families (leave it out; a module has arguments)")
+    for name, why in _RANKS.items():
+        if getattr(deck.layout, name) != 1:
+            yield Problem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
+    for key, why in _DEFAULTS.items():
+        section, _, name = key.partition(".")
+        table = getattr(deck, section)
+        usual = type(table).model_fields[name].default
+        if getattr(table, name) != usual:
+            yield Problem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
+    recompute = deck.memory.recompute
+    if recompute not in {"none", "full"}:
+        sentence = 'is of our own families; of a module whole blocks are computed again ("full" would do)'
+        yield Problem("memory.recompute", sentence, _WITH)
+    elif recompute == "full" and deck.model.blocks is None:
+        sentence = 'computes blocks again, and model.blocks does not say which those are ("layers.*")'
+        yield Problem("memory.recompute", sentence, ("model.blocks", *_WITH))
+    if deck.precision.compute == "fp8":
+        sentence = 'multiplies in layers of our own families ("bf16" would do with model.module)'
+        yield Problem("precision.compute", sentence, _WITH)
+    if deck.optimizer.name in IN_BLOCKS:
+        would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
+        sentence = f"updates blocks of our own families' matrices ({would} would do with model.module)"
+        yield Problem("optimizer.name", sentence, _WITH)
+
+
+def without_module(deck: Deck) -> Iterator[Problem]:
+    """Keys of modules in a deck that has none."""
+    for name in ONLY_OF_MODULES:
+        if getattr(deck.model, name) is not None:
+            yield Problem(f"model.{name}", "is of a module that you bring, and model.module names none")

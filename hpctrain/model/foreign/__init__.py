@@ -1,0 +1,1 @@
+"""Modules that users bring: any `torch.nn.Module` as a Part."""

@@ -1,0 +1,137 @@
+"""A module that users bring, before there is any of it: built on torch's device "meta", and looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.foreign.find import build_module
+from hpctrain.model.precision import Precision
+from hpctrain.words import counted, nearest
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class ModuleArchitecture(Architecture):
+    """What `target` builds of `arguments`, which are JSON; its blocks are the submodules of the names that
+    `pattern` has, `number` of them.
+
+    `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
+    format `storage`, as its parameters are.
+    """
+
+    target: str
+    arguments: str
+    pattern: str | None
+    number: int
+    sequence: int
+    buffers: Literal["first", "average"] | None
+    storage: torch.dtype
+
+    @staticmethod
+    def of(deck: Deck) -> ModuleArchitecture:
+        """The one that a deck asks for. HpctrainError with all that keeps it from being trained."""
+        keys = deck.model
+        assert keys.module is not None
+        arguments = json.dumps(keys.arguments or {}, default=str)
+        made = [keys.module, arguments, keys.blocks]
+        rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage
+        bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
+        try:
+            module = bare.build(META)
+        except HpctrainError as error:
+            first, *frames = error.problems
+            raise HpctrainError([deck.problem("model.module", first), *frames]) from error.__cause__
+        problems = [deck.problem(key, sentence) for key, sentence in _problems(deck, module)]
+        if problems:
+            raise HpctrainError(problems)
+        return ModuleArchitecture(keys.module, arguments, keys.blocks, len(blocks_in(module, made[2])), *rest)
+
+    @property
+    def title(self) -> str:
+        """See Architecture."""
+        return self.target.rpartition("/")[2]
+
+    @property
+    def draws(self) -> bool:
+        """See Architecture: whether it does, only its own code knows."""
+        return True
+
+    @property
+    def block_count(self) -> int:
+        """See Architecture."""
+        return self.number
+
+    def build(self, device: torch.device) -> nn.Module:
+        """A new one, on a device. Errors as in `build_module`."""
+        try:
+            with device:
+                return build_module(self.target, json.loads(self.arguments))
+        except HpctrainError as error:
+            if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
+                raise
+            first, *frames = error.problems
+            told = f'{first} (it is built on torch\'s device "meta" first, where tensors have no values)'
+            raise HpctrainError([told, *frames]) from error.__cause__
+
+
+def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
+    """The submodules whose names have a pattern, by name: `*` is within one name between dots."""
+    if pattern is None:
+        return {}
+    wanted = pattern.split(".")
+
+    def has(name: str) -> bool:
+        parts = name.split(".")
+        return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+    return {name: each for name, each in module.named_modules() if name and has(name)}
+
+
+def kept_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a module's state, by name."""
+    known = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in known}
+
+
+def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """What keeps a module from being trained so: of each the key, and the rest of a sentence."""
+    pattern, kept = deck.model.blocks, kept_buffers(module)
+    if pattern is not None and not blocks_in(module, pattern):
+        names = [name for name, _ in module.named_modules() if name]
+        lists = [f"{name}.*" for name, each in module.named_modules() if name and _is_row(each)]
+        near = nearest(pattern, [*lists, *names])
+        known = f"did you mean {near}?" if near else f"there are {', '.join(lists or names[:8]) or 'none'}"
+        yield "model.blocks", f"no part of the module has such a name ({known})"
+    parameters = list(module.named_parameters())
+    if not any(each.requires_grad for _, each in parameters):
+        yield "model.module", "has no parameter to train"
+    for name, each in parameters:
+        if isinstance(each, nn.UninitializedParameter):
+            yield "model.module", f"the shape of its parameter {name} is open until it is called"
+        elif not each.is_floating_point():
+            kind = str(each.dtype).removeprefix("torch.")
+            yield "model.module", f"its parameter {name} is of {kind}, which is not trained here"
+    if kept and deck.model.buffers is None:
+        some = ", ".join(list(kept)[:3]) + ", ..." * (len(kept) > 3)
+        yield (
+            "model.buffers",
+            f'is to be said of a module that keeps {counted(len(kept), "buffer")} ({some}): "first" takes '
+            'those of the first data rank after each step, "average" their mean',
+        )
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Whether its parts are numbered."""
+    names = [name for name, _ in module.named_children()]
+    return bool(names) and all(name.isdigit() for name in names)

@@ -1,0 +1,67 @@
+"""The layers of a module that users bring: its blocks, and what is outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from torch import nn
+
+from hpctrain.model.part import Layer
+from hpctrain.parallel.operations import Matrix
+from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.shard import Parameter
+
+
+class ModuleLayer(Layer):
+    """Some of a module's parameters, which are there together; `matrices` are those of its linear layers.
+
+    What the module has besides is in what one of them `keeps`. What autograd saves of it nobody knows before:
+    no figure of activations is made of it.
+    """
+
+    tells_saved: ClassVar[bool] = False
+
+    def __init__(self, kind: str, parameters: Sequence[Parameter], matrices: Sequence[Matrix]) -> None:
+        super().__init__()
+        self.kind, self._matrices = kind, list(matrices)
+        self.keeps: object = None
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(str(number), parameter)
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """See Layer: each parameter is by itself in memory."""
+        if self.own:
+            yield [[parameter] for parameter in self.own]
+
+    def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
+        """See Layer."""
+        yield None if self.is_block or not self.own else self.own[0], self.own[::-1]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See Layer."""
+        return self._matrices
+
+    def saved(self, at: Saving) -> list[Storage]:  # noqa: ARG002
+        """See Layer: unknown."""
+        return []
+
+
+class OutsideOfBlocks(ModuleLayer):
+    """What belongs to no block, or to several; it is used before, between and after them."""
+
+    lasting = True
+
+
+class ModuleBlock(ModuleLayer):
+    """One of the submodules that follow each other."""
+
+    is_block = True
+
+
+def matrices_in(modules: Sequence[nn.Module]) -> list[Matrix]:
+    """The matrices of linear layers among modules: all weights of two dims but those that are looked up."""
+    weights = (getattr(each, "weight", None) for each in modules if not isinstance(each, nn.Embedding))
+    found = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
+    return [Matrix(weight.shape[0], weight.shape[1], "whole") for weight in found]

@@ -1,0 +1,160 @@
+"""A module that users bring as a Part: its parameters become ours, in place, and its blocks layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in
+from hpctrain.model.foreign.arguments import call_of, tensors_of
+from hpctrain.model.foreign.buffers import ModuleBuffers
+from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import Computed, Layer, Part, Span
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.random import DropoutSource, key_of
+from hpctrain.parallel.residency import Residency
+from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.shard import Parameter, Shard
+
+
+class ModulePart(nn.Module):
+    """All of a module: a Part, whose result is what the module gives.
+
+    `names` are all those of each parameter: several of one that is tied, which is in memory once, under the
+    first of them. Whatever a backward pass does not come to has a gradient of zero.
+    """
+
+    def __init__(self, architecture: ModuleArchitecture, groups: LayerGroups, span: Span) -> None:
+        super().__init__()
+        self.groups, self.span, self.sequence = groups, span, architecture.sequence
+        self.residency = Residency()
+        self.module = architecture.build(META)
+        self.names = _own_parameters(self.module)
+        blocks = blocks_in(self.module, architecture.pattern)
+        self.layers = (*_layers(self.module, blocks), OutsideOfBlocks("result", (), ()))
+        buffers = ModuleBuffers(self.module, groups, architecture.buffers, architecture.storage)
+        self.kept, self.layers[0].keeps = buffers, buffers if buffers.kept else None
+        for block, layer in zip(blocks.values(), self.layers[1:-1], strict=True):
+            # Who looks for its forward method finds this one first.
+            vars(block)["forward"] = partial(self._run_block, layer, block.forward)
+        self._call = call_of(self.module)
+        self._met: set[Parameter] = set()
+        self._ends = False
+        for parameter in self.names:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._met.add)
+
+    def units(self) -> Iterator[list[list[Parameter]]]:
+        """See Part."""
+        return (unit for layer in self.layers for unit in layer.units())
+
+    def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
+        """See Part: what the module gives for tokens [b, s]."""
+        assert hidden is None
+        recording = torch.is_grad_enabled()
+        if self.module.training != recording:
+            self.module.train(recording)
+        if inputs.dropout is not None:
+            _seed(inputs.dropout)
+        outside = self.layers[0]
+        tokens = inputs.tokens.t().contiguous()
+        if outside.own:
+            with self.residency.held(outside.own[0]):
+                outputs = self._call(tokens)
+        else:
+            outputs = self._call(tokens)
+        for tensor in tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+        return outputs
+
+    def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
+        """See Part: not by itself, as what a block takes only the module knows."""
+        raise NotImplementedError
+
+    def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
+        """See Part: of what the module gives."""
+        return compute(last)
+
+    def shared_bytes(self, at: Saving) -> int:  # noqa: ARG002
+        """See Part: unknown."""
+        return 0
+
+    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
+        """See Part: nothing passes."""
+        return self.sequence, micro_size, 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Part."""
+        return next(iter(self.names)).dtype
+
+    def _run_block(self, layer: ModuleLayer, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a block gives, computed again in backward where that is wished."""
+        compute = partial(self.groups.saved_policy.call, forward, *given, **named)
+        if not layer.own:
+            return compute()
+        inputs = list(tensors_of((given, named)))
+        return self.residency.surround(layer.own[0], compute, inputs, tensors_of)
+
+    def _begin_backward(self, gradient: Tensor) -> None:  # noqa: ARG002
+        """A backward pass comes from what the module gave: have its end told."""
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Tell of the parameters that a backward pass did not come to, in one order on all ranks."""
+        self._ends = False
+        for parameter in [*self.names][::-1]:
+            if parameter.requires_grad and parameter not in self._met:
+                parameter.added()
+        self._met.clear()
+
+
+def module_parts(architecture: ModuleArchitecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
+    """The whole module, in one part."""
+    (span,) = spans
+    return [ModulePart(architecture, groups, span)]
+
+
+def _own_parameters(module: nn.Module) -> dict[Parameter, list[str]]:
+    """Put our Parameters in the place of all parameters of a module; of each all names it has there."""
+    ours: dict[nn.Parameter, Parameter] = {}
+    names: dict[Parameter, list[str]] = {}
+    for name, theirs in list(module.named_parameters(remove_duplicate=False)):
+        if theirs not in ours:
+            shape = tuple(theirs.shape)
+            own = ours[theirs] = Parameter(Shard.whole(name, shape), decayed=len(shape) > 1)
+            if not theirs.requires_grad:
+                own.requires_grad_(False)
+                own.decayed = False
+        names.setdefault(ours[theirs], []).append(name)
+        home, _, last = name.rpartition(".")
+        setattr(module.get_submodule(home), last, ours[theirs])
+    return names
+
+
+def _layers(module: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[ModuleLayer]:
+    """What is outside of blocks, and these; a parameter of several is outside."""
+    within = [set(block.parameters()) for block in blocks.values()]
+    several = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
+    inside = {each for block in blocks.values() for each in block.modules()}
+    outside = [each for each in module.modules() if each not in inside]
+    several |= {p for each in outside for p in each.parameters(recurse=False)}
+    free = [p for p in module.parameters() if p in several]
+    assert all(isinstance(p, Parameter) for p in module.parameters())
+    yield OutsideOfBlocks("outside", [p for p in free if isinstance(p, Parameter)], matrices_in(outside))
+    for block in blocks.values():
+        own = [p for p in block.parameters() if isinstance(p, Parameter) and p not in several]
+        yield ModuleBlock(type(block).__name__, own, matrices_in(list(block.modules())))
+
+
+def _seed(source: DropoutSource) -> None:
+    """Have what the module draws be a function of seed, step and sample."""
+    torch.manual_seed(key_of(source.seed, f"module {source.step} {source.first}") & 0x7FFFFFFFFFFFFFFF)

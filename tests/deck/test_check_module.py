@@ -1,0 +1,96 @@
+"""A deck with a module: which keys it has, and what it does not go with. Of deck/module.py, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.deck.read import deck_text, parse_deck, read_deck
+from hpctrain.errors import HpctrainError
+
+DECK = """
+[run]
+title = "mine"
+steps = 10
+[model]
+module = "code/mine.py:build"
+[model.arguments]
+hidden = 32
+"odd name" = [1, 2.5, "x"]
+[data]
+tokens = "none"
+[batch]
+global_size = 8
+sequence = 32
+[learning_rate]
+peak = 1e-2
+"""
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(HpctrainError) as caught:
+        parse_deck(DECK, overrides)
+    return [each.partition(": ")[2] for each in caught.value.problems]
+
+
+def test_a_deck_with_a_module_needs_no_sizes_and_shows_none(tmp_path: Path) -> None:
+    (tmp_path / "deck.toml").write_text(DECK)
+    deck = read_deck(tmp_path / "deck.toml")
+    assert deck.model.module == f"{tmp_path}/code/mine.py:build"
+    assert deck.model.arguments == {"hidden": 32, "odd name": [1, 2.5, "x"]}
+    text = deck_text(deck)
+    assert "layers" not in text and "heads" not in text and "router" not in text
+    again = parse_deck(text)
+    assert again == deck and deck_text(again) == text
+
+
+def test_a_package_is_the_same_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "deck.toml").write_text(DECK)
+    deck = read_deck(tmp_path / "deck.toml", ["model.module=package.mine:build", "model.loss=a.py:loss"])
+    assert (deck.model.module, deck.model.loss) == ("package.mine:build", f"{tmp_path}/a.py:loss")
+
+
+@pytest.mark.parametrize("key", ["layers=2", "hidden=8", "family=gpt2", "preset=gpt2-124m", "dropout=0.1"])
+def test_sizes_of_our_families_are_refused(key: str) -> None:
+    assert problems(f"model.{key}") == ["is of our own families (leave it out; a module has arguments)"]
+
+
+@pytest.mark.parametrize("key", ["tensor", "context", "pipeline", "expert", "replicas"])
+def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
+    (told,) = problems(f"layout.{key}=2", "communication.local_steps=4" * (key == "replicas"))[:1]
+    assert told.endswith("(1 would do with model.module)")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "layout.sequence_parallel=true",
+        "layout.schedule=zb-h1",
+        "memory.activations=disk",
+        "memory.activation_format=int8",
+        "communication.compress=int8",
+        "stability.verify_layout=true",
+        "machine.compile=true",
+        "run.noise_scale_steps=5",
+        "optimizer.name=muon",
+        "precision.compute=fp8",
+        "memory.recompute=sqrt",
+        "memory.recompute=full",
+    ],
+)
+def test_what_a_module_does_not_go_with_is_refused_in_a_sentence(change: str) -> None:
+    assert any("module" in told or "model.blocks" in told for told in problems(change))
+
+
+def test_what_is_no_target_is_refused() -> None:
+    expected = 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"'
+    assert problems("model.module=mine.py") == [expected]
+    assert problems("model.loss=mine.py:a b") == [expected]
+
+
+def test_keys_of_modules_are_refused_without_one() -> None:
+    sentence = "is of a module that you bring, and model.module names none"
+    ours = ("model.module=", "model.preset=gpt2-124m", "model.arguments=")
+    assert problems(*ours, "model.blocks=layers.*") == [sentence]
+    assert problems(*ours, "model.buffers=first") == [sentence]

@@ -1,0 +1,118 @@
+"""Modules as users write them, in plain torch: nothing of ours is in here."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 61
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).reshape(b, s, h))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x if scale is None else x * scale, {"mean": x.mean()}
+
+
+class Gpt(nn.Module):
+    """Tied embeddings, learned positions, blocks that take and give more than one tensor."""
+
+    def __init__(self, hidden: int, layers: int, heads: int, sequence: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Parameter(torch.randn(sequence, hidden) * 0.1)
+        self.scale = nn.Parameter(torch.ones(()) * 0.9)
+        self.layers = nn.ModuleList(Block(hidden, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("places", torch.arange(sequence), persistent=False)
+        nn.init.normal_(self.embed.weight, std=0.2)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens) + self.positions[self.places[: tokens.shape[1]]]
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, told = layer(x, scale=self.scale)
+            total = total + told["mean"].detach()
+        return self.head(self.norm(x)), total
+
+
+def gpt(
+    hidden: int = 32, layers: int = 3, heads: int = 4, sequence: int = 32, dropout: float = 0.0
+) -> nn.Module:
+    return Gpt(hidden, layers, heads, sequence, dropout)
+
+
+class Odd(nn.Module):
+    """A block used twice, a table used twice, parameters that are never used, or in some batches alone, a
+    frozen one, BatchNorm; its result is a named tuple.
+    """
+
+    result = namedtuple("result", ["other", "logits"])
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCABULARY, hidden) * 0.3)
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+        self.frozen = nn.Linear(hidden, hidden)
+        self.frozen.requires_grad_(False)
+        self.never = nn.Linear(hidden, 3)
+        self.sometimes = nn.Linear(hidden, hidden)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.same = self.blocks[1]
+
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> tuple[Tensor, Tensor]:
+        assert not use_cache
+        x = functional.embedding(input_ids, self.table)
+        x = torch.tanh(self.blocks[0](x))
+        x = x + torch.tanh(self.same(x))
+        x = x + self.frozen(self.blocks[1](x))
+        if int(input_ids[0, 0]) % 2:
+            x = x + 0.5 * torch.tanh(self.sometimes(x))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return Odd.result(x.mean(), x @ self.table.t())
+
+
+def odd(hidden: int = 16) -> nn.Module:
+    return Odd(hidden)
+
+
+def llama(**config: float) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def every_second(outputs: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss of a user's own: of every second token alone."""
+    logits, targets = outputs[0][:, ::2].float(), batch["targets"][:, ::2]
+    known = targets >= 0
+    losses = functional.cross_entropy(logits[known], targets[known], reduction="sum")
+    return losses, known.sum()

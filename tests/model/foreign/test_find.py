@@ -1,0 +1,108 @@
+"""What a user wrote is found, and built; what is wrong with it is one sentence, with the user's own lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.find import build_module, find_function
+
+FILE = """
+from beside import WIDTH
+from torch import nn
+
+class Holder:
+    make = staticmethod(lambda: nn.Linear(WIDTH, 2))
+
+def build(hidden, layers=1):
+    return nn.Linear(hidden, layers)
+
+def fails():
+    return helper()
+
+def helper():
+    raise ValueError("not\\nthis way")
+
+def number():
+    return 3
+
+answer = 42
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("WIDTH = 5")
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "broken.py").write_text("import torch\nx = 1 / 0\n")
+    return tmp_path / "mine.py"
+
+
+def problems(target: str, **arguments: object) -> tuple[str, ...]:
+    with pytest.raises(HpctrainError) as caught:
+        build_module(target, arguments)
+    return caught.value.problems
+
+
+def test_a_function_of_a_file_is_called_with_the_arguments(file: Path) -> None:
+    module = build_module(f"{file}:build", {"hidden": 3, "layers": 4})
+    assert isinstance(module, nn.Linear) and module.weight.shape == (4, 3)
+    assert build_module(f"{file}:Holder.make", {}).weight.shape == (2, 5)
+    assert find_function(f"{file}:build") is find_function(f"{file}:build")
+
+
+def test_a_function_of_a_package_is_found() -> None:
+    assert find_function("torch.nn:Linear") is nn.Linear
+    assert build_module("torch.nn:Linear", {"in_features": 2, "out_features": 3}).weight.shape == (3, 2)
+
+
+def test_a_class_of_transformers_is_made_of_its_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    module = build_module("transformers:GPT2LMHeadModel", sizes)
+    assert module.transformer.wte.weight.shape == (11, 8)
+    transformers.GPT2Config(**sizes).save_pretrained(tmp_path)
+    again = build_module("transformers:GPT2LMHeadModel", {"config": str(tmp_path), "n_layer": 2})
+    assert len(again.transformer.h) == 2 and again.transformer.wte.weight.shape == (11, 8)
+
+
+def test_what_is_not_there_is_told_with_what_is_near(file: Path) -> None:
+    assert problems(f"{file.parent}/other.py:build") == (f"{file.parent}/other.py: there is no such file",)
+    assert problems(f"{file}:bild") == (f"{file} has no bild (did you mean build?)",)
+    assert problems("no_such_package.x:build") == (
+        "there is no package no_such_package here (a file is named FILE.py)",
+    )
+    assert problems("torch.no_such:build") == (
+        "there is no package torch.no_such here (a file is named FILE.py)",
+    )
+
+
+def test_what_is_no_module_is_told(file: Path) -> None:
+    assert problems(f"{file}:number") == ("mine.py:number gives no torch.nn.Module, but an int",)
+    assert problems(f"{file}:answer") == (f"{file}:answer is no function or class, but of type int",)
+
+
+def test_arguments_that_do_not_fit_are_told(file: Path) -> None:
+    told = "mine.py:build: [model.arguments] does not fit: "
+    assert problems(f"{file}:build") == (
+        f"{told}missing a required argument: 'hidden' (it takes hidden, layers)",
+    )
+    assert problems(f"{file}:build", hidden=3, heads=2) == (
+        f"{told}got an unexpected keyword argument 'heads' (it takes hidden, layers)",
+    )
+
+
+def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path) -> None:
+    assert problems(f"{file}:fails") == (
+        "mine.py:fails fails: ValueError: not",
+        f"  {file}, line 12, in fails: return helper()",
+        f'  {file}, line 15, in helper: raise ValueError("not\\nthis way")',
+    )
+    broken = file.with_name("broken.py")
+    assert problems(f"{broken}:build") == (
+        f"{broken} fails to load: ZeroDivisionError: division by zero",
+        f"  {broken}, line 2, in <module>: x = 1 / 0",
+    )

@@ -1,0 +1,169 @@
+"""Modules that users bring take the steps of a plain torch loop, on one rank and on data ranks.
+
+Of model/foreign/part.py, model/foreign/architecture.py and sharding/gather.py: what autograd has saved of
+parameters that are gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.comm.world import World
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from tests.engines import Trainer, trainer
+from tests.model.foreign import models
+
+STEPS = 10
+MODELS = Path(__file__).with_name("models.py")
+DECK = """
+[run]
+steps = 20
+[model]
+module = "{module}"
+blocks = "{blocks}"
+vocabulary = 61
+{more}
+[model.arguments]
+{arguments}
+[data]
+tokens = "none"
+[batch]
+global_size = 8
+micro_size = 2
+sequence = 32
+[optimizer]
+clip = 0.7
+weight_decay = 0.1
+epsilon = 1e-6
+[learning_rate]
+peak = 3e-3
+warmup = 2
+[communication]
+bucket_bytes = 20000
+"""
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.1,
+}
+KINDS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    "gpt": (models.gpt, "layers.*", "", "layers = 3"),
+    "odd": (models.odd, "blocks.*", 'buffers = "average"', ""),
+    "llama": (
+        lambda: models.llama(**LLAMA),
+        "model.layers.*",
+        "",
+        "\n".join(f"{key} = {value}" for key, value in LLAMA.items()),
+    ),
+}
+LAYOUTS = {
+    "zero 0": (),
+    "zero 1": ("layout.zero=1",),
+    "zero 2": ("layout.zero=2", "memory.recompute=full"),
+    "zero 3": ("layout.zero=3",),
+    "zero 3, recomputed": ("layout.zero=3", "memory.recompute=full", "batch.micro_size=1"),
+}
+
+
+def deck_of(kind: str, *overrides: str) -> Deck:
+    _, blocks, more, arguments = KINDS[kind]
+    text = DECK.format(module=f"{MODELS}:{kind}", blocks=blocks, more=more, arguments=arguments)
+    return parse_deck(text, overrides)
+
+
+def loss_of(outputs: Any, targets: Tensor) -> Tensor:
+    logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+
+
+def plain_loop(
+    training: Trainer,
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    steps: int = STEPS,
+    micro: int = 2,
+    loss: Callable[[Any, Tensor], Tensor] = loss_of,
+) -> tuple[list[list[float]], nn.Module]:
+    """Losses and gradient norms of torch's AdamW, in double precision, from these weights, on the samples of
+    a trainer that has not begun; micro-batches of some samples are those of BatchNorm.
+    """
+    model = model.double().train()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in weights.items():
+            named[name].copy_(value)
+    keys, batch = training.deck.optimizer, training.deck.batch.global_size
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": keys.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(keys.beta1, keys.beta2), eps=keys.epsilon)
+    figures = []
+    for step in range(steps):
+        read = list(training.step.batches.step(step * batch, batch, 0, 1, micro))
+        count = sum(int((each.targets >= 0).sum()) for each in read)
+        optimizer.zero_grad()
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        total = 0.0
+        for each in read:
+            named_call = {"use_cache": False} if not isinstance(model, models.Gpt) else {}
+            made = loss(model(each.tokens, **named_call), each.targets) / count
+            made.backward()
+            total += made.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, keys.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = training.engine.learning_rate.at(step, batch)
+        optimizer.step()
+        figures.append([total, norm.item()])
+    return figures, model
+
+
+def whole_parameters(training: Trainer) -> dict[str, Tensor]:
+    return {name: value.detach().float().clone() for name, value in training.parameters().items()}
+
+
+def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
+    """A run of a layout takes the steps of the plain loop."""
+    training = trainer(world, deck_of(kind, *overrides))
+    weights = whole_parameters(training)
+    micro = training.deck.batch.micro_size
+    figures, model = plain_loop(training, KINDS[kind][0](), weights, micro=micro)
+    found = [[result.loss, result.grad_norm] for result in training.train(STEPS)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=0.0)
+    expected = dict(model.named_parameters())
+    here = whole_parameters(training)
+    assert here.keys() == expected.keys()
+    for name, value in here.items():
+        theirs = expected[name].detach()
+        assert (value - theirs).abs().max() <= 1e-5 * theirs.abs().max(), name
+    moved = [name for name, value in weights.items() if not torch.equal(value, here[name])]
+    assert set(weights) - set(moved) == ({"frozen.weight", "frozen.bias", "never.bias"} & set(weights))
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
+    assert_equal_steps(world, kind)
+    assert_equal_steps(world, kind, "memory.recompute=full")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
+    assert_equal_steps(world, kind, *LAYOUTS[layout])
