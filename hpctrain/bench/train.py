@@ -91,6 +91,7 @@ def bench_train(
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
+        ModelShape.of(deck, deck.model.vocabulary or 0)  # which refuses what is not timed here
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)

@@ -63,6 +63,8 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
     """Blocks of every part of a schedule, as in `placed_by_flops`."""
     if isinstance(deck.layout.split, tuple):
         return deck.layout.split
+    if form.parts == 1:
+        return (architecture.block_count,)
     return tuple(balanced_split([passes.total for passes in layer_flops(deck, architecture)], form))
 
 

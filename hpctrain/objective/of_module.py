@@ -13,7 +13,7 @@ from torch.nn import functional
 from hpctrain.data.batches import MicroBatch
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
-from hpctrain.model.foreign.find import find_function
+from hpctrain.model.foreign.find import find_function, users_code
 from hpctrain.objective.objective import Losses, LossOf
 
 _IGNORED = -100
@@ -80,7 +80,8 @@ class UsersLoss:
         }
 
         def losses(outputs: Any) -> Losses:
-            made = self.function(outputs, batch)
+            with users_code("model.loss fails"):
+                made = self.function(outputs, batch)
             if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
                 raise HpctrainError(
                     "model.loss: its function must give a sum, which is a tensor, and a count"

@@ -213,3 +213,44 @@ def test_a_module_that_needs_values_to_be_built_is_told_with_its_lines(folder: P
     assert out.count('it is built on torch\'s device "meta" first') == 1, out
     assert out.count("needy.py, line 5, in build: sizes = [int(size)") == 1, out
     assert "Traceback" not in out
+
+
+TORN = """
+from torch import nn
+
+class Torn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Embedding(257, 8), nn.Linear(9, 257)
+
+    def forward(self, tokens):
+        return self.last(self.embed(tokens))
+
+class Short(Torn):
+    def forward(self, tokens):
+        return self.embed(tokens)[:, 1:]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "Torn",
+            [
+                "torn.py:Torn fails with tokens of shape [2, 32]: RuntimeError: mat1",
+                "in forward: return self.last",
+            ],
+        ),
+        ("Short", ["gives logits of shape [2, 31, 8] for 2 sequences of 32 tokens"]),
+    ],
+)
+def test_what_fails_in_a_step_is_told_as_the_users_own(
+    folder: Path, launch: Launch, name: str, told: list[str]
+) -> None:
+    (folder / "code/torn.py").write_text(TORN)
+    change = ("--set", f"model.module=torn.py:{name}", "--set", "model.arguments=", "--set", "model.blocks=")
+    out = hpctrain(launch, 2, "run", "code/deck.toml", *change, code=2)
+    assert "Traceback" not in out
+    for each in told:
+        assert out.count("hpctrain: error: ") == len(told) and out.count(each) == 1, out

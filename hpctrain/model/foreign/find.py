@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import nn
 
 from hpctrain.deck.module import is_file
@@ -21,23 +22,23 @@ from hpctrain.errors import HpctrainError
 from hpctrain.words import nearest
 
 _OURS = str(Path(__file__).resolve().parents[2])
+_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), "<frozen"
 
 
 @contextmanager
 def users_code(doing: str) -> Iterator[None]:
     """What a user wrote runs within: where it fails, an HpctrainError of what it was `doing`, and of the
-    lines of the user's own that led there.
+    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is.
     """
     try:
         yield
-    except HpctrainError:
+    except (HpctrainError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((_OURS, "<frozen"))
-        ]
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
+        if every[-1].filename.startswith(_OURS):
+            raise
         told = [
             f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"
             for frame in frames

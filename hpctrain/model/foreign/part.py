@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in
 from hpctrain.model.foreign.arguments import call_of, tensors_of
 from hpctrain.model.foreign.buffers import ModuleBuffers
+from hpctrain.model.foreign.find import users_code
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Computed, Layer, Part, Span
@@ -31,7 +33,8 @@ class ModulePart(nn.Module):
 
     def __init__(self, architecture: ModuleArchitecture, groups: LayerGroups, span: Span) -> None:
         super().__init__()
-        self.groups, self.span, self.sequence = groups, span, architecture.sequence
+        self.groups, self.span = groups, span
+        self.title, self.sequence = architecture.title, architecture.sequence
         self.residency = Residency()
         self.module = architecture.build(META)
         self.names = _own_parameters(self.module)
@@ -63,10 +66,8 @@ class ModulePart(nn.Module):
             _seed(inputs.dropout)
         outside = self.layers[0]
         tokens = inputs.tokens.t().contiguous()
-        if outside.own:
-            with self.residency.held(outside.own[0]):
-                outputs = self._call(tokens)
-        else:
+        there = self.residency.held(outside.own[0]) if outside.own else nullcontext()
+        with users_code(f"{self.title} fails with tokens of shape {list(tokens.shape)}"), there:
             outputs = self._call(tokens)
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:

@@ -106,3 +106,6 @@ def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path)
         f"{broken} fails to load: ZeroDivisionError: division by zero",
         f"  {broken}, line 2, in <module>: x = 1 / 0",
     )
+    (file.parent / "torn.py").write_text("def build(:\n")
+    (told,) = problems(f"{file.parent}/torn.py:build")
+    assert told.startswith(f"{file.parent}/torn.py fails to load: SyntaxError: ")

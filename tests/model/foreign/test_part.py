@@ -7,6 +7,7 @@ parameters that are gathered again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
-from tests.engines import Trainer, trainer
+from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import models
 
 STEPS = 10
@@ -42,7 +43,7 @@ sequence = 32
 [optimizer]
 clip = 0.7
 weight_decay = 0.1
-epsilon = 1e-6
+epsilon = 1e-5
 [learning_rate]
 peak = 3e-3
 warmup = 2
@@ -105,6 +106,9 @@ def plain_loop(
     with torch.no_grad():
         for name, value in weights.items():
             named[name].copy_(value)
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in training.deck.model.frozen):
+            parameter.requires_grad_(False)
     keys, batch = training.deck.optimizer, training.deck.batch.global_size
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -151,8 +155,10 @@ def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
     for name, value in here.items():
         theirs = expected[name].detach()
         assert (value - theirs).abs().max() <= 1e-5 * theirs.abs().max(), name
-    moved = [name for name, value in weights.items() if not torch.equal(value, here[name])]
-    assert set(weights) - set(moved) == ({"frozen.weight", "frozen.bias", "never.bias"} & set(weights))
+    # Of what is never used the bias is not decayed, and stays.
+    stays = ("frozen.*", "never.bias", *training.deck.model.frozen)
+    stayed = {name for name, value in weights.items() if torch.equal(value, here[name])}
+    assert stayed == {name for name in weights if any(fnmatchcase(name, each) for each in stays)}
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -167,3 +173,72 @@ def test_one_rank_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
     assert_equal_steps(world, kind, *LAYOUTS[layout])
+
+
+FROZEN = "['embed.*', 'positions', 'scale', 'layers.[01].*']", "['layers.1.*', 'norm.bias']"
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "frozen", ["['embed.*', 'positions', 'scale', 'layers.[01].*']", "['layers.1.*', 'norm.bias']"]
+)
+def test_what_is_frozen_stays(world: World, frozen: str, recompute: str) -> None:
+    zero = 3 if world.size > 1 else 0
+    layout = f"layout.zero={zero}", f"memory.recompute={recompute}"
+    assert_equal_steps(world, "gpt", f"model.frozen={frozen}", *layout)
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_blocks_that_are_computed_again_keep_their_input_alone(world: World) -> None:
+    kept = {}
+    for recompute in ("none", "full"):
+        training = trainer(world, deck_of("gpt", f"memory.recompute={recompute}"))
+        training.train(1)
+        kept[recompute] = training.activations.bytes or 0
+    inputs = 3 * 2 * 32 * 32 * 4  # blocks, samples, tokens, features, bytes
+    assert inputs < kept["full"] < kept["none"] / 3
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_may_use_other_parameters(world: World, zero: int) -> None:
+    """Buckets of a parameter each: one rank has a gradient in its backward pass, the other at its end."""
+    assert_equal_steps(world, "odd", "communication.bucket_bytes=100", f"layout.zero={zero}")
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_module_without_blocks_takes_the_steps_too(world: World) -> None:
+    assert_equal_steps(world, "gpt", "model.blocks=")
+
+
+CHANGES = {
+    "sgd": ("optimizer.epsilon=", "optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=3"),
+    "lion": ("optimizer.epsilon=", "optimizer.name=lion", "learning_rate.peak=1e-4", "layout.zero=1"),
+    "schedule-free": ("optimizer.name=schedule-free", "learning_rate.decay=constant", "layout.zero=2"),
+    "z-loss": ("stability.z_loss=0.01", "layout.zero=3"),
+    "dropout": ("model.arguments={dropout = 0.2}", "layout.zero=3", "memory.recompute=full"),
+    "on disk": ("memory.optimizer=disk", "memory.parameters=disk", "layout.zero=3"),
+    "kept": ("memory.keep_gathered=1", "layout.zero=3"),
+    "a rank each": ("layout.zero_group=1", "layout.zero=2"),
+    "fp16": ("precision.compute=fp16", "layout.zero=3"),
+    "bf16": ("precision.compute=bf16", "layout.zero=2"),
+}
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_ranks_take_the_steps_of_one(world: World, mpi_tmp_path: Path, change: str) -> None:
+    deck = deck_of("gpt", *CHANGES[change], f"memory.offload_dir={mpi_tmp_path}")
+
+    def alone() -> list[list[float]]:
+        whole = deck.with_keys(memory={"optimizer": "device", "parameters": "device", "keep_gathered": 0})
+        return [[each.loss, each.grad_norm] for each in reference(world, whole).train(4)]
+
+    expected = torch.tensor(by_rank_0(world, alone))
+    training = trainer(world, deck)
+    found = torch.tensor([[each.loss, each.grad_norm] for each in training.train(4)])
+    half = deck.precision.compute != "fp32"
+    torch.testing.assert_close(found, expected, rtol=2e-2 if half else 1e-5, atol=0.0)
+    assert len(set(found[:, 0].tolist())) == 4
+    training.engine.close()
