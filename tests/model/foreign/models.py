@@ -71,8 +71,8 @@ def gpt(
 
 
 class Odd(nn.Module):
-    """A block used twice, a table used twice, parameters that are never used, or in some batches alone, a
-    frozen one, BatchNorm; its result is a named tuple.
+    """A block and a table used twice, a bias of two blocks, parameters that are never used, or in some
+    batches alone, a frozen one, BatchNorm; its result is a named tuple.
     """
 
     result = namedtuple("result", ["other", "logits"])
@@ -87,6 +87,7 @@ class Odd(nn.Module):
         self.sometimes = nn.Linear(hidden, hidden)
         self.norm = nn.BatchNorm1d(hidden)
         self.same = self.blocks[1]
+        self.blocks[1].bias = self.blocks[0].bias
 
     def forward(self, input_ids: Tensor, use_cache: bool = True) -> tuple[Tensor, Tensor]:
         assert not use_cache

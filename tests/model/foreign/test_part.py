@@ -43,7 +43,7 @@ sequence = 32
 [optimizer]
 clip = 0.7
 weight_decay = 0.1
-epsilon = 1e-5
+epsilon = 3e-5
 [learning_rate]
 peak = 3e-3
 warmup = 2
@@ -75,7 +75,12 @@ LAYOUTS = {
     "zero 1": ("layout.zero=1",),
     "zero 2": ("layout.zero=2", "memory.recompute=full"),
     "zero 3": ("layout.zero=3",),
-    "zero 3, recomputed": ("layout.zero=3", "memory.recompute=full", "batch.micro_size=1"),
+    # Where ranks do not see each other's memory, buckets take turns in it.
+    "zero 3, apart": ("layout.zero=3", "communication.transport=mpi"),
+    "zero 3, recomputed": (
+        *("layout.zero=3", "communication.transport=mpi"),
+        *("memory.recompute=full", "batch.micro_size=1"),
+    ),
 }
 
 
@@ -97,6 +102,7 @@ def plain_loop(
     steps: int = STEPS,
     micro: int = 2,
     loss: Callable[[Any, Tensor], Tensor] = loss_of,
+    counted: Callable[[Tensor], Tensor] = lambda targets: targets,
 ) -> tuple[list[list[float]], nn.Module]:
     """Losses and gradient norms of torch's AdamW, in double precision, from these weights, on the samples of
     a trainer that has not begun; micro-batches of some samples are those of BatchNorm.
@@ -119,7 +125,7 @@ def plain_loop(
     figures = []
     for step in range(steps):
         read = list(training.step.batches.step(step * batch, batch, 0, 1, micro))
-        count = sum(int((each.targets >= 0).sum()) for each in read)
+        count = sum(int((counted(each.targets) >= 0).sum()) for each in read)
         optimizer.zero_grad()
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -242,3 +248,63 @@ def test_data_ranks_take_the_steps_of_one(world: World, mpi_tmp_path: Path, chan
     torch.testing.assert_close(found, expected, rtol=2e-2 if half else 1e-5, atol=0.0)
     assert len(set(found[:, 0].tolist())) == 4
     training.engine.close()
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_sums_of_a_users_loss_are_divided_by_its_counts(world: World) -> None:
+    # With so large an epsilon, a step of AdamW follows the scale of gradients.
+    own = f"model.loss={MODELS}:every_second", "optimizer.epsilon=0.1", "optimizer.clip=0.2"
+    training = trainer(world, deck_of("gpt", *own))
+    weights = whole_parameters(training)
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return loss_of((outputs[0][:, ::2],), targets[:, ::2])
+
+    loop = {"steps": 4, "loss": loss, "counted": lambda targets: targets[:, ::2]}
+    figures, model = plain_loop(training, models.gpt(), weights, **loop)
+    found = [[result.loss, result.grad_norm] for result in training.train(4)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=0.0)
+    expected = dict(model.named_parameters())
+    for name, value in whole_parameters(training).items():
+        step = (expected[name].detach() - weights[name]).abs().max()
+        assert (value - expected[name].detach()).abs().max() <= 1e-3 * step + 1e-7, name
+    source = training.step.batches
+    assert training.evaluate(source, 4)["loss"] == pytest.approx(training.evaluate(source, 4)["loss"])
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("whose", ["first", "average"])
+def test_buffers_are_those_of_the_first_rank_or_the_mean(world: World, whose: str) -> None:
+    training = trainer(world, deck_of("odd", f"model.buffers={whose}"))
+    weights = whole_parameters(training)
+    statistics = []
+    for rank in range(world.size):
+        model = models.odd().train()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, value in weights.items():
+                named[name].copy_(value)
+        for each in training.step.batches.step(0, 8, rank, world.size, 2):
+            model(each.tokens, use_cache=False)
+        statistics.append(torch.cat((model.norm.running_mean, model.norm.running_var)))
+    training.train(1)
+    module = training.engine.models[0].module
+    found = torch.cat((module.norm.running_mean, module.norm.running_var))
+    expected = statistics[0] if whose == "first" else (statistics[0] + statistics[1]) / 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(statistics[0], statistics[1], rtol=1e-3)
+    assert int(module.norm.num_batches_tracked) == 2
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_the_partition_function_has_its_gradient(world: World) -> None:
+    training = trainer(world, deck_of("gpt", "stability.z_loss=0.05"))
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        squares = outputs[0].logsumexp(-1).square() * (targets >= 0)
+        return loss_of(outputs, targets) + 0.05 * squares.sum()
+
+    figures, _ = plain_loop(training, models.gpt(), whole_parameters(training), steps=3, loss=loss)
+    found = training.train(3)
+    assert [each.grad_norm for each in found] == pytest.approx([norm for _, norm in figures], rel=1e-5)
+    assert all(each.loss < total - 0.1 for each, (total, _) in zip(found, figures, strict=True))
