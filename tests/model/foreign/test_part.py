@@ -19,6 +19,8 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.model.inputs import Inputs
+from hpctrain.train.step import TrainState
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import models
 
@@ -308,3 +310,21 @@ def test_the_partition_function_has_its_gradient(world: World) -> None:
     found = training.train(3)
     assert [each.grad_norm for each in found] == pytest.approx([norm for _, norm in figures], rel=1e-5)
     assert all(each.loss < total - 0.1 for each, (total, _) in zip(found, figures, strict=True))
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_masks_are_of_the_sample_and_the_step(world: World) -> None:
+    training = trainer(world, deck_of("gpt", "model.arguments={dropout = 0.5}"))
+    state, part = training.state, training.engine.models[0]
+    positions = torch.arange(32)
+
+    def logits(state: TrainState, micro_batch: int, training_too: bool = True) -> Tensor:
+        source = training.step.dropout_source(state, micro_batch) if training_too else None
+        with torch.set_grad_enabled(training_too):
+            return part(Inputs(torch.zeros(32, 2, dtype=torch.int64), positions, source))[0].detach()
+
+    first = logits(state, 0)
+    assert torch.equal(first, logits(state, 0))
+    assert not torch.equal(first, logits(state, 1))
+    assert not torch.equal(first, logits(TrainState(step=1), 0))
+    assert torch.equal(logits(state, 0, False), logits(state, 1, False))
