@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 
 class Architecture(ABC):
@@ -18,6 +19,11 @@ class Architecture(ABC):
     @abstractmethod
     def title(self) -> str:
         """What it is called where a run is introduced."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is to be said of it besides, a sentence each."""
+        return ()
 
     @property
     @abstractmethod

@@ -36,6 +36,7 @@ class DeckPlan:
     """The plan of a deck on some ranks, what a node needs against what it has (None where that is not known),
     what would save most, the most first, what ranks send each other, of several stages their pipeline; on a
     machine whose rates are known a step, what is sent to any other rank, and what limits it and would help.
+    `title` is what the model is called.
     """
 
     deck: Deck
@@ -50,11 +51,7 @@ class DeckPlan:
     step: StepPlan | None = None
     sent: TrafficPlan | None = None
     advice: Advice | None = None
-
-    @property
-    def title(self) -> str:
-        """What the model is called."""
-        return architecture_of(self.deck, self.deck.model.vocabulary or 0).title
+    title: str = ""
 
     def row(self) -> dict[str, object]:
         """As written into JSON."""
@@ -114,6 +111,7 @@ def plan_deck(
     per_node = ranks_per_node or deck.communication.ranks_per_node
     vocabulary = deck.model.vocabulary or TokenFile(deck.data.tokens).vocabulary
     holding = Holding(ranks, vocabulary, ranks_per_node, () if rates is None else rates.memories)
+    title = architecture_of(deck, vocabulary).title  # and what building a module loads is a library
     holding.libraries(deck)
     memory = holding.memory(deck)
     savings: list[MemorySaving] = []
@@ -138,7 +136,7 @@ def plan_deck(
     pipeline = plan_pipeline(deck, ranks, vocabulary)
     planned_deck = holding.with_products(deck), ranks, memory, room, tuple(savings), moved, tuple(others)
     if rates is None:
-        return DeckPlan(*planned_deck, pipeline)
+        return DeckPlan(*planned_deck, pipeline, title=title)
     step, sent = plan_step(deck, ranks, vocabulary, rates), plan_traffic(deck, ranks, vocabulary)
 
     def timed(deck: Deck, rates: Machine) -> StepPlan:
@@ -150,4 +148,4 @@ def plan_deck(
         return memory.largest.memory.total, None if room is None else room.fits
 
     advice = advise(deck, ranks, step, rates, read, timed, held, memory.largest.memory.total)
-    return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice)
+    return DeckPlan(*planned_deck, pipeline, rates, step, sent, advice, title)

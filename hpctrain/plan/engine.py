@@ -12,6 +12,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.place import with_split
+from hpctrain.model.build import architecture_of
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.room import Room, demand_room
@@ -35,6 +36,9 @@ def build_within_memory(
     has, or than the deck's [machine] says. `ready` is called when that is settled, before the engine makes
     any file; what was found for the deck stands in for what would be measured.
     """
+    with world.agreement():
+        # What building a module loads counts as a library.
+        architecture_of(deck, deck.model.vocabulary or 0)
     libraries = library_bytes() if on_host(world.device) else 0
     deck = choose_kernels(with_split(deck, deck.found.split), world, mesh)
     arrangement = arrange(deck, world, mesh)

@@ -45,6 +45,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
         f"{peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
     ]
+    lines += architecture.notes
     nodes = deck.communication.ranks_per_node
     if nodes is not None:
         lines.append(

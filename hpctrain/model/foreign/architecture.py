@@ -20,6 +20,8 @@ from hpctrain.words import counted, nearest
 
 META = torch.device("meta")
 
+_MOST_TOLD = 3
+
 
 @dataclass(frozen=True)
 class ModuleArchitecture(Architecture):
@@ -27,7 +29,7 @@ class ModuleArchitecture(Architecture):
     `pattern` has, `number` of them.
 
     `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
-    format `storage`, as its parameters are.
+    format `storage`, as its parameters are. `told` are the notes.
     """
 
     target: str
@@ -37,6 +39,7 @@ class ModuleArchitecture(Architecture):
     sequence: int
     buffers: Literal["first", "average"] | None
     storage: torch.dtype
+    told: tuple[str, ...] = ()
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -44,7 +47,6 @@ class ModuleArchitecture(Architecture):
         keys = deck.model
         assert keys.module is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
-        made = [keys.module, arguments, keys.blocks]
         rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage
         bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
         try:
@@ -55,12 +57,18 @@ class ModuleArchitecture(Architecture):
         problems = [deck.problem(key, sentence) for key, sentence in _problems(deck, module)]
         if problems:
             raise HpctrainError(problems)
-        return ModuleArchitecture(keys.module, arguments, keys.blocks, len(blocks_in(module, made[2])), *rest)
+        number = len(blocks_in(module, keys.blocks))
+        return ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, _notes(deck, module))
 
     @property
     def title(self) -> str:
         """See Architecture."""
         return self.target.rpartition("/")[2]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See Architecture."""
+        return self.told
 
     @property
     def draws(self) -> bool:
@@ -129,6 +137,23 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
             f'is to be said of a module that keeps {counted(len(kept), "buffer")} ({some}): "first" takes '
             'those of the first data rank after each step, "average" their mean',
         )
+
+
+def _notes(deck: Deck, module: nn.Module) -> tuple[str, ...]:
+    """What becomes of a module's parameters that is not plain: other formats, and several names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    tied = [f"{' and '.join(each)} are one parameter" for each in names.values() if len(each) > 1]
+    if len(tied) > _MOST_TOLD:
+        tied[_MOST_TOLD:] = [f"and {counted(len(tied) - _MOST_TOLD, 'other')} of several names"]
+    storage = Precision.of(deck).storage
+    others = sorted({str(p.dtype).removeprefix("torch.") for p in names} - {"float32"})
+    if not others:
+        return tuple(tied)
+    made, here = " and ".join(others), str(storage).removeprefix("torch.")
+    told = f"parameters that the module makes in {made} are {here} here, as all are, and updated in float32"
+    return (*tied, told)
 
 
 def _is_row(module: nn.Module) -> bool:

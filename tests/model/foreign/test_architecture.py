@@ -1,0 +1,134 @@
+"""What is known of a module before there is any of it, and what keeps it from being trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.deck.read import parse_deck
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+from hpctrain.model.build import architecture_of, bare_model, layer_kinds
+from hpctrain.model.count import count
+from hpctrain.model.foreign.architecture import ModuleArchitecture, blocks_in
+from hpctrain.model.part import parameter_list
+from tests.model.foreign import models
+
+MODULES = """
+import torch
+from torch import nn
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 3, dtype=torch.bfloat16)
+        self.b = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.c = nn.Parameter(torch.zeros(3))
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+        self.again = nn.ModuleList(self.rows)
+
+def integers():
+    module = nn.Linear(2, 3)
+    module.mask = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
+    module.turns = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    return module
+
+def frozen():
+    return nn.Linear(2, 3).requires_grad_(False)
+
+def lazy():
+    return nn.LazyLinear(3)
+"""
+DECK = """
+[run]
+steps = 20
+[model]
+module = "{target}"
+[data]
+tokens = "none"
+[batch]
+global_size = 8
+sequence = 32
+[learning_rate]
+peak = 1e-2
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "modules.py").write_text(MODULES)
+    return tmp_path / "modules.py"
+
+
+def deck_of(file: Path, name: str, *overrides: str) -> Deck:
+    return parse_deck(DECK.format(target=f"{file}:{name}"), overrides)
+
+
+def problems(file: Path, name: str, *overrides: str) -> list[str]:
+    with pytest.raises(HpctrainError) as caught:
+        architecture_of(deck_of(file, name, *overrides), 61)
+    return [each.rpartition('": ')[2] for each in caught.value.problems]
+
+
+def test_parameters_and_flops_are_counted_without_memory() -> None:
+    file = Path(models.__file__)
+    architecture = architecture_of(deck_of(file, "gpt", "model.blocks=layers.*"), 61)
+    expected = sum(parameter.numel() for parameter in models.gpt().parameters())
+    numbers = count(architecture)
+    assert numbers.parameters == numbers.active_parameters == expected
+    # 6 for each element of the blocks' matrices and of the head, which is the table; positions are no matrix.
+    of_block = 3 * 32 * 32 + 32 * 32 + 2 * 2 * 32 * 32
+    assert numbers.flops_per_token == 6 * (3 * of_block + 61 * 32)
+    assert numbers.block_forward == 2 * 3 * of_block
+    assert layer_kinds(architecture) == ("outside", "Block", "Block", "Block", "result")
+    assert architecture.title == "models.py:gpt" and architecture.block_count == 3
+
+
+def test_equal_decks_ask_for_equal_architectures(file: Path) -> None:
+    one, other = (architecture_of(deck_of(file, "Mixed"), 61) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != architecture_of(deck_of(file, "Mixed", "precision.compute=bf16"), 61)
+
+
+def test_one_parameter_of_several_names_is_one(file: Path) -> None:
+    architecture = architecture_of(deck_of(file, "Tied", "model.blocks=rows.*"), 61)
+    model = bare_model(architecture)
+    names = [parameter.shard.name for parameter in parameter_list(model)]
+    assert names == [f"rows.{row}.{kind}" for row in range(5) for kind in ("weight", "bias")]
+    assert next(iter(model.names.values())) == ["rows.0.weight", "again.0.weight"]  # type: ignore[attr-defined]
+    assert architecture.notes[0] == "rows.0.weight and again.0.weight are one parameter"
+    assert architecture.notes[3:] == ("and 7 others of several names",)
+
+
+def test_other_formats_are_told(file: Path) -> None:
+    (note,) = architecture_of(deck_of(file, "Mixed"), 61).notes
+    made = "parameters that the module makes in bfloat16 and float64 are float32 here"
+    assert note == f"{made}, as all are, and updated in float32"
+
+
+def test_blocks_have_a_pattern_between_dots() -> None:
+    module = models.gpt()
+    assert [*blocks_in(module, "layers.*")] == ["layers.0", "layers.1", "layers.2"]
+    assert [*blocks_in(module, "layers.[02].mlp")] == ["layers.0.mlp", "layers.2.mlp"]
+    assert blocks_in(module, "layers") == {"layers": module.layers} and not blocks_in(module, None)
+
+
+def test_what_cannot_be_trained_is_told(file: Path) -> None:
+    assert problems(file, "integers") == [
+        "its parameter mask is of int32, which is not trained here",
+        "its parameter turns is of complex64, which is not trained here",
+    ]
+    assert problems(file, "frozen") == ["has no parameter to train"]
+    assert problems(file, "lazy")[0] == "the shape of its parameter weight is open until it is called"
+    named = problems(Path(models.__file__), "gpt", "model.blocks=layers.*.attn")
+    told = "no part of the module has such a name (did you mean layers.0.attention?)"
+    assert named == [f"--set model.blocks=layers.*.attn: {told}"]
+
+
+def test_its_class_is_chosen_by_the_deck(file: Path) -> None:
+    assert isinstance(architecture_of(deck_of(file, "Mixed"), 61), ModuleArchitecture)
