@@ -1,13 +1,12 @@
 """The programmes of all ranks of a deck: one for ranks that are alike, told of the first of them.
 
-Ranks of stages with layers of the same kinds, with the same neighbours on their nodes, are taken to be alike;
-of each kind of stage ranks at other places along every axis are asked too, and where one of them does other
-things, every rank along that axis is.
+Ranks of stages with layers of the same kinds, with the same neighbours on their nodes and as much of what is
+shared out in blocks, are taken to be alike as far as those do the same that are asked, see Looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import get_args
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from hpctrain.comm.device import device_named
-from hpctrain.comm.mesh import AXES, coordinates, expert_sizes, rank_count
+from hpctrain.comm.mesh import coordinates, expert_sizes, rank_count
 from hpctrain.comm.topology import neighbours
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
@@ -28,8 +27,10 @@ from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.noted import How
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
+from hpctrain.plan.rehearse.looks import Looks, folds_of
 from hpctrain.plan.rehearse.programme import Job, Membership, Numbers, Programme
 from hpctrain.plan.rehearse.record import Named, membership
+from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
 from hpctrain.plan.traffic import plain, steady
 
@@ -80,19 +81,15 @@ class RankProgrammes:
     def job(self, progress: Progress = lambda _: None) -> Job:
         """All ranks, as far as they are alike from one programme."""
         nodes = self._node_looks()
-        axes = self._telling_axes(nodes, progress)
+        places = {kind: self._look_of_places(kind, nodes, progress) for kind in dict.fromkeys(self.kinds)}
         stages = np.arange(self.ranks) // self.of_stage
-        looks = np.stack([stages, nodes, self._places(self._alike_along(axes, progress))], axis=1)
-        if axes and not self._last_is_alike(looks):
-            each = {axis: np.arange(self.sizes[axis]) for axis in axes}
-            looks = np.stack([stages, nodes, self._places(each)], axis=1)
+        looks = np.stack([stages, nodes, np.concatenate([places[kind] for kind in self.kinds])], axis=1)
         _, firsts, programme_of = np.unique(looks, axis=0, return_index=True, return_inverse=True)
         programmes = []
         for number, first in enumerate(firsts.tolist(), 1):
             progress(f"programme {number} of {len(firsts)}")
             stage, place = divmod(first, self.of_stage)
-            look = self.kinds[stage], int(nodes[first]), int(looks[first, 2])
-            programmes.append(self.programme(stage, place, look))
+            programmes.append(self.programme(stage, place, self.kinds[stage]))
         return Job(programmes, programme_of.reshape(-1), self.groups(), self.place)
 
     def every_job(self) -> Job:
@@ -156,76 +153,32 @@ class RankProgrammes:
     def _named(self, kind: object) -> list[Named]:
         return list(self._first_step(kind).recorder.groups.values())
 
-    def _telling_axes(self, nodes: Numbers, progress: Progress) -> list[str]:
-        """Axes along which ranks of a stage do not all do the same: asked are one in the middle and the last
-        one, of every kind of stage.
-        """
-        found: dict[str, None] = {}
-        strides = self._strides
-        for number, kind in enumerate(dict.fromkeys(self.kinds), 1):
-            progress(f"kind {number} of stages")
-            stage = self.kinds.index(kind)
-            first, few = stage * self.of_stage, plain(self.schedule, ASKED_MICRO_BATCHES)
-            usual = self._first_step(kind).programme(few, stage, self._noted)
-            for axis, stride in strides.items():
-                for coordinate in sorted({self.sizes[axis] // 2, self.sizes[axis] - 1} - {0}):
-                    place = coordinate * stride
-                    if axis in found or nodes[first + place] != nodes[first]:
-                        continue
-                    other = self._step(stage, place, (kind, "asked"))
-                    if other.programme(few, stage, self._noted) != usual:
-                        found[axis] = None
-        return list(found)
+    def _look_of_places(self, kind: object, nodes: Numbers, progress: Progress) -> Numbers:
+        """Of each place of a kind of stage a number, the same of those that do the same [places].
 
-    @property
-    def _strides(self) -> dict[str, int]:
-        """How far neighbours along an axis are from each other."""
-        context = self.sizes["tensor"]
-        return {"tensor": 1, "context": context, "data": context * self.sizes["context"]}
-
-    def _alike_along(self, axes: Sequence[str], progress: Progress) -> dict[str, Numbers]:
-        """For each coordinate along these axes a number, the same of those that do the same in every kind of
-        stage, where they come first along all other axes.
+        What places did that are the first of no look is made anew if it is asked for.
         """
-        few, found = plain(self.schedule, ASKED_MICRO_BATCHES), {}
-        for axis in axes:
-            known: list[dict[Programme, int]] = [{} for _ in self.kinds]
-            alike: dict[tuple[int, ...], int] = {}
-            numbers = []
-            for coordinate in range(self.sizes[axis]):
-                progress(f"{axis} {coordinate} of {self.sizes[axis]}")
-                told = []
-                for kind in dict.fromkeys(self.kinds):
-                    stage = self.kinds.index(kind)
-                    asked = self._new_step(stage, coordinate * self._strides[axis])
-                    programme = asked.programme(few, stage, self._noted)
-                    told.append(known[stage].setdefault(programme, len(known[stage])))
-                numbers.append(alike.setdefault(tuple(told), len(alike)))
-            found[axis] = np.array(numbers)
+        stage, few = self.kinds.index(kind), plain(self.schedule, ASKED_MICRO_BATCHES)
+        known: dict[Programme, int] = {}
+        asked: dict[int, int] = {}
+
+        def ask(place: int) -> int:
+            if place not in asked:
+                progress(f"place {len(asked) + 1} of stage {stage}")
+                told = self._step(stage, place, kind).programme(few, stage, self._noted)
+                asked[place] = known.setdefault(told, len(known))
+            return asked[place]
+
+        ranks = np.arange(stage * self.of_stage, (stage + 1) * self.of_stage)
+        shares = Shares(self._first_step(kind), self.sizes)
+        given = np.stack([nodes[ranks], shares.looks(ranks)], axis=1)
+        given = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
+        ends = [rank - int(ranks[0]) for rank in shares.ends(int(ranks[0]))]
+        found = Looks(folds_of(self.sizes), given, ask).find(ends)
+        kept = {0, *np.unique(found, return_index=True)[1].tolist()}
+        for place in asked.keys() - kept:
+            del self._steps[kind, place]
         return found
-
-    def _last_is_alike(self, looks: Numbers) -> bool:
-        """Whether the last rank of the first stage of every kind, which comes last along all axes, does what
-        the first rank does that looks like it.
-        """
-        few = plain(self.schedule, ASKED_MICRO_BATCHES)
-        for kind in dict.fromkeys(self.kinds):
-            stage = self.kinds.index(kind)
-            last = (stage + 1) * self.of_stage - 1
-            first = int(np.flatnonzero((looks == looks[last]).all(axis=1))[0])
-            places = (self.of_stage - 1, first - stage * self.of_stage)
-            one, other = (self._new_step(stage, each).programme(few, stage, self._noted) for each in places)
-            if one != other:
-                return False
-        return True
-
-    def _places(self, numbers: Mapping[str, Numbers]) -> Numbers:
-        """Of each rank a number for what its coordinates along some axes have for numbers [ranks]."""
-        lattice = np.indices([self.sizes[axis] for axis in AXES]).reshape(len(AXES), -1)
-        places = np.zeros(self.ranks, dtype=np.int64)
-        for axis, of_coordinates in numbers.items():
-            places = places * self.sizes[axis] + of_coordinates[lattice[AXES.index(axis)]]
-        return places
 
     def _step(self, stage: int, place: int, look: object) -> RankStep:
         if (look, place) not in self._steps:

@@ -1,0 +1,62 @@
+"""What ranks have of buckets that are shared out: by that they may differ where no axis tells it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import numpy as np
+
+from hpctrain.plan.rehearse.programme import Membership, Numbers
+from hpctrain.plan.rehearse.record import membership
+from hpctrain.plan.rehearse.step import RankStep
+from hpctrain.sharding.bucket_layout import BucketLayout
+
+ENDS_OF_BUCKET = 3
+"""Of how many parameters of a bucket, beside its last one, is told in whose share they end."""
+
+
+class Shares:
+    """The shares of a stage's buckets, on a mesh of these `sizes`."""
+
+    def __init__(self, step: RankStep, sizes: Mapping[str, int]) -> None:
+        self._cut: list[tuple[BucketLayout, Membership]] = []
+        found: dict[str, Membership] = {}
+        for bucket in step.stage.buckets:
+            group = bucket.sharding.group
+            if group.size > 1:
+                name = step.recorder.groups[group.calls].name
+                if name not in found:
+                    found[name] = membership(name, sizes)
+                self._cut.append((bucket.layout, found[name]))
+
+    def looks(self, ranks: Numbers) -> Numbers:
+        """Of each of some ranks a number for how many Blocks it has of each bucket, and of which shapes."""
+        looks = [np.zeros(len(ranks), dtype=np.int64)]
+        for layout, groups in self._cut:
+            known: dict[object, int] = {}
+            numbers = np.array([known.setdefault(each, len(known)) for each in _blocks(layout)])
+            looks.append(np.where(groups.row_of < 0, -1, numbers[groups.place_of])[ranks])
+        return np.unique(np.stack(looks, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+
+    def ends(self, rank: int) -> Iterator[int]:
+        """The ranks together with one in whose shares parameters end, the last one's before the padding."""
+        for layout, groups in self._cut:
+            stops = [segment.start + segment.length for segment in layout.segments]
+            for stop in (*stops[:: max(1, len(stops) // ENDS_OF_BUCKET)], stops[-1]):
+                place = np.searchsorted(layout.borders, stop - 1, side="right") - 1
+                yield int(groups.of(rank)[place])
+
+
+def _blocks(layout: BucketLayout) -> list[frozenset[tuple[tuple[int, ...], int]]]:
+    """Of each share its Blocks: how many of each shape."""
+    found = [Counter[tuple[int, ...]]() for _ in pairwise(layout.borders)]
+    for segment in layout.segments:
+        shard, block = segment.parameter.shard, segment.parameter.block
+        if block is None:
+            continue
+        starts = np.arange(segment.start, segment.start + segment.length, block.elements(shard))
+        for place in (np.searchsorted(layout.borders, starts, side="right") - 1).tolist():
+            found[place][block.shape] += 1
+    return [frozenset(counts.items()) for counts in found]
