@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hpctrain.comm.planned import META
 from hpctrain.model.shape import ModelShape
+from hpctrain.plan.rehearse.recall import Recall, Recalling, tensors_of
 
 
-class EvenLoads(TorchDispatchMode):
+class EvenLoads(Recalling):
     """Within, what is counted of tensors without values is as many of each: of n numbers below k, n // k, and
     one more of the first ones where that leaves some; of copies those are kept that experts have room for.
     Nothing for a model without experts.
@@ -23,8 +23,8 @@ class EvenLoads(TorchDispatchMode):
     none; products by groups are so of any format.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
+    def __init__(self, shape: ModelShape, recall: Recall) -> None:
+        super().__init__(recall)
         self.experts, self.taken = shape.experts, min(1.0, shape.capacity or 1.0)
 
     def __torch_dispatch__(
@@ -43,10 +43,10 @@ class EvenLoads(TorchDispatchMode):
             return args[0].new_empty((kept, *args[0].shape[args[1][0].dim() :]))
         if "grouped_mm" in func.name():
             return _grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
-        tensors = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
+        tensors = tensors_of((*args, *kwargs.values()))
         if any(each.is_meta for each in tensors) and any(each.is_cpu for each in tensors):
             args, kwargs = tree_map(_without_values, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _counts(self, numbers: Tensor, length: int) -> Tensor:
         # Copies that no expert takes are counted behind the last one.
@@ -76,7 +76,3 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _without_values(each: Any) -> Any:
     return each.to(META) if isinstance(each, Tensor) and each.is_cpu else each
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [part for each in values for part in (each if isinstance(each, list | tuple) else [each])]

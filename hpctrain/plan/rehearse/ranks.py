@@ -29,6 +29,7 @@ from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.rehearse.looks import Looks, folds_of
 from hpctrain.plan.rehearse.programme import Job, Membership, Numbers, Programme
+from hpctrain.plan.rehearse.recall import Recall
 from hpctrain.plan.rehearse.record import Named, membership
 from hpctrain.plan.rehearse.shares import Shares
 from hpctrain.plan.rehearse.step import RankStep
@@ -52,6 +53,7 @@ class RankProgrammes:
     schedule: Schedule = field(init=False)
     split: tuple[int, ...] = field(init=False)
     _steps: dict[tuple[object, int], RankStep] = field(init=False, default_factory=dict)
+    _recall: Recall = field(init=False, default_factory=Recall)
 
     def __post_init__(self) -> None:
         self.deck = steady(self.deck)
@@ -195,4 +197,5 @@ class RankProgrammes:
             stage,
             place,
             self.ranks_per_node,
+            self._recall,
         )

@@ -6,7 +6,7 @@ What is done in a step besides, and in which order, is that of `train/step.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
 from hpctrain.plan.rehearse.loads import EvenLoads
 from hpctrain.plan.rehearse.programme import RECEIVE, Event, Programme
+from hpctrain.plan.rehearse.recall import Recall, Recalling
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
 from hpctrain.plan.rehearse.touches import StandIn, Touches, TouchNotes
 from hpctrain.plan.traffic import EVERYONE, PlannedWeights, plain
@@ -36,7 +37,7 @@ NOTED_MICRO_BATCHES = 2
 
 class RankStep:
     """What one rank of a stage does in a step: of the `place`-th rank of stage `number`, and of that rank of
-    the other stages that hold layers of the same kinds.
+    the other stages that hold layers of the same kinds. Those of a job share a `recall`.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class RankStep:
         number: int,
         place: int,
         ranks_per_node: int,
+        recall: Recall,
     ) -> None:
+        self.recall = recall
         self.deck, self.shape, self.sizes = deck, shape, sizes
         device = device_named(deck.run.device)
         transport = deck.communication.wished_transport if on_host(device) else "nccl"
@@ -86,7 +89,7 @@ class RankStep:
             notes = TouchNotes(self.recorder, steps, found)
             executor = self._executor(stage.models, self.mesh, stage.groups.noted)
             found.forget("F")
-            with META, EvenLoads(self.shape) if self.shape.experts else nullcontext():
+            with META, self._without_values():
                 stage.synchronizer.start(steps.micro_batches)
                 with (
                     stage.weight_maxima.known(),
@@ -98,6 +101,9 @@ class RankStep:
                 stage.synchronizer.finish()
                 stage.synchronizer.after_step(True, 1.0)
         return found
+
+    def _without_values(self) -> Recalling:
+        return EvenLoads(self.shape, self.recall) if self.shape.experts else Recalling(self.recall)
 
     def noted(self) -> dict[How, int]:
         """Numbers that the rank notes of a step, the largest values and sums."""

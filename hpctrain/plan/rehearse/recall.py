@@ -1,0 +1,104 @@
+"""What operations make of tensors without values, found once: the same of all ranks that have alike ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpctrain.comm.planned import META
+
+Made = int | tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of what is made; or the place among what is given of that which is given back."""
+
+
+class Recall:
+    """Runs operations of tensors without values, but for those that it has run of alike ones before: what
+    these made it gives anew, and what they wrote into it gives back. Views are always run.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[Made] | None] = {}
+        self._views: dict[Any, bool] = {}
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operation gives."""
+        if func not in self._views:
+            self._views[func] = _views(func)
+        if self._views[func]:
+            return func(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        key = func, *kwargs, *map(_key, given)
+        made = self._known.get(key)
+        if made:
+            found = [given[each] if isinstance(each, int) else _empty(*each) for each in made]
+            return found[0] if len(found) == 1 else tuple(found)
+        result = func(*args, **kwargs)
+        if key not in self._known:
+            # What is given back in another shape is not to be.
+            unchanged = key == (func, *kwargs, *map(_key, given))
+            self._known[key] = _made(result, given) if unchanged else None
+        return result
+
+
+class Recalling(TorchDispatchMode):
+    """Within, operations of nothing but tensors without values are those of a Recall."""
+
+    def __init__(self, recall: Recall) -> None:
+        super().__init__()
+        self.recall = recall
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run, or recall."""
+        kwargs = kwargs or {}
+        tensors = tensors_of((*args, *kwargs.values()))
+        if tensors and all(each.is_meta for each in tensors):
+            return self.recall.run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among what an operation is given, those in its lists too."""
+    flat = [part for each in values for part in (each if isinstance(each, list | tuple) else (each,))]
+    return [each for each in flat if isinstance(each, Tensor)]
+
+
+def _views(func: Any) -> bool:
+    """Whether what is made may share memory with what is given, but for what is written into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.returns:
+        return True
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+
+
+def _key(value: Any) -> Any:
+    """What tells what is given from what is not alike."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _made(result: Any, given: Sequence[Any]) -> list[Made] | None:
+    made: list[Made] = []
+    for each in result if isinstance(result, tuple) else (result,):
+        if not isinstance(each, Tensor) or not each.is_meta:
+            return None
+        places = [place for place, other in enumerate(given) if other is each]
+        made.append(places[0] if places else (tuple(each.shape), each.stride(), each.dtype))
+    return made
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    made: Tensor = torch.ops.aten.empty_strided.default(shape, strides, dtype=dtype, device=META)
+    return made
