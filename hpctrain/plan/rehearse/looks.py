@@ -3,8 +3,8 @@
 A rank's look are numbers that are known beforehand, such as how nodes cut its groups, and a number for its
 coordinate along every axis that tells ranks apart, of both ways in which a stage's ranks are folded. Some
 ranks are asked first, spread over all axes; then of every look the first rank, one in the middle and the last
-one. Where two of a look do not do the same, it is found along which axis that begins, and all coordinates
-along it are asked there.
+one, and those around what begins along an axis. Where two of a look do not do the same, it is found along
+which axis that begins, and all coordinates along it are asked there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hpctrain.comm.mesh import AXES, EXPERT_AXES, expert_sizes
 from hpctrain.plan.rehearse.programme import Numbers
 
 SPREAD = 8
-"""Places that are asked besides, which differ along all axes at once."""
+"""How many places, spread evenly, are asked where there may be very many."""
 
 
 class Axis(NamedTuple):
-    """One along which the places of a stage lie: how far neighbours there are from each other, and how many."""
+    """One along which the places of a stage lie: how far neighbours are from each other, and how many."""
 
     name: str
     stride: int
@@ -65,7 +65,7 @@ class Looks:
         self.folds, self.ask = folds, ask
         self.numbers: dict[Axis, Numbers] = {}
         self._given = given
-        self._lattice = np.arange(len(given))
+        self._places = np.arange(len(given))
 
     def find(self, others: Sequence[int]) -> Numbers:
         """The look of each place [places]; asked are `others` too."""
@@ -73,19 +73,16 @@ class Looks:
             self._compare(place)
         while True:
             of_place = self.of_place()
-            known = len(self.numbers), of_place.max()
-            for look in range(int(of_place.max()) + 1):
-                alike = np.flatnonzero(of_place == look)
-                for place in (alike[len(alike) // 2], alike[-1]):
-                    self._compare(int(place))
-            if known == (len(self.numbers), self.of_place().max()):
+            for place in dict.fromkeys((*_ends(of_place), *self._borders())):
+                self._compare(place)
+            if self.of_place().max() == of_place.max():  # no look was parted
                 return of_place
 
     def of_place(self) -> Numbers:
         """The look of each place, by what is known so far [places]."""
         keys = [self._given]
         for axis, numbers in self.numbers.items():
-            keys.append(numbers[self._lattice // axis.stride % axis.size])
+            keys.append(numbers[self._places // axis.stride % axis.size])
         found: Numbers = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
         return found
 
@@ -103,6 +100,18 @@ class Looks:
         # Multiples of the golden ratio are even over all lengths.
         yield from (int(len(self._given) * (number * 0.6180339887 % 1)) for number in range(1, SPREAD + 1))
 
+    def _borders(self) -> Iterator[int]:
+        """On both sides of where something begins along an axis, at other coordinates along the others: there
+        it may begin elsewhere.
+        """
+        for fold in self.folds:
+            for axis in (axis for axis in fold if axis in self.numbers):
+                begins = np.flatnonzero(np.diff(self.numbers[axis])).tolist()
+                sides = [side for at in _some(begins) for side in (at, at + 1)]
+                for other in (other for other in fold if other is not axis):
+                    for coordinate in _some(range(other.size)):
+                        yield from (axis.moved(other.moved(0, coordinate), side) for side in sides)
+
     def _compare(self, place: int) -> None:
         """Tell a place from the first one of its look as long as that does other things."""
         while True:
@@ -113,7 +122,7 @@ class Looks:
             self._tell_apart(first, place)
 
     def _tell_apart(self, first: int, place: int) -> None:
-        """Ask along the shortest axis at which a place on its way to another one begins to do other things."""
+        """Ask along the shortest axis at which a place on its way to the first begins to do other things."""
         steps: list[tuple[Axis, int]] = []
         for fold in self.folds:
             here = place
@@ -127,3 +136,16 @@ class Looks:
         told = np.array([self.ask(axis.moved(here, coordinate)) for coordinate in range(axis.size)])
         keys = np.stack([self.numbers.get(axis, np.zeros_like(told)), told], axis=1)
         self.numbers[axis] = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _ends(of_place: Numbers) -> Iterator[int]:
+    """Of each look a place in the middle and the last one."""
+    for look in range(int(of_place.max()) + 1):
+        alike = np.flatnonzero(of_place == look)
+        yield from (int(alike[len(alike) // 2]), int(alike[-1]))
+
+
+def _some(values: Sequence[int]) -> Iterator[int]:
+    """At most SPREAD of these, the first and the last one too."""
+    places = np.linspace(0, len(values) - 1, min(len(values), SPREAD))
+    yield from (values[int(place)] for place in places)

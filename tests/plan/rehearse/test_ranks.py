@@ -1,4 +1,7 @@
-"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found."""
+"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found.
+
+Tests of plan/rehearse/shares.py too.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +51,42 @@ def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys:
     assert (one.events, one.messages, one.bytes) == (other.events, other.messages, other.bytes)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        (*MIXTURE, "model.experts=12", "layout.expert=4", "batch.global_size=16"),
-        ("optimizer.name=muon", "layout.tensor=2", "layout.pipeline=2", "batch.global_size=16"),
-    ],
-    ids=["uneven experts", "muon"],
-)
-def test_ranks_that_are_not_alike_fit_each_other(keys: tuple[str, ...]) -> None:
-    """Experts that tokens do not come to as often, and blocks of which each rank transforms others."""
-    found = RankProgrammes(small_deck(*keys), 8, VOCABULARY, 4)
-    alike, each = found.job(), found.every_job()
-    for rank in range(8):
+UNEVEN = (*MIXTURE, "model.experts=12", "layout.expert=4", "model.experts_per_token=3", "batch.micro_size=1")
+FOLDED = (*MIXTURE, "layout.tensor=2", "layout.context=2", "model.experts=6", "layout.expert=3")
+MUON = ("optimizer.name=muon", "layout.tensor=2")
+UNLIKE: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "uneven experts": (8, 4, (*MIXTURE, "model.experts=12", "layout.expert=4", "batch.global_size=16")),
+    "muon": (8, 4, (*MUON, "layout.pipeline=2", "batch.global_size=16")),
+    "experts over tensor ranks": (16, 8, (*UNEVEN, *SPLIT, "layout.zero=1", "batch.global_size=16")),
+    "experts split": (16, 16, (*UNEVEN, *SPLIT, "layout.expert_tensor=2", "layout.zero=2")),
+    "nodes that cut experts": (16, 3, (*UNEVEN, "layout.pipeline=2", "layout.zero=3")),
+    "experts over context": (
+        12,
+        6,
+        (*FOLDED, "layout.expert_tensor=2", "optimizer.name=muon", "batch.global_size=24"),
+    ),
+    "interleaved": (
+        16,
+        8,
+        (
+            *UNEVEN,
+            *("layout.pipeline=2", "layout.chunks=2", "layout.schedule=interleaved", "model.layers=4"),
+            "batch.global_size=32",
+        ),
+    ),
+    "few blocks": (24, 24, (*MUON, "layout.zero=1", "model.layers=3", "batch.global_size=24")),
+    "blocks handed on": (24, 24, (*MUON, "model.layers=3", "batch.global_size=24")),
+    "codes": (6, 6, ("communication.compress=int8", "layout.zero=1", "batch.global_size=24")),
+}
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "keys"), UNLIKE.values(), ids=UNLIKE)
+def test_ranks_that_are_not_alike_fit_each_other(ranks: int, per_node: int, keys: tuple[str, ...]) -> None:
+    """Experts that tokens do not come to as often, blocks of which each rank has others, and codes."""
+    deck = small_deck(*keys)
+    alike = RankProgrammes(deck, ranks, VOCABULARY, per_node).job()
+    each = RankProgrammes(deck, ranks, VOCABULARY, per_node).every_job()
+    for rank in range(ranks):
         assert alike.programmes[alike.programme_of[rank]] == each.programmes[rank], each.place(rank)
     assert not match(alike).faults
 
@@ -86,3 +112,15 @@ def test_a_forgotten_message_of_one_rank_is_found_among_many() -> None:
     assert (fault.rank, fault.count) == (rank, 1)
     assert "rank 21 (pipeline 1, data 2, tensor 1)" in fault.sentence
     assert f"send {events[sent].what} of" in fault.sentence
+
+
+def test_uneven_experts_are_told_apart_by_few_of_many_ranks() -> None:
+    """Of 512 ranks 96 experts lie over 32 and 3 each: loads differ as these do, nothing along data does."""
+    keys = ("model.experts=96", "model.experts_per_token=4", "layout.expert=32", "layout.zero=1")
+    deck = small_deck(*MIXTURE, *keys, "batch.global_size=512", "batch.micro_size=1")
+    asked: list[str] = []
+    job = RankProgrammes(deck, 512, VOCABULARY, 8).job(asked.append)
+    assert len(asked) < 100
+    # 128 copies: one more for each of the first 32 experts, of which rank 10 has two.
+    loads = [3] * 10 + [2] + [0] * 21
+    assert len(job.programmes) == len(set(zip(job.programme_of.tolist(), loads * 16, strict=True))) == 3
