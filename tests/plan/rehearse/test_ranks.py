@@ -1,7 +1,4 @@
-"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found.
-
-Tests of plan/rehearse/shares.py too.
-"""
+"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found."""
 
 from __future__ import annotations
 

@@ -64,6 +64,12 @@ def test_operations_of_others_are_run(others: tuple[Any, Any]) -> None:
     assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
+def test_what_is_made_has_the_strides_of_what_is_given() -> None:
+    found, names = run((torch.neg, a(3, 3)), (torch.neg, a(3, 3).t()), (torch.neg, a(3, 3).t()))
+    assert [each.stride() for each in found] == [(3, 1), (1, 3), (1, 3)]
+    assert names.count("neg") == 2
+
+
 def test_a_number_is_not_one_of_another_type() -> None:
     """1 == 1.0 == True."""
     whole = a(2, dtype=torch.int64)
