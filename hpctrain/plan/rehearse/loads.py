@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,32 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hpctrain.comm.planned import META
+from hpctrain.deck.schema import Deck
 from hpctrain.model.shape import ModelShape
 from hpctrain.plan.rehearse.recall import Recall, Recalling, tensors_of
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What ranks send to experts of a micro-batch, whose `rows` are those of each tensor rank; every row goes
+    to so many `chosen` ones, and of copies the share `taken` has room.
+    """
+
+    experts: int
+    chosen: int
+    taken: float
+    rows: tuple[int, ...]
+
+    @staticmethod
+    def of_deck(deck: Deck, shape: ModelShape) -> Loads:
+        """Those of a deck's mixture."""
+        tensor, rows = deck.layout.tensor, deck.batch.micro_size * shape.sequence // deck.layout.context
+        pieces = (rows * (rank + 1) // tensor - rows * rank // tensor for rank in range(tensor))
+        return Loads(shape.experts, shape.experts_per_token, _taken(shape), tuple(pieces))
+
+    def of(self, rank: int) -> Tensor:
+        """Copies that a rank sends to each expert [experts]."""
+        return _even(int(self.rows[rank % len(self.rows)] * self.chosen * self.taken), self.experts)
 
 
 class EvenLoads(Recalling):
@@ -25,7 +50,7 @@ class EvenLoads(Recalling):
 
     def __init__(self, shape: ModelShape, recall: Recall) -> None:
         super().__init__(recall)
-        self.experts, self.taken = shape.experts, min(1.0, shape.capacity or 1.0)
+        self.experts, self.taken = shape.experts, _taken(shape)
 
     def __torch_dispatch__(
         self,
@@ -54,10 +79,20 @@ class EvenLoads(Recalling):
         whole = numbers.numel()
         if length == self.experts + 1:
             whole = int(whole * self.taken)
-        counts = torch.full((length,), whole // kinds, dtype=torch.int64, device="cpu")
-        counts[: whole % kinds] += 1
-        counts[kinds:] = numbers.numel() - whole
+        counts = torch.full((length,), numbers.numel() - whole, dtype=torch.int64, device="cpu")
+        counts[:kinds] = _even(whole, kinds)
         return counts
+
+
+def _taken(shape: ModelShape) -> float:
+    return min(1.0, shape.capacity or 1.0)
+
+
+def _even(many: int, kinds: int) -> Tensor:
+    """As many of each kind, one more of the first ones [kinds]."""
+    counts = torch.full((kinds,), many // kinds, dtype=torch.int64, device="cpu")
+    counts[: many % kinds] += 1
+    return counts
 
 
 def _is_mask(indices: Sequence[Any]) -> bool:

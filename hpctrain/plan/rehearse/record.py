@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpctrain.comm.calls import Call, GroupCalls
 from hpctrain.comm.group import Group
@@ -32,10 +33,11 @@ class Recorder:
 
     `action` is that in which calls are made, where it is known by then; `carried` says what the message that
     is sent next carries, as what is `done`. `note` is what takes an event, and gives what is waited for, of
-    one that is started.
+    one that is started. `loads` tells what each rank counts of a mixture's experts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Callable[[int], Tensor] | None = None) -> None:
+        self._loads = loads
         self.events: list[Event] = []
         self.note: Callable[[Event], Pending | None] = self.add
         self.groups: dict[GroupCalls, Named] = {}
@@ -51,16 +53,25 @@ class Recorder:
         return None if pending is None else _UnderWay(call, pending)
 
     def _give(self, call: Call) -> None:
-        """Where there is memory, such as that of counts: what comes where all ranks give the same."""
+        """Where there is memory, such as that of counts: what comes of the others, who have loads as told."""
         given, received = call.tensor, call.output
         if given is None or received is None or not given.is_cpu or given is received:
             return
         named = self.groups[call.group]
-        if call.operation == "all_to_all" and call.counts is None:
-            own = given.view(len(named.ranks), -1)[named.rank]
-            received.view(len(named.ranks), -1).copy_(own)
-        elif call.operation == "all_gather" and call.counts is None:
-            received.view(len(named.ranks), -1).copy_(given.reshape(-1))
+        if call.counts is not None or call.operation not in {"all_to_all", "all_gather"}:
+            return
+        if self._loads is None:
+            own = given.view(len(named.ranks), -1)[named.rank] if call.operation == "all_to_all" else given
+            received.view(len(named.ranks), -1).copy_(own.reshape(-1))
+            return
+        here = named.ranks[named.rank]
+        by_expert = next((each for each in self.groups.values() if each.name == "expert"), None)
+        place, sources = (by_expert.rank, by_expert.ranks) if by_expert else (0, (here,))
+        for number, rank in enumerate(named.ranks):
+            # Of an all-gather each gives what has come to it; who are a part of an expert lie alike.
+            whose = [rank] if call.operation == "all_to_all" else [each + rank - here for each in sources]
+            told = [self._loads(each).view(len(sources), -1)[place] for each in whose]
+            received.view(len(named.ranks), -1)[number] = torch.cat(told)
 
     def add(self, event: Event) -> Pending | None:
         """Add an event; what is waited for where it is only started."""

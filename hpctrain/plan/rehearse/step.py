@@ -24,7 +24,7 @@ from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.noted import How, Noted
 from hpctrain.pipeline.action import Action, Kind, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch, messages
-from hpctrain.plan.rehearse.loads import EvenLoads
+from hpctrain.plan.rehearse.loads import EvenLoads, Loads
 from hpctrain.plan.rehearse.programme import RECEIVE, Event, Programme
 from hpctrain.plan.rehearse.recall import Recall, Recalling
 from hpctrain.plan.rehearse.record import RecordedMesh, Recorder
@@ -57,7 +57,7 @@ class RankStep:
         device = device_named(deck.run.device)
         transport = deck.communication.wished_transport if on_host(device) else "nccl"
         self._mesh_of = sizes, ranks_per_node, device, place, transport
-        self.recorder = recorder = Recorder()
+        self.recorder = recorder = Recorder(Loads.of_deck(deck, shape).of if shape.experts else None)
         self.mesh = self._mesh(number)
         self.stage = stage = plan_stage(deck, shape, self.mesh, schedule, split, number, device)
         self.weights = PlannedWeights(stage)

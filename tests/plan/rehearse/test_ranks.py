@@ -51,7 +51,12 @@ def test_alike_ranks_are_told_as_each_by_itself(ranks: int, per_node: int, keys:
 UNEVEN = (*MIXTURE, "model.experts=12", "layout.expert=4", "model.experts_per_token=3", "batch.micro_size=1")
 FOLDED = (*MIXTURE, "layout.tensor=2", "layout.context=2", "model.experts=6", "layout.expert=3")
 MUON = ("optimizer.name=muon", "layout.tensor=2")
+ODD = (*MIXTURE, "layout.tensor=4", "batch.sequence=33", "batch.micro_size=1", "batch.global_size=16")
+"""Rows that tensor ranks do not take as many of."""
 UNLIKE: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "odd rows": (8, 8, (*ODD, "layout.expert=4", "layout.pipeline=2")),
+    "odd rows of split experts": (8, 4, (*ODD, "layout.expert=2", "layout.expert_tensor=2")),
+    "odd rows with room": (8, 4, (*ODD, "layout.expert=2", "model.capacity=1.25", "layout.zero=1")),
     "uneven experts": (8, 4, (*MIXTURE, "model.experts=12", "layout.expert=4", "batch.global_size=16")),
     "muon": (8, 4, (*MUON, "layout.pipeline=2", "batch.global_size=16")),
     "experts over tensor ranks": (16, 8, (*UNEVEN, *SPLIT, "layout.zero=1", "batch.global_size=16")),
