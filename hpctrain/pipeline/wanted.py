@@ -10,7 +10,7 @@ from hpctrain.deck.schedules import NAMES, V_SHAPED
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_text
-from hpctrain.pipeline.action import Action, Schedule, accumulation, stage_lines
+from hpctrain.pipeline.action import Action, Placement, Schedule, accumulation, stage_lines
 from hpctrain.pipeline.check import check, refusal
 from hpctrain.pipeline.generate import generate
 from hpctrain.pipeline.simulate import Times
@@ -20,10 +20,13 @@ SCHEDULE_BYTES = 64 << 20  # of a schedule's file at most
 
 
 def outline(deck: Deck) -> Schedule:
-    """The stages, chunks and placement of a schedule by name, which are known before any times are."""
+    """The stages, chunks and placement of a deck's schedule, which are known before any times are."""
     layout = deck.layout
     forward = tuple(Action("F", 0, chunk) for chunk in range(layout.chunks))
-    return Schedule((forward,) * layout.pipeline, "outline", "v" if layout.schedule in V_SHAPED else "loop")
+    placement: Placement = "v" if layout.schedule in V_SHAPED else "loop"
+    if layout.schedule not in NAMES:
+        placement = schedule_of_file(deck).placement
+    return Schedule((forward,) * layout.pipeline, "outline", placement)
 
 
 def make_schedule(deck: Deck, data_ranks: int, times: Times | None = None) -> Callable[[int], Schedule]:

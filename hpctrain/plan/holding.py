@@ -76,7 +76,7 @@ class Holding:
         return plan_memory(known, self.ranks, self.vocabulary, libraries, self._nodes(deck), split, schedule)
 
     def _nodes(self, deck: Deck) -> int | None:
-        return self.ranks_per_node or deck.communication.ranks_per_node
+        return self.ranks_per_node or deck.communication.ranks_per_node or deck.machine.ranks_per_node
 
     def limit(self, deck: Deck) -> tuple[Limit, int] | None:
         """What ranks that share memory may hold together, and how many they are: those of a node, or on GPUs

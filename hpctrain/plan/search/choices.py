@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from hpctrain.deck.problem import divisors
-from hpctrain.deck.schedules import TWO_CHUNKS
+from hpctrain.deck.schedules import NAMES, TWO_CHUNKS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.searched import SEARCHED
 from hpctrain.pipeline.v_schedule import LIMITS
+from hpctrain.pipeline.wanted import schedule_of_file
 from hpctrain.plan.time.machine import Machine, Sharing
 
 RECOMPUTED = ("none", "selective", "full", "sqrt")
@@ -101,6 +102,8 @@ class Choices:
         def usual(schedule: str) -> Sequence[int]:
             if schedule == "interleaved":
                 return range(2, most + 1)
+            if schedule not in NAMES:
+                return [schedule_of_file(self.deck).chunks]
             return [2] if schedule in TWO_CHUNKS else [1]
 
         # On so few stages others may hold as much as one before them, and are that one.

@@ -14,7 +14,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.shape import ModelShape
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.split import cut, split_over
-from hpctrain.pipeline.wanted import make_schedule, outline
+from hpctrain.pipeline.wanted import make_schedule, outline, schedule_of_file
 from hpctrain.plan.search.choices import Choices, Values, with_values
 from hpctrain.plan.search.form import Form
 from hpctrain.plan.search.nodes import Fell, SplitLayers, Staged
@@ -85,6 +85,10 @@ class SplitForms:
         if schedule in NAMES:
             return True
         deck = with_values(node.deck, {"layout.schedule": schedule, "layout.chunks": chunks})
+        stages = schedule_of_file(deck).stage_count
+        if node.at.pipeline == 1 and stages > 1:  # a run would not look into the file
+            problem = f"has {stages} stages, but layout.pipeline = 1"
+            return not self._fell.cannot_be([Problem("layout.schedule", problem)], deck)
         try:
             make_schedule(deck, node.at.data)
         except HpctrainError as error:

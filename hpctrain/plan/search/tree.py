@@ -176,8 +176,12 @@ class Tree:
 
     def _message(self, at: Arrangement) -> float:
         """Seconds from a stage to the next, at the least."""
-        kinds = self.machine.kinds if at.pipeline > 1 else ()
-        return min((boundary_seconds(self.layers[0].hidden, at, kind) for kind in kinds), default=0.0)
+        if at.pipeline == 1:
+            return 0.0
+        # Links that no stage has to its next one are not asked for: they may not be known.
+        ways = {at.crosses(stage, stage + 1) for stage in range(at.pipeline - 1)}
+        hidden = self.layers[0].hidden
+        return min(boundary_seconds(hidden, at, kind, way) for kind in self.machine.kinds for way in ways)
 
     def _order(self, layout: Layout) -> object:
         """What an order that is looked for depends on; None of one that is known."""

@@ -156,7 +156,7 @@ class Arrangement:
         """Of one pipeline stage."""
         return self.tensor * self.context * self.data
 
-    @property
-    def message_crosses(self) -> bool:
-        """Whether the next stage's ranks are on other nodes."""
-        return self.stage_ranks >= self.ranks_per_node
+    def crosses(self, one: int, other: int) -> bool:
+        """Whether a rank of a stage and that of another one to which it sends are on two nodes."""
+        first, last = min(one, other) * self.stage_ranks, (max(one, other) + 1) * self.stage_ranks - 1
+        return one != other and first // self.ranks_per_node != last // self.ranks_per_node

@@ -70,12 +70,6 @@ class Ground:
         if key not in self._joined:
             kinds = {id(kind): kind for group in key for kind in self.groups[group]}
             self._joined[key] = _together(list(kinds.values()))
-            if len(kinds) > 1 and not self.at.message_crosses:  # these stages are on other nodes all the same
-                apart = (
-                    kind.model_copy(update={"inside": _slowest([kind.inside, kind.between])})
-                    for kind in self._joined[key]
-                )
-                self._joined[key] = tuple(apart)
         return self._joined[key]
 
     def after(

@@ -171,7 +171,7 @@ class Machine(_Table):
     source: str = Field(min_length=1)
     nodes: int | None = Field(None, ge=1)
     ranks_per_node: int = Field(ge=1)
-    memory: float = Field(gt=0, le=1e18)
+    memory: float = Field(ge=1, le=1e18)
     memory_bandwidth: float = Field(ge=1, le=1e30)
     launch: float = Field(0.0, ge=0)
     fixed: float = Field(0.0, ge=0)

@@ -247,7 +247,8 @@ def messages_of(schedule: Schedule, hidden: int, ground: Ground) -> list[float]:
     homes = [schedule.home(part)[0] for part in range(schedule.parts)]
     for pair in dict.fromkeys(pairwise(homes)):
         one, other = pair
-        seconds = (boundary_seconds(hidden, ground.at, kind) for kind in ground.links(one, other))
+        crosses = ground.at.crosses(one, other)
+        seconds = (boundary_seconds(hidden, ground.at, kind, crosses) for kind in ground.links(one, other))
         found[pair] = max(seconds) if one != other else 0.0
     return [found[pair] for pair in pairwise(homes)]
 
@@ -258,10 +259,10 @@ def waits_of(messages: Sequence[float]) -> list[float]:
     return [(one + other) / 2 for one, other in zip(before, after, strict=True)]
 
 
-def boundary_seconds(hidden: int, at: Arrangement, machine: Machine) -> float:
-    """Seconds of hidden states from a stage to the next."""
+def boundary_seconds(hidden: int, at: Arrangement, machine: Machine, crosses: bool) -> float:
+    """Seconds of hidden states from a stage to the next, on other nodes where it `crosses`."""
     size = at.rows * hidden * at.itemsize
-    if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and at.message_crosses:
+    if machine.split_messages and not at.sequence_parallel and at.tensor > 1 and crosses:
         gathered = collective_seconds(machine, "all_gather", size, at.tensor_ranks)
-        return message_seconds(machine, size / at.tensor, at.message_crosses) + gathered
-    return message_seconds(machine, size, at.message_crosses)
+        return message_seconds(machine, size / at.tensor, crosses) + gathered
+    return message_seconds(machine, size, crosses)

@@ -69,7 +69,8 @@ def _with_tied(
         return held, 0.0
     (end,) = ends
     size = end.tied_elements / at.tensor * at.gradient_itemsize
-    seconds = max(message_seconds(machine, size, at.message_crosses) for machine in ends_on)
+    crosses = at.crosses(0, at.pipeline - 1)
+    seconds = max(message_seconds(machine, size, crosses) for machine in ends_on)
     if end.is_first:
         return held, seconds
     own = replace(end, split_elements=end.split_elements + end.tied_elements)

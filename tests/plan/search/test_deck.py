@@ -123,6 +123,11 @@ def test_a_key_may_be_given_alone_that_asks_others_to_be_chosen(
     assert laid_out(deck, RANKS).value(given.partition("=")[0]) == value
 
 
+def test_a_group_of_a_node_is_of_as_many_ranks_as_the_machine_says(path: Path) -> None:
+    best = search_deck(path, RANKS, ["layout.zero=1", "layout.zero_group=node"], Wished()).found.best
+    assert all(each.deck.layout.zero_group == "node" for each in best)
+
+
 def test_a_word_opens_the_layout_that_was_given() -> None:
     text = DECK.replace('layout = "auto"', "") + "[layout]\ntensor = 4\nzero = 1\n"
     assert parse_deck(text).layout.tensor == 4

@@ -258,13 +258,32 @@ def test_a_schedule_of_a_file_is_for_its_stages_and_micro_batches(tmp_path: Path
     assert f"{path}: has 4 stages, but layout.pipeline = 8" in wrong.fell.reasons["layout.schedule"]
 
 
-def test_a_schedule_of_a_file_with_two_chunks_is_for_several_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunks", [{}, {"chunks": 2}])
+def test_a_schedule_of_a_file_with_two_chunks_is_for_several_stages(
+    chunks: dict[str, object], tmp_path: Path
+) -> None:
     path = tmp_path / "ours.txt"
     path.write_text(str(generate("zb-v", 4, 8)))
-    layout = {"schedule": str(path), "tensor": 4, "context": 1, "chunks": 2}
+    layout = {"schedule": str(path), "tensor": 4, "context": 1, **chunks}
     found = found_by(Case((*OPEN, "batch.micro_size=1"), layout, {"recompute": "full"}), 99)
-    assert {each.deck.layout.pipeline for each in found.best} == {4}
-    assert "must be 1 on a single stage" in found.fell.reasons["layout.chunks"]
+    assert {(each.deck.layout.pipeline, each.deck.layout.chunks) for each in found.best} == {(4, 2)}
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("dualpipe-v", 2), ("interleaved", 3)])
+def test_with_a_schedule_of_a_file_the_best_are_those_of_brute_force(
+    name: str, chunks: int, tmp_path: Path
+) -> None:
+    """Of a model whose ends are heavy: where its parts lie shows."""
+    path = tmp_path / "ours.txt"
+    path.write_text(str(generate(name, 2, 4, chunks)))
+    given = {"schedule": str(path), "pipeline": 2, "chunks": chunks, "sequence_parallel": False}
+    keys = ("model.layers=8", "batch.global_size=16", "model.vocabulary=50000")
+    case = Case(keys, given, {**KEPT, "optimizer": "device"}, ranks=8)
+    holding = bare(case.deck, case.ranks)
+    expected = Brute(case.deck, case.ranks, case.machine).best(holding, 99)
+    found = found_by(case, 99).best
+    assert len(expected) > 3
+    assert [each.seconds for each in found] == pytest.approx([each[0] for each in expected], rel=1e-9)
 
 
 def test_where_nothing_fits_the_quickest_is_told_with_what_lacks() -> None:

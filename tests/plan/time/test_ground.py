@@ -135,7 +135,8 @@ def test_what_is_sent_between_kinds_goes_by_the_slower_link() -> None:
         assert {kind.between.bandwidth for kind in across.links(one, other) if kind.between} == {1e6}
     # Stages of one rank: two of each kind on a node, but where kinds meet there are nodes between.
     near = Ground(narrow, at(8))
-    assert [{k.inside.bandwidth for k in near.links(3, s) if k.inside} for s in (2, 4)] == [{1e10}, {1e6}]
+    assert [near.at.crosses(3, stage) for stage in (2, 4)] == [False, True]
+    assert {kind.between.bandwidth for kind in near.links(3, 4) if kind.between} == {1e6}
 
 
 def test_stages_that_are_twice_as_fast_hold_twice_the_blocks() -> None:

@@ -254,6 +254,26 @@ def test_people_are_told() -> None:
     assert set(WHAT) == set(CAUSES)
 
 
+@pytest.mark.parametrize(("stages", "crossing"), [(2, 1), (4, 1), (8, 1)])
+def test_messages_cross_nodes_where_the_next_stage_is_on_another(stages: int, crossing: int) -> None:
+    """Eight ranks on two nodes: of all boundaries one lies between these, as both of its sides wait."""
+    machine = parse_machine(SLOW.replace("latency = 1e-5", "latency = 1.0"), "")
+    at = replace(Arrangement.of(small_deck(), 1, 4), pipeline=stages, data=8 // stages, micro_batches=16)
+    assert sum(at.crosses(stage, stage + 1) for stage in range(stages - 1)) == crossing
+    assert at.crosses(stages - 1, 0) and not at.crosses(0, 0)
+    keys = (f"layout.pipeline={stages}", "model.layers=8", "batch.global_size=32", "batch.micro_size=1")
+    messages = planned(machine, 8, *keys)
+    # A micro-batch's way there and back over the slow link, of which either side waits for half.
+    assert sum(messages.values()) >= 2 * 32 / (8 // stages) * 0.5
+
+
+def test_nodes_of_six_ranks_are_met_by_stages_of_four() -> None:
+    at = replace(Arrangement.of(small_deck(), 1, 6), pipeline=3, data=4)
+    assert [at.crosses(stage, stage + 1) for stage in range(2)] == [True, True]
+    at = replace(at, pipeline=6, data=2)
+    assert [at.crosses(stage, stage + 1) for stage in range(5)] == [False, False, True, False, False]
+
+
 def test_a_machine_has_what_the_deck_does_not_say() -> None:
     alone = parse_machine(FILE, "")
     together = alone.model_copy(update={"shared_memory": True, "gradients": "compute"})
