@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import isfinite, prod
 
+from hpctrain.errors import HpctrainError
 from hpctrain.model.build import bare_model
 from hpctrain.model.frozen import freeze_parameters, silent_blocks
 from hpctrain.model.part import Layer
@@ -133,13 +134,19 @@ def _saved(layer: Layer, itemsize: int, selective: bool) -> tuple[float, float]:
     return total(layer.saved(features)) / _TOKENS, total(layer.saved(rows)) / _TOKENS
 
 
+MOST_PASSES = 1e12
+"""More than a layer has in a step."""
+
+
 def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> LayerSeconds:
-    """Of a layer that is arranged so on a machine."""
+    """Of a layer that is arranged so on a machine. HpctrainError where its figures make that endless."""
     of_layer = _Times(layer, at, machine)
     forward = of_layer.forward()
+    _require_finite(machine, forward)
     if layer.silent:
         return LayerSeconds(forward, {}, {})
     gradient, weight = of_layer.input_gradient(), of_layer.weight_gradient()
+    _require_finite(machine, gradient | weight)
     if layer.is_last:  # the head's gradients are computed with its losses
         return LayerSeconds(added(forward, gradient, weight), {}, {})
     if layer.is_block and at.recompute != "none":
@@ -152,6 +159,13 @@ def layer_seconds(layer: LayerSizes, at: Arrangement, machine: Machine) -> Layer
         gradient = added(gradient, {"offload": back})
         forward["offload"] = max(0.0, moving - sum(forward.values()))
     return LayerSeconds(forward, gradient, weight)
+
+
+def _require_finite(machine: Machine, causes: Mapping[str, float]) -> None:
+    for cause, seconds in causes.items():
+        if not isfinite(seconds * MOST_PASSES):
+            sentence = f"{machine.name}: by its figures {cause} of a single layer take {seconds:.3g} s"
+            raise HpctrainError(f"{sentence}; one of them is out of all reason")
 
 
 class _Times:

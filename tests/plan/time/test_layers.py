@@ -12,6 +12,7 @@ from hpctrain.comm.planned import PlannedMesh
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import plan_stage
+from hpctrain.errors import HpctrainError
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.saved import total
@@ -70,3 +71,17 @@ def test_what_moves_while_a_block_computes_is_not_waited_for() -> None:
     fast = parse_machine(DISK.replace(f"disk = {BANDWIDTH}", "disk = 1e15"), "")
     there = seconds_of(fast, 1, "memory.activations=disk")
     assert there.forward["offload"] == there.input_gradient["offload"] == 0
+
+
+@pytest.mark.parametrize(
+    ("figure", "words"),
+    [("saturation = 1e308", "products of a single layer take inf s"), ("launch = 1e308", "elementwise of")],
+)
+def test_figures_by_which_a_layer_never_ends(figure: str, words: str) -> None:
+    known = "saturation = 100.0" if "saturation" in figure else "memory = 1e9"
+    text = FILE.replace(known, figure if "saturation" in figure else f"{known}\n{figure}")
+    deck = small_deck()
+    _, block, *_ = layer_sizes(ModelShape.of(deck, 61), ())
+    machine, at = parse_machine(text, ""), Arrangement.of(deck, 1, 4)
+    with pytest.raises(HpctrainError, match=f"ours: by its figures {words}"):
+        layer_seconds(block, at, machine)

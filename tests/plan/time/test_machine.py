@@ -106,7 +106,11 @@ def test_what_was_measured_goes_before_what_is_computed() -> None:
     [
         ("memory = 1e9\n", "", "ours.toml:2: machine.memory: is missing"),
         ("peak = 1e11\n", "", "ours.toml:11: machine.products.fp32.peak: is missing"),
-        ("memory = 1e9", "memory = -1.0", "ours.toml:6: machine.memory: input should be greater than or equal to 1"),
+        (
+            "memory = 1e9",
+            "memory = -1.0",
+            "ours.toml:6: machine.memory: input should be greater than or equal to 1",
+        ),
         ("memory = 1e9", "speed = 1", "ours.toml:6: machine.speed: is no figure of a machine"),
         (
             "forward = 1e11, ",
