@@ -1,4 +1,7 @@
-"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found."""
+"""All ranks of a job: told by those alike as each by itself, and matched; a planted fault is found.
+
+Tests of plan/rehearse/loads.py beside plan/rehearse/ranks.py.
+"""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ def test_what_moves_while_a_block_computes_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "words"),
-    [("saturation = 1e308", "products of a single layer take inf s"), ("launch = 1e308", "elementwise of")],
+    "figure",
+    ["saturation = 1e308", "launch = 1e308"],
 )
-def test_figures_by_which_a_layer_never_ends(figure: str, words: str) -> None:
+def test_figures_by_which_a_layer_never_ends(figure: str) -> None:
     known = "saturation = 100.0" if "saturation" in figure else "memory = 1e9"
     text = FILE.replace(known, figure if "saturation" in figure else f"{known}\n{figure}")
     deck = small_deck()
     _, block, *_ = layer_sizes(ModelShape.of(deck, 61), ())
     machine, at = parse_machine(text, ""), Arrangement.of(deck, 1, 4)
-    with pytest.raises(HpctrainError, match=f"ours: by its figures {words}"):
+    with pytest.raises(HpctrainError, match="ours: by its figures products of a single layer take inf s"):
         layer_seconds(block, at, machine)
