@@ -14,25 +14,14 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.find import find_function, users_code
+from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Losses, LossOf
 
 _IGNORED = -100
 
 
-@dataclass(frozen=True)
-class NextTokenOfLogits:
-    """The cross-entropy, in fp32, of whole logits [b, s, V]; `z_loss` as in NextToken."""
-
-    z_loss: float = 0.0
-    figures: ClassVar[tuple[str, ...]] = ("loss",)
-
-    def count(self, micro_batch: MicroBatch) -> int:
-        """Tokens to be predicted."""
-        return int((micro_batch.targets >= 0).sum())
-
-    def settle(self, figures: dict[str, float]) -> float:  # noqa: ARG002
-        """See Objective."""
-        return 1.0
+class NextTokenOfLogits(NextToken):
+    """As NextToken, in fp32, of whole logits [b, s, V]."""
 
     def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
         """See Objective."""
