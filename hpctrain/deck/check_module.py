@@ -33,7 +33,6 @@ _DEFAULTS = {
     "communication.server": "is for our families yet",
     "communication.compress": "is for our families yet",
     "run.noise_scale_steps": "is for our families yet",
-    "stability.verify_layout": "makes a miniature of our families alone",
     "machine.compile": "compiles functions of our families' blocks",
     "machine.rates": "is for plans of our families' seconds",
 }

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-MODULE_KEYS = ("module", "arguments", "blocks", "loss", "buffers", "frozen", "vocabulary")
+MODULE_KEYS = ("module", "arguments", "miniature", "blocks", "loss", "buffers", "frozen", "vocabulary")
 """The keys of [model] that a deck with a module may have; those up to "buffers" are for no other deck."""
 
-ONLY_OF_MODULES = MODULE_KEYS[:5]
+ONLY_OF_MODULES = MODULE_KEYS[:6]
 
 STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
 """Values of keys that are required of a transformer, which nobody reads of a deck with a module."""

@@ -225,6 +225,11 @@ class Model(Section):
     arguments: dict[str, Any] | None = key(
         "What the function is called with, a table: [model.arguments].", None, derived="nothing"
     )
+    miniature: dict[str, Any] | None = key(
+        "Other arguments for `check` and --verify-layout, which compute it on one rank, too, in fp64.",
+        None,
+        derived="those of a run",
+    )
     blocks: str | None = key(
         'Its layers in a row, gathered (layout.zero = 3) and computed again one by one: "layers.*".',
         None,

@@ -12,6 +12,9 @@ from hpctrain.parallel.eight_bits import EightBits
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
+DOUBLE = "fp64"
+"""What `precision.compute` is in comparisons of modules, and no deck may ask for."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -33,6 +36,8 @@ class Precision:
         if keys.compute == "fp8":
             recipe = keys.fp8, keys.fp8_gradients, keys.fp8_history
             eight_bits = EightBits(*recipe, keys.fp8_exclude, keys.fp8_messages, keys.fp8_gather)
+        if keys.compute == DOUBLE:
+            return Precision(torch.float64, torch.float64, torch.float64)
         compute = torch.bfloat16 if keys.compute == "fp8" else DTYPES[keys.compute]
         gradient = compute if keys.gradients == "compute" else torch.float32
         return Precision(compute, compute, gradient, eight_bits)

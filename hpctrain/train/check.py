@@ -17,9 +17,12 @@ from hpctrain.engine.functions import with_functions
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE
 from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
+from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
+from hpctrain.train.miniature import miniature_of
+from hpctrain.train.probe import Finding
 from hpctrain.train.startup import check_deck_file
-from hpctrain.train.verify import TOLERANCE, LayoutDifference, compare_miniature
+from hpctrain.train.verify import compare, probe_module
 from hpctrain.units import format_seconds
 from hpctrain.words import counted
 
@@ -42,18 +45,30 @@ def check(world: World, path: Path, overrides: Sequence[str], show: Callable[[st
     world.use_device(deck.run.device)
     world.compare_calls(deck.communication.check)
     deck = with_functions(deck, world)
-    small, found = compare_miniature(deck, world, make_mesh(deck, world))
+    mesh = make_mesh(deck, world)
+    with world.agreement():
+        small = miniature_of(deck, mesh)
+    noticed = probe_module(small, world)
+    found = compare(small, world, mesh)
     if world.rank == 0:
-        show("\n".join([*([chose] if chose else []), *_told(deck, small, found, world.size, began)]))
-    return EXIT_DIFFERENT if any(each.fails for each in found) else EXIT_DONE
+        lines = _told(deck, small, noticed, found, world.size, began)
+        show("\n".join([*([chose] if chose else []), *lines]))
+    fails = [*(each.fails for each in noticed), *(each.fails for each in found)]
+    return EXIT_DIFFERENT if any(fails) else EXIT_DONE
 
 
-def _told(deck: Deck, small: Deck, found: Sequence[LayoutDifference], ranks: int, began: float) -> list[str]:
-    layout, model = deck.layout, small.model
+def _told(
+    deck: Deck,
+    small: Deck,
+    noticed: Sequence[Finding],
+    found: Sequence[LayoutDifference],
+    ranks: int,
+    began: float,
+) -> list[str]:
+    layout = deck.layout
     sizes = {name: getattr(layout, name) for name in ("pipeline", "context", "tensor")}
     data = ranks // (sizes["pipeline"] * sizes["context"] * sizes["tensor"])
     axes = " x ".join(f"{name} {size}" for name, size in ({"data": data} | sizes).items())
-    what = f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocabulary}"
     of_kinds = {kind: [each for each in found if _kind(each.name) == kind] for kind in _KINDS}
     rows = [
         (kind, str(len(some)), f"{max(each.error for each in some):.1e}", max(some, key=_error).name)
@@ -63,20 +78,35 @@ def _told(deck: Deck, small: Deck, found: Sequence[LayoutDifference], ranks: int
     failing = [each for each in found if each.fails]
     lines = [
         f"{deck.run.title}: {counted(ranks, 'rank')} ({axes}), layout.zero = {layout.zero}",
-        f"Two steps of the model in miniature ({what}), in fp32, beside those of one rank:",
+        _beside(small),
         "",
         *fitted([("", "compared", "largest difference", "of"), *rows], (0, 3), columns()),
         "",
+        *(each.sentence for each in noticed),
         *(f"{each}" for each in failing[:_MOST]),
         *([f"... and {len(failing) - _MOST} more"] if len(failing) > _MOST else []),
     ]
     took, bound = format_seconds(perf_counter() - began), f"{TOLERANCE:.0e} of their largest element"
-    if failing:
+    if any(each.fails for each in noticed) and not failing:
+        lines.append(f"All {len(found)} are within {bound}, but this module cannot be relied on ({took}).")
+    elif failing:
         wrong = f"{len(failing)} of {len(found)} differ by more than {bound}"
         lines.append(f"{wrong}: this layout computes another model ({took}).")
     else:
         lines.append(f"All {len(found)} are within {bound}: this layout computes the same model ({took}).")
     return [line for each in lines for line in fit(each, columns())]
+
+
+def _beside(small: Deck) -> str:
+    """What is compared with what."""
+    model = small.model
+    if model.module is not None:
+        name = model.module.rpartition("/")[2]
+        given = ", ".join(f"{key} = {value}" for key, value in (model.arguments or {}).items())
+        own = "the first of them also beside its own code in plain torch"
+        return f"Two steps of {name}({given}), in fp64, beside those of one rank, {own}:"
+    what = f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocabulary}"
+    return f"Two steps of the model in miniature ({what}), in fp32, beside those of one rank:"
 
 
 def _error(difference: LayoutDifference) -> float:

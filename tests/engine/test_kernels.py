@@ -33,8 +33,8 @@ from hpctrain.plan.engine import build_within_memory
 from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.served import build_role_within_memory
 from hpctrain.sharding.bucket import value_bytes
+from hpctrain.train.miniature import miniature
 from hpctrain.train.run import resume, run_deck
-from hpctrain.train.verify import miniature
 from tests.engines import LLAMA, Trainer, small_deck, trainer
 from tests.train.test_run import DECK
 

@@ -14,7 +14,8 @@ from hpctrain.parallel.fp8.product import DelayedProduct, QuantizedProduct
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.vocabulary import VocabularyHead
 from hpctrain.plan.named import named_problems
-from hpctrain.train.verify import miniature, verify_layout
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, small_deck, trainer
 
 FP8 = (*LLAMA, "precision.compute=fp8")

@@ -16,7 +16,8 @@ from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.place import placed_by_flops, with_split
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
-from hpctrain.train.verify import LayoutDifference, verify_layout
+from hpctrain.train.difference import LayoutDifference
+from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, Trainer, reference, small_deck, trainer
 
 # A block has 3 (24 h^2 + 4 s h) FLOPs, the head 6 V h; h = 32, s = 32.

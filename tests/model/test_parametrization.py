@@ -24,8 +24,9 @@ from hpctrain.model.parametrization import RATES, Parametrization
 from hpctrain.model.part import parameter_list
 from hpctrain.model.shape import ModelShape
 from hpctrain.train.checkpoints import Checkpoints
+from hpctrain.train.miniature import miniature
 from hpctrain.train.start import require_same_parametrization
-from hpctrain.train.verify import miniature, verify_layout
+from hpctrain.train.verify import verify_layout
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 MUP = ("model.parametrization=mup", "model.base_width=8", "model.base_head_size=2")

@@ -16,7 +16,8 @@ from hpctrain.model.query_key_norm import QueryKeyNorm
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.linear import Rows
 from hpctrain.plan.memory import plan_memory
-from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import LayoutError, compare, verify_layout
 from tests.engines import LLAMA, alone, small_deck, trainer
 
 NORMS = {

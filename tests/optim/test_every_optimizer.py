@@ -28,7 +28,8 @@ from hpctrain.plan.savings import find_savings
 from hpctrain.sharding.bucket import gradient_bytes, value_bytes
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.checkpoints import Checkpoints
-from hpctrain.train.verify import miniature, on_one_rank, verify_layout
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import on_one_rank, verify_layout
 from tests.engines import LLAMA, Trainer, by_rank_0, reference, small_deck, trainer
 from tests.train.test_run import contents
 

@@ -22,7 +22,8 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import make_mesh
 from hpctrain.model.part import logits_of
 from hpctrain.parallel.linear import RowLinear
-from hpctrain.train.verify import LayoutError, compare, miniature, verify_layout
+from hpctrain.train.miniature import miniature
+from hpctrain.train.verify import LayoutError, compare, verify_layout
 from tests.engines import LLAMA, by_rank_0, reference, small_deck, trainer
 
 FAMILIES = {"gpt2": (), "llama": LLAMA}

@@ -63,7 +63,7 @@ class ModulePart(nn.Module):
         if self.module.training != recording:
             self.module.train(recording)
         if inputs.dropout is not None:
-            _seed(inputs.dropout)
+            seed_draws(inputs.dropout)
         outside = self.layers[0]
         tokens = inputs.tokens.t().contiguous()
         there = self.residency.held(outside.own[0]) if outside.own else nullcontext()
@@ -156,6 +156,6 @@ def _layers(module: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[ModuleL
         yield ModuleBlock(type(block).__name__, own, matrices_in(list(block.modules())))
 
 
-def _seed(source: DropoutSource) -> None:
+def seed_draws(source: DropoutSource) -> None:
     """Have what the module draws be a function of seed, step and sample."""
     torch.manual_seed(key_of(source.seed, f"module {source.step} {source.first}") & 0x7FFFFFFFFFFFFFFF)

@@ -1,0 +1,92 @@
+"""How far a tensor of a layout is from that of one rank, and which sum, missing or doubled, explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.world import World
+from hpctrain.parallel.shard import Shard
+
+TOLERANCE = 1e-5  # largest difference of a tensor over its largest element, in fp32
+
+_SUMS = (("tensor",), ("context",), ("data",), ("data", "context"), ("context", "tensor"))
+"""Axes over which a sum may be missing or doubled, the likeliest first."""
+
+_SUMS_OF_EXPERTS = (("expert_data",), ("expert",), ("expert_tensor",))
+"""The same of experts' tensors, and after the others of what these share."""
+
+
+@dataclass(frozen=True)
+class LayoutDifference:
+    """How far one tensor (or the loss, or the norm) is from the one-rank run, and what explains it."""
+
+    name: str
+    error: float
+    hint: str
+
+    @property
+    def fails(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.error <= TOLERANCE
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} differs from the one-rank run by {self.error:.1e} of its largest element "
+            f"(allowed: {TOLERANCE:.0e}); {self.hint}"
+        )
+
+
+def difference_of(
+    name: str, mine: Tensor, expected: Tensor, scale: float, world: World, mesh: Mesh, shard: Shard | None
+) -> LayoutDifference:
+    """That of `mine`, this rank's piece of a tensor or all of a number, from what is `expected` of it; both
+    are empty where a rank has none. Errors are relative to `scale`. Collective.
+    """
+    mine = mine.detach().double().cpu()
+    expected, largest = expected.double(), max(scale, 1e-30)
+
+    def worst(values: Tensor) -> float:
+        error = (values - expected).abs().max() if values.numel() else torch.zeros(())
+        both = torch.stack((error.double(), (~error.isfinite()).double())).nan_to_num(nan=0.0)
+        world.everyone.all_reduce(both, "max")
+        return float("inf") if both[1] else float(both[0]) / largest
+
+    error = worst(mine)
+    if error <= TOLERANCE:
+        return LayoutDifference(name, error, "")
+    splits = world.everyone.all_gather_object(None if shard is None else sorted(shard.split))
+    split = next((each for each in splits if each is not None), None)
+    what = "" if split is None else f"split over {', '.join(split) or 'no axis'}; "
+    explained = min(10 * TOLERANCE, error / 10)
+    of_experts = _SUMS_OF_EXPERTS if "expert" in mesh.sizes else ()
+    for axes in (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts):
+        group = mesh.group(*axes)
+        if group.size == 1:
+            continue
+        over = f"the {group.name} axis ({group.size} ranks)"
+        if worst(group.all_reduce(mine.clone())) <= explained:
+            told = f"what these have adds up to what it should be: a sum over {over} is likely missing"
+            return LayoutDifference(name, error, f"{what}{told}")
+        if worst(mine / group.size) <= explained:
+            told = f"it is {group.size} times what it should be: a sum over {over} is likely doubled"
+            return LayoutDifference(name, error, f"{what}{told}")
+        if worst(mine * group.size) <= explained:
+            told = (
+                f"all of it is {1 / group.size:.4g} times what it should be, as a mean over {over} would be"
+            )
+            return LayoutDifference(name, error, f"{what}{told}")
+    factor = _factor(mine, expected, world)
+    if worst(mine / factor) <= explained:
+        return LayoutDifference(name, error, f"{what}all of it is {factor:.4g} times what it should be")
+    return LayoutDifference(name, error, f"{what}no single missing or doubled sum explains it")
+
+
+def _factor(mine: Tensor, expected: Tensor, world: World) -> float:
+    """By which all of a tensor is multiplied, if it is, of what all ranks have of it: by least squares."""
+    sums = torch.stack(((mine * expected).sum(), expected.square().sum()))
+    products, squares = world.everyone.all_reduce(sums.nan_to_num()).tolist()
+    return products / squares if products and squares else 1.0

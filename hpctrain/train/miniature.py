@@ -1,0 +1,197 @@
+"""A deck in miniature, to be compared with one rank: of our families a tiny model of the same form, of a
+module that users bring the one that its arguments for this make.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import lcm
+
+from torch import nn
+
+from hpctrain.comm.mesh import Mesh
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.patterns import check_patterns
+from hpctrain.engine.place import pipeline_form, split_by_flops
+from hpctrain.errors import HpctrainError
+from hpctrain.model.build import bare_model
+from hpctrain.model.foreign.architecture import META, ModuleArchitecture
+from hpctrain.model.part import parameter_list
+from hpctrain.model.precision import DOUBLE
+from hpctrain.model.shape import ModelShape
+from hpctrain.pipeline.split import even_split
+from hpctrain.units import format_count
+
+MICRO_BATCHES, MICRO_SIZE = 2, 2
+"""Of a step on each data rank at the least, and their samples."""
+
+_HEAD_SIZE, _LAYERS = 8, 2
+_EXPERTS, _CHOSEN = 4, 2
+_RATE, _EPSILON, _CLIP = 0.1, 1.0, 0.1
+_STEPS = 2
+_SEQUENCE = 16
+_MOST_PARAMETERS = 50_000_000
+
+_SMOOTH: Mapping[str, Mapping[str, object]] = {
+    "lion": {"name": "sgd", "momentum": 0.9},
+    "adafactor": {"name": "adam-mini", "beta1": 0.9},
+    # More steps make much of the smallest singular values, which are rounding.
+    "muon": {"newton_schulz": "fp32", "newton_schulz_steps": 1},
+}
+"""What stands in for optimizers that make much of rounding, and keeps as much state."""
+
+
+def miniature(deck: Deck) -> Deck:
+    """The deck with the same layout and a tiny model and batch."""
+    layout, model = deck.layout, deck.model
+    layers = max(_LAYERS, layout.pipeline * layout.chunks)
+    hidden = model.heads * _HEAD_SIZE
+    multiple = layout.tensor * 8
+    small = _smoothed(deck).with_keys(
+        model={
+            "preset": None,
+            "layers": layers,
+            "frozen": (),
+            "hidden": hidden,
+            "head_size": _HEAD_SIZE,
+            "mlp": -(-2 * hidden // multiple) * multiple,
+            # No multiple of the tensor axis, so that the padding is compared, too.
+            "vocabulary": 16 * layout.tensor + 1,
+            # Larger than usual, so that every tensor's gradient stands out from rounding.
+            "initial_std": 0.1,
+            **_few_experts(deck),
+            **_base(deck, hidden),
+        },
+        batch={"sequence": 2 * layout.context * layout.tensor * 2},
+    )
+    frozen = _standing(deck, small, deck.model.frozen)
+    small = small.with_keys(model={"frozen": () if frozen is None else frozen})
+    if deck.optimizer.name != "muon":
+        return small
+    matrices = _standing(deck, small, deck.optimizer.matrices)
+    if not matrices:  # all are named, or some of blocks alone for which none stands
+        matrices = ("*",) if matrices is None else ("blocks.*",)
+    return small.with_keys(optimizer={"matrices": matrices})
+
+
+def miniature_of(deck: Deck, mesh: Mesh) -> Deck:
+    """The miniature of any deck, with its split.
+
+    HpctrainError for patterns that name parameters, where the model itself, not its miniature, refuses them,
+    and for a module that is too large to be compared.
+    """
+    if deck.model.module is not None:
+        return _miniature_of_module(deck)
+    check_patterns(deck, ModelShape.of(deck, deck.model.vocabulary or 2))
+    small = miniature(deck)
+    return small.with_keys(layout={"split": _standing_split(deck, small.model.layers, mesh)})
+
+
+def _smoothed(deck: Deck) -> Deck:
+    """The deck with steps that are clipped, decayed and nearly proportional to gradients, in fp32."""
+    return deck.with_keys(
+        layout={"split": None},
+        batch={"micro_size": MICRO_SIZE, "ramp_from": 0},
+        precision={"compute": "fp32"},
+        optimizer={"clip": _CLIP, "epsilon": _EPSILON, **_SMOOTH.get(deck.optimizer.name, {})},
+        learning_rate={"peak": _RATE, "warmup": 0, "decay": "constant", "reference_batch": 0},
+        communication={"bucket_bytes": 4096, "compress": "none", "warmup": _STEPS},
+        memory={"activations": "keep", "activation_format": "exact"},
+        stability={"check_parameters": True},
+        # Nothing is left to choose for so small matrices.
+        machine={"products": "onednn" if "onednn" in deck.machine.products else "library"},
+        run={"noise_scale_steps": 0},
+    )
+
+
+def _miniature_of_module(deck: Deck) -> Deck:
+    """In double precision, with the arguments that are for this; where layers draw random numbers of ranks'
+    pieces alone, without dropout.
+    """
+    model, layout = deck.model, deck.layout
+    arguments = dict(model.arguments or {}) | dict(model.miniature or {})
+    if layout.tensor > 1 or layout.pipeline > 1:
+        arguments |= {name: 0.0 for name, value in arguments.items() if _drops(name, value)}
+    sequence = min(deck.batch.sequence, _SEQUENCE * layout.tensor)
+    small = _smoothed(deck).with_keys(
+        model={"arguments": arguments},
+        batch={"sequence": sequence},
+        precision={"compute": DOUBLE},
+    )
+    module = ModuleArchitecture.of(small).build(META)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if parameters > _MOST_PARAMETERS:
+        sentence = (
+            f"has {format_count(parameters)} parameters, and is compared in double precision on one rank, "
+            f"with {format_count(_MOST_PARAMETERS)} at most: smaller arguments for this are given in the "
+            "table [model.miniature]"
+        )
+        raise HpctrainError(deck.problem("model.module", sentence))
+    tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)]
+    vocabulary = min(max(tables, default=2), model.vocabulary or sys.maxsize)
+    return small.with_keys(model={"vocabulary": vocabulary})
+
+
+def _drops(name: str, value: object) -> bool:
+    """Whether an argument is a share of what is dropped."""
+    return isinstance(value, float) and re.search("drop", name) is not None
+
+
+def _base(deck: Deck, hidden: int) -> dict[str, object]:
+    """The keys of a miniature of width `hidden` that is about as many times wider than its base."""
+    model = deck.model
+    if model.base_width is None or model.base_head_size is None:
+        return {}
+    return {
+        "base_width": max(1, round(hidden * model.base_width / model.hidden)),
+        "base_head_size": max(1, round(_HEAD_SIZE * model.base_head_size / model.head_size)),
+    }
+
+
+def _few_experts(deck: Deck) -> dict[str, object]:
+    """The keys of a miniature's mixtures: every expert rank has experts, and the router its groups of them.
+
+    Where the deck has dense blocks too, so has the miniature.
+    """
+    model, layout = deck.model, deck.layout
+    if not model.experts:
+        return {}
+    chosen = min(model.experts_per_token, _CHOSEN)
+    unit = lcm(layout.expert, model.router_groups)
+    enough = max(_EXPERTS, -(-chosen * model.router_groups // model.router_groups_per_token))
+    multiple = 4 * lcm(layout.tensor, layout.expert_tensor)
+    return {
+        "experts": min(model.experts, -(-enough // unit) * unit),
+        "experts_per_token": chosen,
+        "expert_mlp": -(-model.heads * _HEAD_SIZE // multiple) * multiple,
+        "shared_experts": min(model.shared_experts, 1),
+        "expert_every": min(model.expert_every, 2),
+        "dense_first": min(model.dense_first, 1),
+    }
+
+
+def _standing(deck: Deck, small: Deck, patterns: Sequence[str]) -> tuple[str, ...] | None:
+    """The parameters of a miniature that stand for those of the deck which the patterns name; None for all.
+
+    Its first and last blocks stand for the deck's, those between for some between.
+    """
+    model = bare_model(ModelShape.of(small, small.model.vocabulary or 2))
+    names = [parameter.shard.name for parameter in parameter_list(model)]
+    scale = (deck.model.layers - 1) / (small.model.layers - 1)
+
+    def original(name: str) -> str:
+        return re.sub(r"^blocks\.(\d+)\.", lambda block: f"blocks.{round(int(block[1]) * scale)}.", name)
+
+    named = [name for name in names if any(fnmatchcase(original(name), pattern) for pattern in patterns)]
+    return tuple(named) if len(named) < len(names) else None
+
+
+def _standing_split(deck: Deck, blocks: int, mesh: Mesh) -> tuple[int, ...]:
+    """Of a miniature's blocks those of each part: none where the deck's part has none, else as many."""
+    shape = ModelShape.of(deck, deck.model.vocabulary or 2)
+    split = split_by_flops(deck, shape, pipeline_form(deck, mesh.size("data")))
+    some = iter(even_split(blocks, len(split) - split.count(0)))
+    return tuple(next(some) if own else 0 for own in split)

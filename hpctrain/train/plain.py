@@ -1,0 +1,74 @@
+"""What a module's own code makes of a step in plain torch, with nothing of ours around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.data.batches import MicroBatch
+from hpctrain.engine.build import Engine
+from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.arguments import call_of
+from hpctrain.model.foreign.initial import HOST, seeded
+from hpctrain.model.foreign.part import seed_draws
+from hpctrain.objective.objective import LossOf
+from hpctrain.train.trainer import Trainer
+
+
+class PlainFigures(NamedTuple):
+    """The loss of a step, and the gradient of each parameter that is trained, by name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn.Module:
+    """A module as its own code builds it, untouched but for its weights, in their format."""
+    architecture = engine.architecture
+    assert isinstance(architecture, ModuleArchitecture)
+    with seeded(seed):
+        module = architecture.build(HOST)
+    module.to(next(iter(weights.values())).dtype).train()
+    ours = [segment.parameter for bucket in engine.buckets for segment in bucket.segments]
+    frozen = {parameter.shard.name for parameter in ours if not parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+            parameter.requires_grad_(name not in frozen)
+    return module
+
+
+def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor]) -> PlainFigures:
+    """Of the next step of a trainer on one rank, which has these `weights`."""
+    step, engine, batch = trainer.step, trainer.engine, trainer.deck.batch.global_size
+    module = plain_module(engine, weights, trainer.deck.run.seed)
+    call = call_of(module)
+    read = list(step.batches.step(trainer.state.samples, batch, 0, 1, step.micro_size))
+    sums = torch.zeros(len(engine.objective.figures), dtype=torch.float64)
+    count = sum(map(engine.objective.count, read))
+    with torch.random.fork_rng(devices=[]):
+        for number, micro in enumerate(read):
+            dropout = step.dropout_source(trainer.state, number)
+            if dropout is not None:
+                seed_draws(dropout)
+            losses = losses_of(engine, micro)(call(micro.tokens))
+            sums += torch.stack([figure.double() for figure in losses.figures])
+            losses.total.backward()
+    figures = {
+        name: total / count for name, total in zip(engine.objective.figures, sums.tolist(), strict=True)
+    }
+    divisor = count * engine.objective.settle(figures)
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / divisor
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    return PlainFigures(figures["loss"], gradients)
+
+
+def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:
+    """The sums of a micro-batch, of what a module gives."""
+    return engine.objective.losses(micro, torch.ones(()), Tensor.t)

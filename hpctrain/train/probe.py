@@ -1,0 +1,198 @@
+"""What a module's own code does that a run on many ranks cannot go with, found by running it by itself.
+
+A pass is the forward pass of one micro-batch in training. The same random numbers and buffers have to give
+the same results; what differs is told with what the module has changed of itself, or drawn from elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain.data.batches import MicroBatch
+from hpctrain.model.foreign.arguments import call_of, tensors_of
+from hpctrain.model.foreign.find import users_code
+from hpctrain.objective.objective import LossOf
+from hpctrain.words import counted
+
+_SEED, _OTHER_SEED = 1, 2
+_COMPARED = (Tensor, int, float, str, list, tuple, dict)
+_MOST_NAMED = 3
+_EXACT = 1e-6
+"""To which sums of losses add up, relative to them; a module may use fp32 within."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence; whether what it tells makes runs differ."""
+
+    sentence: str
+    fails: bool = True
+
+
+def probe(module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]) -> Iterator[Finding]:
+    """All that is found of a module in training, on the host, with these `losses` of a micro-batch of some
+    samples. Its buffers, and random numbers, are as before when it is over.
+    """
+    yield from _shared_memory(module)
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        yield from _passes(module, micro)
+        _restore(module, kept)
+        yield from _gradients(module, micro, losses)
+        _restore(module, kept)
+        yield from _additive(module, micro, losses)
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    _restore(module, kept)
+
+
+def _shared_memory(module: nn.Module) -> Iterator[Finding]:
+    """Parameters that are tied by their memory, which is not theirs any more in a run."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        at = parameter.untyped_storage().data_ptr()
+        if parameter.numel() and first.setdefault(at, name) != name:
+            yield Finding(
+                f"{first[at]} and {name} share memory and are two parameters, which a run trains apart: let "
+                "one be the other (head.weight = embed.weight)"
+            )
+
+
+def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
+    """In-place changes, random numbers from elsewhere, and state."""
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    before = _attributes(module)
+    given = micro.tokens.clone()
+    first = _outputs(module, given, _SEED, _SEED)
+    if not torch.equal(given, micro.tokens):
+        yield Finding(
+            "the forward pass changes its input in place: what comes after it, as the loss, sees others"
+        )
+    changed = _changed(before, _attributes(module))
+    _restore(module, kept)
+    again = _outputs(module, micro.tokens.clone(), _SEED, _SEED)
+    if not _equal(first, again):
+        what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
+        if changed:
+            what = f"keeps state that is no buffer, and so in no checkpoint: {_some(changed)}"
+        yield Finding(f"two forward passes of the same input, seed and buffers differ: the module {what}")
+    elif changed:
+        sentence = f"a forward pass changes {_some(changed)}, which is no buffer, and so in no checkpoint"
+        yield Finding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
+    else:
+        _restore(module, kept)
+        other = _outputs(module, micro.tokens.clone(), _SEED, _OTHER_SEED)
+        if not _equal(first, other):
+            yield Finding(
+                "the forward pass draws random numbers of Python's or numpy's: a run seeds torch's alone, "
+                "and so layouts, and runs that go on, draw others"
+            )
+    if any(not each.isfinite().all() for each in first):
+        yield Finding("what the forward pass gives is not finite")
+
+
+def _gradients(
+    module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+) -> Iterator[Finding]:
+    """Parameters that get none."""
+    torch.manual_seed(_SEED)
+    module.zero_grad(set_to_none=True)
+    losses(micro)(call_of(module)(micro.tokens)).total.backward()
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    none = [name for name, each in trained.items() if each.grad is None]
+    module.zero_grad(set_to_none=True)
+    if none:
+        have = "has" if len(none) == 1 else "have"
+        zero = "in a run it is one of zero, so that decay and moments go on"
+        yield Finding(f"{_some(none)} {have} no gradient in this pass; {zero}", fails=False)
+
+
+@torch.no_grad()
+def _additive(
+    module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+) -> Iterator[Finding]:
+    """Losses that are no sums over samples, where the module looks at each by itself."""
+    rows = len(micro.tokens)
+    batches = [micro, *(_row(micro, number) for number in range(rows))]
+    was = module.training
+    module.eval()
+    given = [call_of(module)(each.tokens) for each in batches]
+    module.train(was)
+    whole, *parts = (next(tensors_of(each), torch.empty(0)) for each in given)
+    if any(each.dim() < 2 or not each.is_floating_point() for each in (whole, *parts)):
+        return
+    joined = torch.cat(parts)
+    if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=_EXACT, atol=_EXACT):
+        return
+    sums = [float(losses(each)(made).figures[0]) for each, made in zip(batches, given, strict=True)]
+    apart = sum(sums[1:])
+    if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
+        factor = f"{sums[0] / apart:.4g} times" if apart else "not"
+        yield Finding(
+            f"model.loss is no sum over samples: of {counted(rows, 'sample')} at once it is {sums[0]:.6g}, "
+            f"{factor} that of the same one by one: it has to give a sum and a count, no mean"
+        )
+
+
+def _row(micro: MicroBatch, number: int) -> MicroBatch:
+    return MicroBatch(micro.tokens[number : number + 1], micro.targets[number : number + 1])
+
+
+def _outputs(module: nn.Module, tokens: Tensor, seed: int, others: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    random.seed(others)
+    np.random.seed(others)  # noqa: NPY002
+    with torch.no_grad(), users_code("the module fails"):
+        return [each.detach().clone() for each in tensors_of(call_of(module)(tokens))]
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What modules hold besides parameters, buffers and modules, as far as it can be compared, by name."""
+    found: dict[str, Any] = {}
+    for name, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            if not attribute.startswith("_") and isinstance(value, _COMPARED):
+                found[f"{name}.{attribute}".lstrip(".")] = copy.deepcopy(value)
+    return found
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return torch.equal(one, other)
+        try:
+            return bool(one == other)
+        except (RuntimeError, ValueError):  # of tensors within
+            return True
+
+    return [
+        name for name in {**before, **after} if name not in before or not same(before[name], after.get(name))
+    ]
+
+
+def _restore(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(kept[name])
+
+
+def _some(names: list[str]) -> str:
+    """The first of some names."""
+    more = f" and {counted(len(names) - _MOST_NAMED, 'other')}" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
