@@ -144,7 +144,7 @@ class _Layers:
         self.flops_ratio = elements[0] / elements[1]
         self._x = torch.randn(shape.sequence, micro, shape.hidden, dtype=formats.storage, device=device)
         tokens = torch.zeros(shape.sequence, micro, dtype=torch.int64, device=device)
-        self._inputs = Inputs(tokens, torch.arange(shape.sequence, device=device))
+        self._inputs = Inputs.of_tokens(tokens, torch.arange(shape.sequence, device=device))
 
     def mixture(self) -> None:
         """Forward and backward."""

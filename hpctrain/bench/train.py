@@ -234,7 +234,7 @@ def _activations(deck: Deck, world: World, mesh: Mesh) -> str:
     samples = torch.arange(micro, device=world.device)
     source = DropoutSource(0, 0, samples, engine.positions) if shape.dropout else None
     tokens = torch.zeros(len(engine.positions), micro, dtype=torch.int64, device=world.device)
-    inputs = Inputs(tokens, engine.positions, source)
+    inputs = Inputs.of_tokens(tokens, engine.positions, source)
     if not (blocks := blocks_of(engine.model)):
         return ""
     first = blocks[0]

@@ -1,4 +1,4 @@
-"""Token files as sequences, and the micro-batches of a data rank.
+"""The micro-batches of a data rank, and token files as sequences.
 
 The tokens are one stream, documents packed end to end. Sequence i reads tokens i*sequence to
 (i+1)*sequence, one more than it has inputs: inputs are all but the last, targets all but the first.
@@ -8,7 +8,8 @@ of samples is the trainer's, and is in its checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,18 +28,73 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one data rank computes at once: both int64 [micro_size, sequence].
+    """What one data rank computes at once: `fields` by name, each with a row for every sample [b, ...].
 
-    `targets` is -1 where nothing is to be predicted: in the rows that fill up the last micro-batches. Those
-    come behind the `samples` (None: all rows are samples).
+    Rows that are no samples come behind the `samples` (None: all rows are). `sequences` says that all fields
+    are [b, s], of which context ranks have a piece each.
     """
 
-    tokens: Tensor
-    targets: Tensor
+    fields: Mapping[str, Tensor]
     samples: int | None = None
+    sequences: bool = False
+
+    @staticmethod
+    def of_tokens(tokens: Tensor, targets: Tensor, samples: int | None = None) -> MicroBatch:
+        """That of a token file: both int64 [b, s]; `targets` is -1 where nothing is to be predicted, as in
+        rows that are no samples.
+        """
+        return MicroBatch({"tokens": tokens, "targets": targets}, samples, sequences=True)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Those of a token file."""
+        return self.fields["tokens"]
+
+    @property
+    def targets(self) -> Tensor:
+        """Those of a token file."""
+        return self.fields["targets"]
+
+    @property
+    def rows(self) -> int:
+        """All of them, whether they are samples or not."""
+        return len(next(iter(self.fields.values())))
+
+    @property
+    def present(self) -> int:
+        """Those that are samples."""
+        return self.rows if self.samples is None else self.samples
 
 
-class SequenceSource:
+class Samples(Protocol):
+    """What Batches reads: `count` samples."""
+
+    count: int
+
+    def micro_batch(self, indices: Integers, epochs: Integers, micro_size: int) -> MicroBatch:
+        """That of some samples, at most `micro_size`; of each the epoch in which it is read."""
+
+
+class Sequences(ABC):
+    """Samples that are sequences of `length` tokens, each with its targets (see `MicroBatch.of_tokens`)."""
+
+    length: int
+    count: int
+
+    @abstractmethod
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one sequence, each int64 [length]."""
+
+    def micro_batch(self, indices: Integers, epochs: Integers, micro_size: int) -> MicroBatch:  # noqa: ARG002
+        """See Samples: filled up to `micro_size` with rows of zeros, whose targets are masked."""
+        tokens = torch.zeros(micro_size, self.length, dtype=torch.int64)
+        targets = torch.full_like(tokens, MASKED)
+        for row, index in enumerate(indices):
+            tokens[row], targets[row] = self.sequence(int(index))
+        return MicroBatch.of_tokens(tokens, targets, len(indices))
+
+
+class SequenceSource(Sequences):
     """The sequences of one split: "train" the leading ones, "validation" the trailing `fraction`.
 
     Validation has at least one sequence where `fraction` is above zero, and none where it is zero.
@@ -65,25 +121,15 @@ class SequenceSource:
         return window[:-1], window[1:]
 
 
-class Sequences(Protocol):
-    """What Batches reads: `count` sequences of `length` tokens, each with its targets (see MicroBatch)."""
-
-    length: int
-    count: int
-
-    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one sequence, each int64 [length]."""
-
-
 class Batches:
     """The micro-batches of every step.
 
     The samples of a step are laid out the same for every layout: micro-batch k of data rank r holds
     samples (k*data_ranks + r)*micro_size and the following of the step. Where the samples do not fill
-    all micro-batches, rows of zeros with masked targets do, so that all ranks have equally many.
+    all micro-batches, some have fewer or none, so that all ranks have equally many.
     """
 
-    def __init__(self, source: Sequences, seed: int) -> None:
+    def __init__(self, source: Samples, seed: int) -> None:
         self.source = source
         self.order = SampleOrder(source.count, seed) if source.count else None
 
@@ -97,22 +143,15 @@ class Batches:
         """
         assert self.order is not None
         for positions in _positions(global_size, data_rank, data_ranks, micro_size):
-            yield self._read(self.order.at(first_sample + positions), micro_size)
+            places = first_sample + positions
+            yield self.source.micro_batch(self.order.at(places), places // self.source.count, micro_size)
 
     def evaluation(
-        self, sequences: int, data_rank: int, data_ranks: int, micro_size: int
+        self, samples: int, data_rank: int, data_ranks: int, micro_size: int
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the first `sequences` sequences (or all there are), in order."""
-        for positions in _positions(min(sequences, self.source.count), data_rank, data_ranks, micro_size):
-            yield self._read(positions, micro_size)
-
-    def _read(self, indices: Integers, micro_size: int) -> MicroBatch:
-        """The given sequences, filled up with masked rows to `micro_size`."""
-        tokens = torch.zeros(micro_size, self.source.length, dtype=torch.int64)
-        targets = torch.full_like(tokens, MASKED)
-        for row, index in enumerate(indices):
-            tokens[row], targets[row] = self.source.sequence(int(index))
-        return MicroBatch(tokens, targets, len(indices))
+        """This rank's micro-batches of the first `samples` samples (or all there are), in order."""
+        for indices in _positions(min(samples, self.source.count), data_rank, data_ranks, micro_size):
+            yield self.source.micro_batch(indices, np.zeros_like(indices), micro_size)
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:

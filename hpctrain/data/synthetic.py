@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpctrain.data.batches import Sequences
+
 _SEEDS = 1 << 63
 """What torch takes is below it."""
 
 
 @dataclass
-class SyntheticSource:
+class SyntheticSource(Sequences):
     """`count` sequences of `length` tokens below `vocabulary`; `masked` is the share of targets of -1."""
 
     length: int

@@ -134,7 +134,7 @@ class Replay:
         self.models, self.queue, self.batch = models, groups.weight_gradients, batch
         parameter = models[0].layers[0].held[0]
         self.device = parameter.device
-        size = models[0].hidden_shape(batch.inputs.tokens.shape[1])
+        size = models[0].hidden_shape(batch.inputs.rows)
         generator = torch.Generator(self.device).manual_seed(1)
         self.hidden = torch.randn(size, generator=generator, device=self.device).to(parameter.dtype)
         self.gradient = self.hidden * 1e-3
@@ -199,7 +199,7 @@ def _random_batch(deck: Deck, shape: ModelShape, groups: LayerGroups, device: to
     generator = torch.Generator().manual_seed(0)
     size = (micro_size, shape.sequence)
     tokens, targets = (torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2))
-    micro = MicroBatch(tokens, targets)
+    micro = MicroBatch.of_tokens(tokens, targets)
     samples = torch.arange(micro_size, device=device)
     dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,20 +61,38 @@ class _WithTerm(torch.autograd.Function):
 class Inputs:
     """One micro-batch as this rank's model sees it.
 
-    `tokens` [s, b] int64; `positions` [s] int64, global positions of the local piece of the sequence;
-    `dropout` draws masks, or is None where nothing is dropped; `terms` takes what layers add to the losses.
-    Of the b rows the first `samples` are samples (None: all are), others fill the micro-batch up. `choices`,
-    if any, gives routers their experts, or takes which ones they chose.
+    `fields`, by name, are those of the micro-batch, each [b, ...], of sequences this rank's piece [b, s];
+    `positions` [s] int64, global positions of the local piece of the sequence; `dropout` draws masks, or is
+    None where nothing is dropped; `terms` takes what layers add to the losses. Of the b rows the first
+    `samples` are samples (None: all are), others fill the micro-batch up. `choices`, if any, gives routers
+    their experts, or takes which ones they chose.
     """
 
-    tokens: Tensor
+    fields: Mapping[str, Tensor]
     positions: Tensor
     dropout: DropoutSource | None = None
     terms: Terms = field(default_factory=Terms)
     samples: int | None = None
     choices: Choices | None = None
 
+    @staticmethod
+    def of_tokens(
+        tokens: Tensor, positions: Tensor, dropout: DropoutSource | None = None, terms: Terms | None = None
+    ) -> Inputs:
+        """Tokens [s, b] alone, all of which are of samples."""
+        return Inputs({"tokens": tokens.t()}, positions, dropout, Terms() if terms is None else terms)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of sequences, these in front: int64 [s, b], contiguous."""
+        return self.fields["tokens"].t()
+
+    @property
+    def rows(self) -> int:
+        """The b of them."""
+        return len(next(iter(self.fields.values())))
+
     @property
     def present(self) -> int:
         """Rows of b that are samples."""
-        return self.tokens.shape[1] if self.samples is None else self.samples
+        return self.rows if self.samples is None else self.samples

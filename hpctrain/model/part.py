@@ -191,7 +191,7 @@ def logits_of(model: Part, tokens: Tensor, last: int = 0) -> Tensor:
     parallelism.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = model(Inputs(tokens.t().contiguous(), positions))
+    hidden = model(Inputs.of_tokens(tokens.t().contiguous(), positions))
     logits: Tensor = model.predict(hidden[-last:], VocabularyHead.logits)
     return logits.transpose(0, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
+from hpctrain.model.inputs import Inputs
 from hpctrain.objective.objective import Losses, LossOf
 from hpctrain.parallel.partition import Logits
 from hpctrain.parallel.vocabulary import VocabularyHead
@@ -33,9 +33,9 @@ class NextToken:
         """See Objective: the count is known before."""
         return 1.0
 
-    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
+    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
-        return CrossEntropy(piece(micro_batch.targets), scale, self.z_loss)
+        return CrossEntropy(inputs.fields["targets"].t(), scale, self.z_loss)
 
 
 @dataclass(frozen=True)

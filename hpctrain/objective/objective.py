@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hpctrain.data.batches import MicroBatch
+from hpctrain.model.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Objective(Protocol):
         by how much this is larger, and gradients are too large so far.
         """
 
-    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
-        """How the losses of a micro-batch are computed on a rank.
+    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
+        """How the losses of a micro-batch, of which the rank has these inputs, are computed there.
 
-        `piece` gives the rank's [s/c, b] of a [b, s] on its device, `scale` is the factor of the loss in the
+        `scale` is the factor of the loss in the
         gradient (loss scale over the count of the whole step).
         """

@@ -14,6 +14,7 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.find import find_function, users_code
+from hpctrain.model.inputs import Inputs
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Losses, LossOf
 
@@ -23,9 +24,9 @@ _IGNORED = -100
 class NextTokenOfLogits(NextToken):
     """As NextToken, in fp32, of whole logits [b, s, V]."""
 
-    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
+    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
-        targets = piece(micro_batch.targets).t()
+        targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:
             logits = _require_logits(outputs, targets.shape).float().flatten(0, 1)
@@ -61,12 +62,9 @@ class UsersLoss:
         figures["loss"] /= share
         return share
 
-    def losses(self, micro_batch: MicroBatch, scale: Tensor, piece: Callable[[Tensor], Tensor]) -> LossOf:
+    def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
-        batch = {
-            "tokens": piece(micro_batch.tokens).t().contiguous(),
-            "targets": piece(micro_batch.targets).t().contiguous(),
-        }
+        batch = {name: field.contiguous() for name, field in inputs.fields.items()}
 
         def losses(outputs: Any) -> Losses:
             with users_code("model.loss fails"):

@@ -54,17 +54,17 @@ class PreparedBatch:
         terms_scale: Tensor | None = None,
         choices: Choices | None = None,
     ) -> PreparedBatch:
-        """That of this rank, which holds `positions` [s/c] of the sequences, on their device.
+        """That of this rank, which holds `positions` [s/c] of sequences, on their device.
 
         `scale` is the factor of the objective's losses in the gradient, `terms_scale` that of layers' terms;
         `choices` go to the routers.
         """
-
-        def piece(batch: Tensor) -> Tensor:
-            return context_piece(batch.to(positions.device, non_blocking=True), positions)
-
-        inputs = Inputs(piece(micro.tokens), positions, dropout, Terms(terms_scale), micro.samples, choices)
-        return PreparedBatch(inputs, objective.losses(micro, scale, piece))
+        device = positions.device
+        fields = {name: field.to(device, non_blocking=True) for name, field in micro.fields.items()}
+        if micro.sequences:
+            fields = {name: context_piece(field, positions).t() for name, field in fields.items()}
+        inputs = Inputs(fields, positions, dropout, Terms(terms_scale), micro.samples, choices)
+        return PreparedBatch(inputs, objective.losses(inputs, scale))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Pass:
         self.local: dict[Message, Tensor] = {}
         self.sends: list[tuple[Work[None], Tensor]] = []
         self.mailbox = _Mailbox(executor.group, schedule, self._shape_of)
-        device = micro_batches[0].inputs.tokens.device
+        device = micro_batches[0].inputs.positions.device
         self.figures = torch.zeros(len(executor.figures), dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
@@ -214,7 +214,7 @@ class _Pass:
     def _shape_of(self) -> Tensor:
         """Fresh memory for hidden states or their gradient; all parts pass the same shape on."""
         model, inputs = self.executor.models[0], self.micro_batches[0].inputs
-        return self.executor.group.empty(model.hidden_shape(inputs.tokens.shape[1]), model.dtype)
+        return self.executor.group.empty(model.hidden_shape(inputs.rows), model.dtype)
 
 
 class _Mailbox:

@@ -296,7 +296,7 @@ def _run(
         tokens = torch.zeros(size, dtype=torch.int64)
         one = torch.ones(())
         batches = [
-            PreparedBatch.of(MicroBatch(tokens, tokens), objective, one, positions, None)
+            PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
             for _ in range(passes)
         ]
         stage.synchronizer.start(passes)

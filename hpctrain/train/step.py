@@ -251,8 +251,8 @@ class Step:
 
     def choices_of(self, state: TrainState, micro_batch: int, micro: MicroBatch) -> Choices | None:
         """What is known of, or asked about, the choices of this rank's micro-batch."""
-        first, rows = self.first_sample(state, micro_batch), len(micro.tokens)
-        return self.choices(range(first, first + (rows if micro.samples is None else micro.samples)), rows)
+        first, rows = self.first_sample(state, micro_batch), micro.rows
+        return self.choices(range(first, first + micro.present), rows)
 
     def first_sample(self, state: TrainState, micro_batch: int) -> int:
         """The number of the first sample of this rank's micro-batch."""

@@ -43,7 +43,7 @@ def test_bytes_of_a_layer_are_those_of_the_formula(world: World, dropout: float,
     rows = shape.sequence // tensor if local else shape.sequence
     x = torch.randn(rows, micro, shape.hidden, dtype=torch.bfloat16, requires_grad=True)
     source = DropoutSource(0, 0, torch.arange(micro), engine.positions) if dropout else None
-    inputs = Inputs(torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source)
+    inputs = Inputs.of_tokens(torch.zeros(shape.sequence, micro, dtype=torch.int64), engine.positions, source)
     values = [bucket.values for bucket in engine.buckets if bucket.values is not None]
     with LiveActivations(lambda: values) as saved:
         engine.model.run_layer(blocks_of(engine.model)[0], inputs, x)

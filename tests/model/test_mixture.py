@@ -164,7 +164,7 @@ def compare(family: str, layers: int, weight: float, world: Any) -> tuple[Tensor
 
     synchronizer.start(1)
     terms = Terms(torch.tensor(1 / 48))
-    hidden = model(Inputs(inputs.t().contiguous(), torch.arange(24), terms=terms))
+    hidden = model(Inputs.of_tokens(inputs.t().contiguous(), torch.arange(24), terms=terms))
     ours = model.predict(hidden, CrossEntropy(targets.t(), torch.tensor(1 / 48))).total
     ours.backward()
     synchronizer.finish()

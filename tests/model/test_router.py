@@ -54,7 +54,8 @@ def give_memory(module: torch.nn.Module, world: Any) -> None:
 
 def inputs_of(batch: int, terms: Terms | None = None, samples: int | None = None) -> Inputs:
     tokens = torch.zeros(SHAPE.sequence, batch, dtype=torch.int64)
-    return Inputs(tokens, torch.arange(SHAPE.sequence), terms=terms or Terms(), samples=samples)
+    positions, fields = torch.arange(SHAPE.sequence), {"tokens": tokens.t()}
+    return Inputs(fields, positions, terms=terms or Terms(), samples=samples)
 
 
 def tokens_of(inputs: Inputs) -> Tokens:

@@ -166,7 +166,7 @@ def run_in_virtual_time(
     group = LateGroup(world.everyone, clock, cast(float, times.communication))
     executor = Executor(cast("list[Part]", models), cast(Group, group), queue, world.ledger)
     tokens = torch.zeros(4, 1, dtype=torch.int64)
-    batch = PreparedBatch(Inputs(tokens, torch.arange(4)), no_losses)
+    batch = PreparedBatch(Inputs.of_tokens(tokens, torch.arange(4)), no_losses)
     executor.run(schedule, [batch] * schedule.micro_batches)
     prompt = all(done == len(clock.work) for done in group.waits)
     own = torch.tensor([clock.span, clock.busy, prompt], dtype=torch.float64).unsqueeze(0)

@@ -65,7 +65,7 @@ class ModulePart(nn.Module):
         if inputs.dropout is not None:
             seed_draws(inputs.dropout)
         outside = self.layers[0]
-        tokens = inputs.tokens.t().contiguous()
+        tokens = inputs.fields["tokens"].contiguous()
         there = self.residency.held(outside.own[0]) if outside.own else nullcontext()
         with users_code(f"{self.title} fails with tokens of shape {list(tokens.shape)}"), there:
             outputs = self._call(tokens)

@@ -79,5 +79,5 @@ def _batch(engine: Engine, deck: Deck) -> PreparedBatch:
     size = deck.batch.micro_size, deck.batch.sequence
     tokens, targets = (torch.randint(engine.shape.vocabulary, size) for _ in range(2))
     scale = torch.tensor(1.0 / targets.numel(), device=engine.world.device)
-    micro = MicroBatch(tokens, targets)
+    micro = MicroBatch.of_tokens(tokens, targets)
     return PreparedBatch.of(micro, engine.objective, scale, engine.positions, None, scale)

@@ -66,7 +66,7 @@ class RankStep:
             positions = context_positions(stage.groups.context, stage.groups.context_form, shape.sequence)
             tokens = torch.zeros((deck.batch.micro_size, shape.sequence), dtype=torch.int64)
             one = torch.ones(())
-            micro = MicroBatch(tokens, tokens)
+            micro = MicroBatch.of_tokens(tokens, tokens)
             self._batch = PreparedBatch.of(micro, self.objective, one, positions, None, one)
             stage.outer.begin(self.weights)
         self.touches = self._note_touches(schedule)

@@ -321,7 +321,8 @@ def test_masks_are_of_the_sample_and_the_step(world: World) -> None:
     def logits(state: TrainState, micro_batch: int, training_too: bool = True) -> Tensor:
         source = training.step.dropout_source(state, micro_batch) if training_too else None
         with torch.set_grad_enabled(training_too):
-            return part(Inputs(torch.zeros(32, 2, dtype=torch.int64), positions, source))[0].detach()
+            inputs = Inputs.of_tokens(torch.zeros(32, 2, dtype=torch.int64), positions, source)
+            return part(inputs)[0].detach()
 
     first = logits(state, 0)
     assert torch.equal(first, logits(state, 0))
