@@ -14,6 +14,7 @@ from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.part import seed_draws
+from hpctrain.model.inputs import Inputs
 from hpctrain.objective.objective import LossOf
 from hpctrain.train.trainer import Trainer
 
@@ -71,4 +72,4 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor]) -> PlainFigur
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:
     """The sums of a micro-batch, of what a module gives."""
-    return engine.objective.losses(micro, torch.ones(()), Tensor.t)
+    return engine.objective.losses(Inputs(micro.fields, engine.positions), torch.ones(()))

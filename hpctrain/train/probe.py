@@ -121,7 +121,7 @@ def _additive(
     module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
 ) -> Iterator[Finding]:
     """Losses that are no sums over samples, where the module looks at each by itself."""
-    rows = len(micro.tokens)
+    rows = micro.rows
     batches = [micro, *(_row(micro, number) for number in range(rows))]
     was = module.training
     module.eval()
@@ -144,7 +144,7 @@ def _additive(
 
 
 def _row(micro: MicroBatch, number: int) -> MicroBatch:
-    return MicroBatch(micro.tokens[number : number + 1], micro.targets[number : number + 1])
+    return MicroBatch({name: each[number : number + 1] for name, each in micro.fields.items()})
 
 
 def _outputs(module: nn.Module, tokens: Tensor, seed: int, others: int) -> list[Tensor]:

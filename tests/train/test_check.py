@@ -82,8 +82,8 @@ def test_all_that_differs_is_told(world: World, deck: Path, monkeypatch: pytest.
         for name in ("attention.output", "feed_forward.down"):
             assert (
                 f"gradient of blocks.{block}.{name}.bias differs from the one-rank run by 1.0e+00 of its "
-                "largest element (allowed: 1e-05); split over no axis; it is 2 times what it should be: a sum "
-                "over the tensor axis (2 ranks) is likely doubled"
+                "largest element (allowed: 1e-05); split over no axis; it is 2 times what it should be: a "
+                "sum over the tensor axis (2 ranks) is likely doubled"
             ) in text.replace("\n", " ")
     assert "this layout computes another model" in text
 
