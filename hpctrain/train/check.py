@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +30,14 @@ from hpctrain.words import counted
 _MOST = 20
 """Of differences that are told."""
 
-_KINDS = ("initial parameters", "losses", "gradients", "gradient norms", "parameters after both steps")
+_KINDS = (
+    "initial parameters",
+    "outputs",
+    "losses",
+    "gradients",
+    "gradient norms",
+    "parameters after both steps",
+)
 
 
 def check(world: World, path: Path, overrides: Sequence[str], show: Callable[[str], None]) -> int:
@@ -76,6 +84,7 @@ def _told(
         if some
     ]
     failing = [each for each in found if each.fails]
+    shown = _telling(failing)[:_MOST]
     lines = [
         f"{deck.run.title}: {counted(ranks, 'rank')} ({axes}), layout.zero = {layout.zero}",
         _beside(small),
@@ -83,8 +92,8 @@ def _told(
         *fitted([("", "compared", "largest difference", "of"), *rows], (0, 3), columns()),
         "",
         *(each.sentence for each in noticed),
-        *(f"{each}" for each in failing[:_MOST]),
-        *([f"... and {len(failing) - _MOST} more"] if len(failing) > _MOST else []),
+        *(f"{each}" for each in shown),
+        *([f"... and {len(failing) - len(shown)} more"] if len(failing) > len(shown) else []),
     ]
     took, bound = format_seconds(perf_counter() - began), f"{TOLERANCE:.0e} of their largest element"
     if any(each.fails for each in noticed) and not failing:
@@ -95,6 +104,16 @@ def _told(
     else:
         lines.append(f"All {len(found)} are within {bound}: this layout computes the same model ({took}).")
     return [line for each in lines for line in fit(each, columns())]
+
+
+def _telling(failing: Sequence[LayoutDifference]) -> list[LayoutDifference]:
+    """Of all that differs the first, from which most of the rest follows, and what one sum or factor
+    explains; of a tensor that differs in the first step not the second.
+    """
+    later = re.compile(r" in the second step$| after both steps$")
+    names = {each.name for each in failing}
+    new = [each for each in failing if not later.search(each.name) or later.sub("", each.name) not in names]
+    return [each for number, each in enumerate(new) if number == 0 or each.explained]
 
 
 def _beside(small: Deck) -> str:
@@ -119,6 +138,8 @@ def _kind(name: str) -> str:
         return "gradient norms"
     if name.startswith("gradient"):
         return "gradients"
+    if name.startswith("output"):
+        return "outputs"
     if name.startswith("loss"):
         return "losses"
     return "parameters after both steps" if name.endswith("after both steps") else "initial parameters"

@@ -22,11 +22,14 @@ _SUMS_OF_EXPERTS = (("expert_data",), ("expert",), ("expert_tensor",))
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """How far one tensor (or the loss, or the norm) is from the one-rank run, and what explains it."""
+    """How far one tensor (or the loss, or the norm) is from the one-rank run, and what explains it, if
+    anything: that all of it is wrong by one sum, or one factor.
+    """
 
     name: str
     error: float
     hint: str
+    explained: bool = True
 
     @property
     def fails(self) -> bool:
@@ -41,10 +44,18 @@ class LayoutDifference:
 
 
 def difference_of(
-    name: str, mine: Tensor, expected: Tensor, scale: float, world: World, mesh: Mesh, shard: Shard | None
+    name: str,
+    mine: Tensor,
+    expected: Tensor,
+    scale: float,
+    world: World,
+    mesh: Mesh,
+    shard: Shard | None,
+    everywhere: bool = True,
 ) -> LayoutDifference:
     """That of `mine`, this rank's piece of a tensor or all of a number, from what is `expected` of it; both
-    are empty where a rank has none. Errors are relative to `scale`. Collective.
+    are empty where a rank has none, which of what is not `everywhere` data ranks have. Errors are relative to
+    `scale`. Collective.
     """
     mine = mine.detach().double().cpu()
     expected, largest = expected.double(), max(scale, 1e-30)
@@ -63,7 +74,8 @@ def difference_of(
     what = "" if split is None else f"split over {', '.join(split) or 'no axis'}; "
     explained = min(10 * TOLERANCE, error / 10)
     of_experts = _SUMS_OF_EXPERTS if "expert" in mesh.sizes else ()
-    for axes in (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts):
+    likely = (*of_experts, *_SUMS) if split and "expert" in split else (*_SUMS, *of_experts)
+    for axes in likely if everywhere else _SUMS[:1]:
         group = mesh.group(*axes)
         if group.size == 1:
             continue
@@ -81,8 +93,10 @@ def difference_of(
             return LayoutDifference(name, error, f"{what}{told}")
     factor = _factor(mine, expected, world)
     if worst(mine / factor) <= explained:
-        return LayoutDifference(name, error, f"{what}all of it is {factor:.4g} times what it should be")
-    return LayoutDifference(name, error, f"{what}no single missing or doubled sum explains it")
+        told = f"{what}all of it is {factor:.4g} times what it should be"
+        return LayoutDifference(name, error, told, explained=expected.numel() > 1)
+    none = f"{what}no single missing or doubled sum explains it"
+    return LayoutDifference(name, error, none, explained=False)
 
 
 def _factor(mine: Tensor, expected: Tensor, world: World) -> float:

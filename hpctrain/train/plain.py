@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,22 +16,31 @@ from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.part import seed_draws
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.objective import LossOf
+from hpctrain.train.outputs import outputs_of
 from hpctrain.train.trainer import Trainer
 
 
 class PlainFigures(NamedTuple):
-    """The loss of a step, and the gradient of each parameter that is trained, by name."""
+    """The loss of a step, what the parts of a module give for its first micro-batches, and the gradient of
+    each parameter that is trained, by name.
+    """
 
     loss: float
+    outputs: Sequence[Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
 
 
-def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn.Module:
-    """A module as its own code builds it, untouched but for its weights, in their format."""
+def bare_module(engine: Engine, seed: int) -> nn.Module:
+    """A module as its own code builds it, untouched."""
     architecture = engine.architecture
     assert isinstance(architecture, ModuleArchitecture)
     with seeded(seed):
-        module = architecture.build(HOST)
+        return architecture.build(HOST)
+
+
+def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn.Module:
+    """The same with these weights, in their format."""
+    module = bare_module(engine, seed)
     module.to(next(iter(weights.values())).dtype).train()
     ours = [segment.parameter for bucket in engine.buckets for segment in bucket.segments]
     frozen = {parameter.shard.name for parameter in ours if not parameter.requires_grad}
@@ -42,20 +51,25 @@ def plain_module(engine: Engine, weights: Mapping[str, Tensor], seed: int) -> nn
     return module
 
 
-def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor]) -> PlainFigures:
-    """Of the next step of a trainer on one rank, which has these `weights`."""
+def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int = 1) -> PlainFigures:
+    """Of the next step of a trainer on one rank, which has these `weights`; outputs of its first `watched`
+    micro-batches.
+    """
     step, engine, batch = trainer.step, trainer.engine, trainer.deck.batch.global_size
     module = plain_module(engine, weights, trainer.deck.run.seed)
     call = call_of(module)
     read = list(step.batches.step(trainer.state.samples, batch, 0, 1, step.micro_size))
     sums = torch.zeros(len(engine.objective.figures), dtype=torch.float64)
     count = sum(map(engine.objective.count, read))
+    outputs = []
     with torch.random.fork_rng(devices=[]):
         for number, micro in enumerate(read):
             dropout = step.dropout_source(trainer.state, number)
             if dropout is not None:
                 seed_draws(dropout)
-            losses = losses_of(engine, micro)(call(micro.tokens))
+            with outputs_of([module] if number < watched else []) as given:
+                losses = losses_of(engine, micro)(call(micro.tokens))
+            outputs += [given] if number < watched else []
             sums += torch.stack([figure.double() for figure in losses.figures])
             losses.total.backward()
     figures = {
@@ -67,7 +81,7 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor]) -> PlainFigur
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    return PlainFigures(figures["loss"], gradients)
+    return PlainFigures(figures["loss"], outputs, gradients)
 
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:

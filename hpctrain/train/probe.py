@@ -41,7 +41,6 @@ def probe(module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], L
     """All that is found of a module in training, on the host, with these `losses` of a micro-batch of some
     samples. Its buffers, and random numbers, are as before when it is over.
     """
-    yield from _shared_memory(module)
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
@@ -55,7 +54,7 @@ def probe(module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], L
     _restore(module, kept)
 
 
-def _shared_memory(module: nn.Module) -> Iterator[Finding]:
+def shared_memory(module: nn.Module) -> Iterator[Finding]:
     """Parameters that are tied by their memory, which is not theirs any more in a run."""
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -73,6 +72,11 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
     before = _attributes(module)
     given = micro.tokens.clone()
     first = _outputs(module, given, _SEED, _SEED)
+    if torch.initial_seed() != _SEED:
+        yield Finding(
+            "the forward pass seeds torch's random numbers itself: masks are the same in every pass, and on "
+            "all data ranks"
+        )
     if not torch.equal(given, micro.tokens):
         yield Finding(
             "the forward pass changes its input in place: what comes after it, as the loss, sees others"

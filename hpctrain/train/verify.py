@@ -14,7 +14,7 @@ has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,13 +28,17 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.model.foreign.part import ModulePart
 from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import MICRO_BATCHES, MICRO_SIZE, miniature_of
-from hpctrain.train.plain import losses_of, plain_figures, plain_module
-from hpctrain.train.probe import Finding, probe
+from hpctrain.train.outputs import outputs_of
+from hpctrain.train.plain import bare_module, losses_of, plain_figures, plain_module
+from hpctrain.train.probe import Finding, probe, shared_memory
 from hpctrain.train.trainer import Trainer
+
+_WATCHED = 4  # data ranks whose outputs are compared
 
 ROUGHNESS = 0.2  # standard deviation of what biases and norm weights differ by
 
@@ -91,21 +95,29 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
         alone = world.alone()
         plain = on_one_rank(deck).with_keys(memory={"recompute": "none"})
         whole = tiny_trainer(plain, alone, Mesh(alone, {}))
-        own = {} if deck.model.module is None else _of_own_code(whole)
-        expected = _compute(whole) | own
+        outputs, own = _of_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
+        for name, each in _compute(whole).items():
+            expected |= outputs if name == "loss" else {}
+            expected[name] = own.get(name, each)
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer)
-    nothing = _Computed(torch.empty(0), None)  # of a tensor that another stage holds
+    shapes = {name: each.values.shape for name, each in expected.items()}
+    comparable = _comparable(computed, world.everyone.broadcast_object(shapes), world)
+    nothing = _Computed(torch.empty(0))  # of a tensor that another stage holds
     differences = []
-    for name in world.everyone.broadcast_object(list(expected)):
+    for name in comparable:
         shared = _share(expected[name].values if world.rank == 0 else None, world)
         scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
-        values, shard = computed.get(name, nothing)
-        if shard is not None:
-            shared = shard.take(shared)
+        mine = computed.get(name, nothing)
+        if mine.shards:
+            shared = shared.view(mine.shards[0].shape)
+            shared = torch.cat([shard.take(shared).reshape(-1) for shard in mine.shards])
         elif name not in computed:
             shared = torch.empty(0)
-        differences.append(difference_of(name, values, shared, scale, world, mesh, shard))
+        shard = mine.shards[0] if mine.shards else None
+        everywhere = not name.startswith("output of ")
+        found = difference_of(name, mine.values, shared, scale, world, mesh, shard, everywhere)
+        differences.append(found)
     trainer.engine.close()
     return differences
 
@@ -127,9 +139,10 @@ def probe_module(small: Deck, world: World) -> list[Finding]:
             alone = world.alone()
             trainer = tiny_trainer(on_one_rank(small), alone, Mesh(alone, {}))
             weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
+            found += shared_memory(bare_module(trainer.engine, small.run.seed))
             module = plain_module(trainer.engine, weights, small.run.seed)
             micro = next(iter(trainer.step.batches.step(0, MICRO_SIZE, 0, 1, MICRO_SIZE)))
-            found = list(probe(module, micro, partial(losses_of, trainer.engine)))
+            found += probe(module, micro, partial(losses_of, trainer.engine))
     shared: list[Finding] = world.everyone.broadcast_object(found)
     return shared
 
@@ -150,10 +163,10 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
 
 
 class _Computed(NamedTuple):
-    """A number that all ranks have, or this rank's piece of a tensor."""
+    """What all ranks have, or this rank's pieces of a tensor behind each other."""
 
     values: Tensor
-    shard: Shard | None
+    shards: tuple[Shard, ...] = ()
 
 
 def _compute(trainer: Trainer) -> dict[str, _Computed]:
@@ -161,35 +174,71 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
     engine = trainer.engine
 
     def parameters(when: str) -> dict[str, _Computed]:
-        return {
-            f"parameter {shard.name}{when}": _Computed(piece.clone(), shard)
-            for shard, piece in _pieces(engine, gradients=False)
-        }
+        return _by_name(("parameter ", when), _pieces(engine, gradients=False))
 
     sums = _SummedGradients(engine)
     trainer.hooks.append(sums)
     results = parameters("")
     for step in ("", " in the second step"):
         sums.pieces.clear()
-        result = trainer.train_step()
+        data = engine.mesh.coordinate("data")
+        watched = not step and data < _WATCHED
+        with outputs_of(
+            [part.module for part in engine.models if isinstance(part, ModulePart) and watched]
+        ) as given:
+            result = trainer.train_step()
         if not sums.pieces:  # the update was skipped
             sums.before_update()
-        by_name = [
-            (f"gradient of {shard.name}{step}", _Computed(piece, shard)) for shard, piece in sums.pieces
-        ]
-        results[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64), None)
-        results |= reversed(by_name)
-        results[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64), None)
+        results |= _outputs(given, data)
+        results[f"loss{step}"] = _Computed(torch.tensor(result.loss, dtype=torch.float64))
+        results |= reversed(_by_name(("gradient of ", step), sums.pieces).items())
+        results[f"gradient norm{step}"] = _Computed(torch.tensor(result.grad_norm, dtype=torch.float64))
     return results | parameters(" after both steps")
 
 
-def _of_own_code(trainer: Trainer) -> dict[str, _Computed]:
-    """What the first step's loss and gradients are to be by a module's own code alone."""
+def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) -> dict[str, _Computed]:
+    """Pieces of tensors, of which a rank may have several, by their tensor's name with `around`."""
+    found: dict[str, list[tuple[Shard, Tensor]]] = {}
+    for shard, piece in pieces:
+        found.setdefault(f"{around[0]}{shard.name}{around[1]}", []).append((shard, piece.reshape(-1).clone()))
+    return {
+        name: _Computed(torch.cat([piece for _, piece in some]), tuple(shard for shard, _ in some))
+        for name, some in found.items()
+    }
+
+
+def _comparable(
+    computed: dict[str, _Computed], shapes: Mapping[str, torch.Size], world: World
+) -> Sequence[str]:
+    """The names of what is expected in some `shapes` and any rank has computed; what a part gives in another
+    shape, as a piece of it, is taken out of what this rank has. Collective.
+    """
+    for name, each in list(computed.items()):
+        if not each.shards and each.values.shape != shapes.get(name):
+            del computed[name]
+    known = set().union(*world.everyone.all_gather_object(set(computed)))
+    return [name for name in shapes if name in known]
+
+
+def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], dict[str, _Computed]]:
+    """What is to be of the first step by a module's own code alone: what its parts give for the first
+    micro-batches of the first of so many data ranks; loss and gradients.
+    """
     weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
-    loss, gradients = plain_figures(trainer, weights)
-    found = {"loss": torch.tensor(loss, dtype=torch.float64)}
-    found |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-    return {name: _Computed(values, None) for name, values in found.items()}
+    own = plain_figures(trainer, weights, min(ranks, _WATCHED))
+    outputs = {
+        name: each
+        for number, given in enumerate(own.outputs)
+        for name, each in _outputs(given, number).items()
+    }
+    found = {f"gradient of {name}": _Computed(gradient) for name, gradient in own.gradients.items()}
+    return outputs, found | {"loss": _Computed(torch.tensor(own.loss, dtype=torch.float64))}
+
+
+def _outputs(given: Mapping[str, Tensor], data: int) -> dict[str, _Computed]:
+    """What parts of a module give on a data rank."""
+    where = f" on data rank {data}" if data else ""
+    return {f"output of {name}{where}": _Computed(values) for name, values in given.items()}
 
 
 class _SummedGradients(Hook):

@@ -1,0 +1,110 @@
+"""`hpctrain check` of modules that users bring: right ones pass, faults are told by what is wrong.
+
+Of train/plain.py, train/probe.py, train/outputs.py, train/miniature.py and train/difference.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.train.check import check
+
+MODULES = Path(__file__).with_name("wrong_modules.py")
+DECK = """
+[run]
+title = "mine"
+steps = 3
+[model]
+module = "{module}"
+blocks = "layers.*"
+{more}
+[data]
+tokens = "nowhere.h5"
+[batch]
+global_size = 8
+sequence = 12
+[layout]
+zero = {zero}
+"""
+
+
+def told(
+    world: World, folder: Path, name: str, *overrides: str, more: str = "", zero: int = 0
+) -> tuple[int, str]:
+    """The exit code, and what rank 0 shows, on one line."""
+    path = folder / "deck.toml"
+    if world.rank == 0:
+        path.write_text(DECK.format(module=f"{MODULES}:{name}", more=more, zero=zero))
+    world.everyone.barrier()
+    shown = list[str]()
+    code = check(world, path, overrides, shown.append)
+    text: str = world.everyone.broadcast_object(shown[0] if shown else None)
+    return code, " ".join(text.split())
+
+
+RIGHT = {
+    "plain": ("Right", ""),
+    "dropout": ("Right", "arguments = {rate = 0.2}"),
+    "own loss": ("Right", f'loss = "{MODULES}:summed"'),
+    "harmless": ("Harmless", ""),
+    "frozen": ("Right", 'frozen = ["embed.*"]'),
+}
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_right_modules_raise_no_alarm(world: World, mpi_tmp_path: Path, kind: str, zero: int) -> None:
+    name, more = RIGHT[kind]
+    code, text = told(world, mpi_tmp_path, name, more=more, zero=zero * (world.size > 1))
+    assert code == 0, text
+    assert "this layout computes the same model" in text
+    assert ("passes, which is no buffer" in text) == (kind == "harmless")
+
+
+STATE = "passes of the same input, seed and buffers differ: the module keeps state that is no buffer"
+SUMS = "it has to give a sum and a count, no mean"
+WRONG = {
+    "own generator": ("OwnGenerator", "", "random numbers that torch.manual_seed does not seed"),
+    "numpy's": ("OfNumpy", "", "the forward pass draws random numbers of Python's or numpy's"),
+    "Python's": ("OfPython", "", "the forward pass draws random numbers of Python's or numpy's"),
+    "same masks": ("SameMasks", "", "the forward pass seeds torch's random numbers itself"),
+    "counter": ("Counter", "", f"{STATE}, and so in no checkpoint: passes"),
+    "cache": ("Cache", "", f"{STATE}, and so in no checkpoint: mean"),
+    "in place": ("InPlace", "", "the forward pass changes its input in place"),
+    "tied by memory": ("TiedByMemory", "", "embed.weight and head.weight share memory"),
+    "infinite": ("Infinite", "", "what the forward pass gives is not finite"),
+    "mean": ("Right", f'loss = "{MODULES}:averaged"', SUMS),
+    "mean alone": ("Right", f'loss = "{MODULES}:averaged_alone"', SUMS),
+    "samples mixed": ("Right", f'loss = "{MODULES}:changes_targets"', "model.loss is no sum over samples"),
+    "by rank": ("ByRank", "", "output of head on data rank 1 differs"),
+}  # fmt: skip
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", WRONG)
+def test_faults_are_told(world: World, mpi_tmp_path: Path, kind: str) -> None:
+    name, more, sentence = WRONG[kind]
+    code, text = told(world, mpi_tmp_path, name, more=more)
+    assert code == 1, text
+    assert sentence in text, text
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_parameters_without_gradients_are_noted(world: World, mpi_tmp_path: Path) -> None:
+    code, text = told(world, mpi_tmp_path, "Detached")
+    assert code == 0
+    assert "layers.0.weight, layers.0.bias, layers.1.weight and 1 other have no gradient in this pass" in text
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+def test_a_module_that_is_too_large_asks_for_smaller_arguments(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.train.miniature._MOST_PARAMETERS", 1000)
+    with pytest.raises(HpctrainError, match=r"has 1\.6K parameters.*the table \[model\.miniature\]"):
+        told(world, mpi_tmp_path, "Right")
