@@ -13,7 +13,7 @@ from hpctrain.engine.offload import open_scratch
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import ActivationStore
 from hpctrain.memory.recompute import Recompute
-from hpctrain.memory.saved import part_bytes
+from hpctrain.memory.saved import PartBytes, part_bytes
 from hpctrain.memory.scratch import ScratchFiles
 from hpctrain.memory.shelf import DiskShelf, HostShelf
 from hpctrain.model.architecture import Architecture
@@ -64,9 +64,11 @@ def introduce_recompute(
     memory, lines = deck.memory, []
     device, alive = parameter_list(models[0])[0].device, peak_activations(schedule)[stage]
 
+    def placed(recompute: Recomputed) -> list[PartBytes]:
+        return part_bytes(deck, models, not on_host(device), recompute)
+
     def saved(recompute: Recomputed) -> int:
-        parts = part_bytes(deck, models, not on_host(device), recompute)
-        return int(alive * sum(part.of_part for part in parts))
+        return int(alive * sum(part.of_part for part in placed(recompute)))
 
     now = saved(memory.recompute)
     if memory.recompute != "none":
@@ -74,7 +76,7 @@ def introduce_recompute(
         extra = flops.recomputed_flops_per_token(memory.recompute)
         tokens = deck.batch.global_size * deck.batch.sequence
         kept = ""
-        if all(layer.tells_saved for model in models for layer in model.layers):
+        if not any(part.unknown for part in placed(memory.recompute)):
             instead = f"instead of {format_bytes(saved('none'))}"
             kept = f"; this rank keeps {format_bytes(now)} of activations {instead}"
         lines.append(

@@ -5,32 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.memory.activations import ActivationStore
-from hpctrain.parallel.weight_grad import WeightGradientQueue
+
+class Keeping(Protocol):
+    """What keeps tensors for backward in a way of its own, and tells its watch of them."""
+
+    watch: Any
 
 
 class LiveActivations:
     """Counts the bytes that are kept for backward while this is active: now, and at the most.
 
     A storage that is kept several times counts once. Those of the tensors that `without` returns, such as
-    parameters, do not count. What the weight gradients of `queue` need counts until they are computed, and of
-    what `store` takes charge of, that which is in memory.
+    parameters, do not count. What `others` keep in memory counts as long as they say.
     """
 
     def __init__(
         self,
         without: Callable[[], Iterable[Tensor]],
-        queue: WeightGradientQueue | None = None,
-        store: ActivationStore | None = None,
+        *others: Keeping | None,
     ) -> None:
         self.bytes = self.peak = 0
         self._without = without
-        self._watched = [each for each in (queue, store) if each is not None]
+        self._watched = [each for each in others if each is not None]
         self._saved: Counter[int] = Counter()
         self.save = partial(SavedTensor, self)  # counts a tensor for as long as its result is there
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, SavedTensor.unpack)

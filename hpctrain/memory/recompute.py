@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import ceil, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.memory.activations import ActivationStore, SavedSegment
+from hpctrain.memory.activations import ActivationStore, Held, SavedSegment, Watch
+from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.shape import Recomputed
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.saved_policy import LayerPass, SavedPolicy
@@ -36,7 +38,8 @@ class Recompute(SavedPolicy):
 
     Dropout's masks are functions of their place, so no random state is needed. Weight gradients may be held
     back, and parameters gathered for a while, inside of a segment as outside. With a `store`, what segments
-    (or blocks, where these are kept) save waits there. What is computed again is so `within`.
+    (or blocks, where these are kept) save waits there. What is computed again is so `within`. `watch`, if
+    set, is told of what `call` keeps, and of what is computed again.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Recompute(SavedPolicy):
     ) -> None:
         self.recompute, self.store, self.within = recompute, store, within
         self.keeps_core = recompute != "selective"
+        self.watch: Watch | None = None
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:
         """All layers of x; each segment again in its backward."""
@@ -67,9 +71,32 @@ class Recompute(SavedPolicy):
             return compute(*given, **named)
 
         def around() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self.within()
+            return nullcontext(), self._again()
 
+        if self.watch is not None:
+            compute = partial(_keeping, [self.watch(each) for each in tensors_of((given, named))], compute)
         return checkpoint(compute, *given, use_reentrant=False, context_fn=around, **named)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """What `call` computes again is so within, and the watch is told of it, all of which is there at the
+        end.
+        """
+        watch = self.watch
+        with self.within():
+            if watch is None:
+                yield
+                return
+            # Checkpoint's own hooks, which would be hidden by others.
+            pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            there: list[Held] = []
+
+            def told(tensor: Tensor) -> Any:
+                there.append(watch(tensor))
+                return pack(tensor)
+
+            with saved_tensors_hooks(told, unpack):
+                yield
 
     def attend(
         self, compute: Callable[..., Tensor], inputs: Sequence[Tensor], shared: Sequence[Tensor] = ()
@@ -79,6 +106,11 @@ class Recompute(SavedPolicy):
             return compute(*inputs, *shared)
         result: Tensor = _Again.apply(compute, self.within, *inputs, *shared)
         return result
+
+
+def _keeping(_: Sequence[Held], compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What `compute` gives; what is held meanwhile is so for as long as this may be called again."""
+    return compute(*given, **named)
 
 
 def again(layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor], within: Within) -> Tensor:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
@@ -13,6 +18,8 @@ from hpctrain.model.frozen import silent_blocks
 from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
+from hpctrain.objective.choose import make_objective
+from hpctrain.objective.objective import Objective
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
@@ -88,7 +95,8 @@ class PartBytes:
         seen = self.seen(silent)
         if self.recompute in {"none", "selective"}:
             return [block.saved(self.at) for block in seen]
-        return [[self.hidden] for _ in range(0, len(seen), self.segment_size)]
+        own = [block.computed_again(self.at) for block in seen[:: self.segment_size]]
+        return [[self.hidden] if each is None else each[0] for each in own]
 
     @property
     def exchanged(self) -> int:
@@ -100,6 +108,11 @@ class PartBytes:
         forward = sum(2 * block.exchanged(self.at) for block in self.blocks)
         backward = sum(2 * block.exchanged(self.at) for block in self.blocks[silent:])
         return forward + backward + sum(again * block.exchanged(self.at) for block in self.seen(silent))
+
+    @property
+    def unknown(self) -> str | None:
+        """Why it is not known, where it is not."""
+        return next((why for layer in self.part.layers if (why := layer.unknown(self.at))), None)
 
     @property
     def of_blocks(self) -> int:
@@ -117,6 +130,9 @@ class PartBytes:
         saved, size = [block.saved(self.at) for block in self.blocks], self.segment_size
         if not segment_size(self.recompute, len(saved)):
             return [0] * len(saved)
+        own = [again for block in self.blocks if (again := block.computed_again(self.at)) is not None]
+        if own:
+            return [besides for _, besides in own]
         each = [total(storages) for storages in saved]
         # The first block saves the input itself, unless its norm keeps a copy in another format.
         known = [storages[0].bytes if storages[0] == self.hidden else 0 for storages in saved]
@@ -132,5 +148,25 @@ def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomput
     rows = tokens // layout.tensor if layout.sequence_parallel else tokens
     formats = Precision.of(deck)
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
-    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective")
+    loss = (
+        None
+        if deck.model.module is None
+        else _LossOfOutputs(make_objective(deck), deck.batch.sequence, micro_size)
+    )
+    again = recompute not in {"none", "selective"}
+    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, loss)
     return [PartBytes(part, at, recompute) for part in parts]
+
+
+@dataclass(frozen=True)
+class _LossOfOutputs:
+    """The loss of what a module that users bring gives for a micro-batch of an objective."""
+
+    objective: Objective
+    sequence: int
+    micro_size: int
+
+    def __call__(self, outputs: Any) -> Tensor:
+        tokens = torch.ones(self.micro_size, self.sequence, dtype=torch.int64)
+        losses = self.objective.losses(MicroBatch(tokens, tokens), torch.ones(()), Tensor.t)
+        return losses(outputs).total

@@ -53,15 +53,13 @@ class Layer(nn.Module, ABC):
 
     `kind` names what it is: layers of one kind of a model take as long, and save as much. `is_block` says
     that it is one of those between the first and the last, which backward may compute again, `lasting` that
-    its parameters, where they are gathered, stay so until a step ends, `tells_saved` that it knows what
-    autograd saves of it; `core` is its attention, if it has any; `terms` names what it adds to the losses,
-    see Terms.
+    its parameters, where they are gathered, stay so until a step ends; `core` is its attention, if it has
+    any; `terms` names what it adds to the losses, see Terms.
     """
 
     kind: str
     is_block: ClassVar[bool] = False
     lasting: ClassVar[bool] = False
-    tells_saved: ClassVar[bool] = True
     core: Core | None = None
     terms: tuple[str, ...] = ()
 
@@ -133,6 +131,16 @@ class Layer(nn.Module, ABC):
     @abstractmethod
     def saved(self, at: Saving) -> list[Storage]:
         """What autograd saves of it, in the order of the forward pass, each storage once."""
+
+    def unknown(self, at: Saving) -> str | None:  # noqa: ARG002
+        """Why nobody knows what autograd saves of it, where nobody does."""
+        return None
+
+    def computed_again(self, at: Saving) -> tuple[list[Storage], int] | None:  # noqa: ARG002
+        """Of a block that is computed again by itself: what is kept of it, and the bytes that are there
+        besides meanwhile. None: hidden states, and what it saves.
+        """
+        return None
 
     def waiting(self, at: Saving) -> Waiting:
         """What its weight gradients need where they are computed later."""

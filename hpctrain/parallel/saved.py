@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,7 +43,8 @@ class Saving:
     `tokens` of the rank's piece of the sequences, `rows` of them where the layers are split by sequence;
     `itemsize` of weights and activations as stored, which is how layers save what their Products do not
     keep otherwise, `gradient_itemsize` of weights' gradients; `gpu` tells which of
-    torch's kernels save; `selective` says that the core of attention is computed again.
+    torch's kernels save; `selective` says that the core of attention is computed again, `again` that whole
+    blocks are. `loss` makes a loss of what a module that users bring gives.
     """
 
     tokens: int
@@ -53,6 +54,8 @@ class Saving:
     gradient_itemsize: int
     gpu: bool = False
     selective: bool = False
+    again: bool = False
+    loss: Callable[[Any], Tensor] | None = None
 
     def features(self, count: int, itemsize: int | None = None) -> Storage:
         """So many features of every token."""

@@ -13,6 +13,7 @@ from hpctrain.engine.build import Engine, arrange, assemble
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.place import with_split
 from hpctrain.model.build import architecture_of
+from hpctrain.model.count import count
 from hpctrain.plan.libraries import library_bytes
 from hpctrain.plan.memory import MemoryPlan, plan_memory
 from hpctrain.plan.room import Room, demand_room
@@ -37,8 +38,8 @@ def build_within_memory(
     any file; what was found for the deck stands in for what would be measured.
     """
     with world.agreement():
-        # What building a module loads counts as a library.
-        architecture_of(deck, deck.model.vocabulary or 0)
+        # What building a module loads, and running it, counts as a library.
+        count(architecture_of(deck, deck.model.vocabulary or 0))
     libraries = library_bytes() if on_host(world.device) else 0
     deck = choose_kernels(with_split(deck, deck.found.split), world, mesh)
     arrangement = arrange(deck, world, mesh)

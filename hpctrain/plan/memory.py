@@ -64,7 +64,7 @@ class MemoryPlan:
     """The memory of all ranks. `sizes` are ranks by axis, `parameters_total` is without padding, as is
     `parameters_active`, those that a token meets. Where ranks have `roles`, names and numbers of
     ranks, these are the stages, and `sizes` those of the workers. Activations that are not known, of a module
-    that users bring, are in no sum.
+    that users bring, are in no sum; `unknown` is why.
     """
 
     parameters_total: int
@@ -75,7 +75,12 @@ class MemoryPlan:
     micro_batches: int
     stages: tuple[StageMemory, ...]
     roles: tuple[tuple[str, int], ...] = ()
-    activations_known: bool = True
+    unknown: str | None = None
+
+    @property
+    def activations_known(self) -> bool:
+        """Whether they are."""
+        return self.unknown is None
 
     @property
     def ranks(self) -> list[int]:
@@ -104,7 +109,7 @@ class MemoryPlan:
         return [sum(node) - shared * (len(node) - 1) for node in nodes]
 
     @property
-    def _unknown(self) -> dict[str, object]:
+    def _not_known(self) -> dict[str, object]:
         """What a row tells as not known."""
         return {} if self.activations_known else {"activation_bytes": None}
 
@@ -119,7 +124,8 @@ class MemoryPlan:
             "zero_group": self.zero_group,
             "schedule": self.schedule,
             "micro_batches": self.micro_batches,
-            "stages": [stage.row() | self._unknown for stage in self.stages],
+            "stages": [stage.row() | self._not_known for stage in self.stages],
+            **({} if self.unknown is None else {"activations_unknown": self.unknown}),
         }
 
 
@@ -162,6 +168,7 @@ def plan_memory(
 
     planned: dict[object, tuple[TrainedStage, Account]] = {}
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count
+    unknown: str | None = None
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
         # Stages in the middle differ, if at all, in the micro-batches whose activations they hold, and in how
@@ -187,7 +194,7 @@ def plan_memory(
             planned[kind] = stage, _states(deck, stage, device)
         stage, states = planned[kind]
         parts = part_bytes(deck, stage.models, not on_host(device), deck.memory.recompute)
-        known = all(layer.tells_saved for part in parts for layer in part.part.layers)
+        unknown = next((part.unknown for part in parts if part.unknown), unknown)
         used = sum(bucket.layout.used for bucket in stage.buckets)
         senders = {number - 1, number + 1} & set(range(schedule.stage_count))
         # Hidden states and their gradients on their way between stages.
@@ -203,7 +210,7 @@ def plan_memory(
             states,
             parameter=states.parameter
             + planned_copies(layer for part in parts for layer in part.part.layers),
-            activation=activation_peak(deck, parts, schedule.stages[number]) if known else 0,
+            activation=activation_peak(deck, parts, schedule.stages[number]) if unknown is None else 0,
             buffer=states.buffer + buffer,
             other=other,
         )
@@ -215,9 +222,7 @@ def plan_memory(
     zero_group = stage.buckets[0].sharding.group.size
     numbers = count(architecture)
     totals = numbers.parameters, numbers.active_parameters
-    return MemoryPlan(
-        *totals, sizes, zero_group, schedule.name, passes, tuple(stages), activations_known=known
-    )
+    return MemoryPlan(*totals, sizes, zero_group, schedule.name, passes, tuple(stages), unknown=unknown)
 
 
 def loneliest_place(stage: TrainedStage, sizes: Mapping[str, int], number: int, ranks_per_node: int) -> int:

@@ -26,7 +26,10 @@ KINDS = {
 }
 SAVINGS_SHOWN = 4
 
-UNKNOWN = "What autograd keeps of a module of your own is not planned yet: activations come on top of that."
+UNKNOWN = (
+    "What autograd keeps is not known, as the module does not run where tensors have no values: {why}. "
+    "Activations come on top of that."
+)
 
 
 def plan_text(plan: DeckPlan) -> str:
@@ -47,7 +50,7 @@ def plan_text(plan: DeckPlan) -> str:
         f"{holder} holds at most {format_bytes(memory.largest.memory.total)}; {largest_kinds(memory)}.",
         *_in_common(memory),
         *_exchanges(memory),
-        *([] if memory.activations_known else [UNKNOWN]),
+        *([] if memory.activations_known else [UNKNOWN.format(why=memory.unknown)]),
         _fits(plan),
     ]
     if plan.savings:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import Work
+from hpctrain.memory.activations import Held, Watch
 from hpctrain.parallel.residency import Residency, Result
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
@@ -26,10 +27,12 @@ class Gatherer(Residency):
     A step needs its buckets in the same order as the last one of its kind: that order is recorded, and the
     second step of a kind knows what to gather ahead. A bucket that is needed twice in a row stays between,
     those of the parameters in `lasting` stay until the end of the step. What is not cut is always there.
+    `watch`, if set, is told of what autograd saves where layers are surrounded, but for parameters.
     """
 
     def __init__(self, buckets: Sequence[Bucket], lasting: Collection[Parameter] = ()) -> None:
         cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
+        self.watch: Watch | None = None
         self._bucket = {s.parameter: bucket for bucket in cut for s in bucket.segments}
         self._lasting = {self._bucket[parameter] for parameter in lasting if parameter in self._bucket}
         self._holds: Counter[Bucket] = Counter()
@@ -101,7 +104,7 @@ class Gatherer(Residency):
             result = compute()
             self.leave(bucket)
             return result
-        with torch.autograd.graph.saved_tensors_hooks(partial(_packed, bucket), _unpacked):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_packed, bucket, self.watch), _unpacked):
             result = compute()
         self.leave(bucket)
         entered: list[bool] = []
@@ -177,22 +180,23 @@ class _View:
     offset: int
 
 
-def _packed(bucket: Bucket, tensor: Tensor) -> Tensor | _View:
+def _packed(bucket: Bucket, watch: Watch | None, tensor: Tensor) -> Tensor | Held | _View:
     """What is kept of a tensor: of one that lies in the bucket's values, where."""
     values = bucket.values
     assert values is not None
-    if tensor.dtype != values.dtype or tensor.is_meta:
-        return tensor
-    if tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
-        return tensor
+    within = tensor.dtype == values.dtype and not tensor.is_meta
+    if not within or tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+        return tensor if watch is None else watch(tensor)
     at = tensor.storage_offset() - values.storage_offset()
     segment = next(s for s in bucket.segments if s.start <= at < s.start + s.length)
     return _View(bucket, segment.parameter, tensor.size(), tensor.stride(), int(at - segment.start))
 
 
-def _unpacked(kept: Tensor | _View) -> Tensor:
+def _unpacked(kept: Tensor | Held | _View) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    if not isinstance(kept, _View):
+        return kept.unpack()
     assert kept.bucket.values is not None, f"{kept.parameter.shard.name} is not gathered in backward"
     data = kept.parameter.data
     return data.as_strided(kept.size, kept.stride, data.storage_offset() + kept.offset)

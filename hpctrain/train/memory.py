@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.comm.device import on_host
 from hpctrain.comm.world import World
 from hpctrain.engine.build import Engine
 from hpctrain.errors import failing_as
 from hpctrain.memory.accounts import Account
-from hpctrain.memory.live import LiveActivations
+from hpctrain.memory.live import Keeping, LiveActivations
 from hpctrain.memory.recompute import Recompute
 from hpctrain.parallel.copies import copied_bytes
 from hpctrain.plan.memory import MemoryPlan
 from hpctrain.plan.words import comparison_table
 from hpctrain.sharding.bucket import gradient_bytes, pool_bytes, value_bytes
+from hpctrain.sharding.gather import Gatherer
 from hpctrain.sharding.state import state_bytes
 from hpctrain.train.control import Order
 from hpctrain.train.hook import Hook
@@ -43,8 +44,14 @@ class ActivationPeak(Hook):
             yield
             return
         groups = self.engine.groups
-        store = groups.saved_policy.store if isinstance(groups.saved_policy, Recompute) else None
-        with LiveActivations(self._parameters, groups.weight_gradients, store) as live:
+        others: list[Keeping | None] = [groups.weight_gradients]
+        if isinstance(groups.saved_policy, Recompute):
+            others += groups.saved_policy, groups.saved_policy.store
+        if isinstance(self.engine.residency, Gatherer):
+            others.append(self.engine.residency)
+        modules = (model for model in self.engine.models if isinstance(model, nn.Module))
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        with LiveActivations(lambda: [*buffers, *self._parameters()], *others) as live:
             yield
         self.bytes = live.peak
 

@@ -162,19 +162,48 @@ def test_half_precision_trains_from_fp32_masters(folder: Path, launch: Launch) -
         assert file["model/norm.weight"].dtype == np.uint16
 
 
-def test_a_plan_tells_states_and_that_activations_are_not_known(folder: Path, launch: Launch) -> None:
+def test_a_plan_tells_what_a_run_holds(folder: Path, launch: Launch) -> None:
     planned = json.loads(hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2", "--json"))
     told = hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2")
-    assert "my_models.py:gpt" in told and "unknown" in told and "activations come on top" in told
-    hpctrain(launch, 2, "run", "code/deck.toml")
+    assert "my_models.py:gpt" in told and "unknown" not in told and "not known" not in told
+    out = hpctrain(launch, 2, "run", "code/deck.toml")
     held = json.loads((folder / "runs/mine/plan.json").read_text())["measured"]
     (stage,) = planned["stages"]
-    assert stage["activation_bytes"] is None
-    for kind in ("parameter", "gradient", "optimizer"):
+    for kind in ("parameter", "gradient", "optimizer", "activation"):
         (here,) = [row[f"{kind}_bytes"] for row in held]
         assert stage[f"{kind}_bytes"] == here > 0, kind
+    (row,) = [line for line in out.splitlines() if line.startswith("activations ")]
+    assert row.endswith("+0.0%"), row
 
 
+def test_activations_of_what_needs_values_are_unknown_and_it_trains(folder: Path, launch: Launch) -> None:
+    (folder / "code/asking.py").write_text(ASKING)
+    change = ("--set", "model.module=asking.py:Asking", "--set", "model.arguments=", "--set", "model.blocks=")
+    told = hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2", *change)
+    assert "unknown" in told and "Activations come on top of that." in " ".join(told.split())
+    assert "does not run where tensors have no values: asking.py:Asking fails with" in " ".join(told.split())
+    planned = json.loads(hpctrain(launch, 0, "plan", "code/deck.toml", "--ranks", "2", "--json", *change))
+    assert planned["stages"][0]["activation_bytes"] is None
+    assert "RuntimeError" in planned["activations_unknown"]
+    out = hpctrain(launch, 2, "run", "code/deck.toml", *change)
+    assert "Traceback" not in told + out
+    held = json.loads((folder / "runs/mine/plan.json").read_text())
+    assert held["predicted"]["stages"][0]["activation_bytes"] is None
+    assert held["measured"][0]["activation_bytes"] > 0
+
+
+ASKING = """
+from torch import nn
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Embedding(257, 8), nn.Linear(8, 257)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.last(x if x.mean() > 0 else -x)
+"""
 WRONG = {
     "no file": (("model.module=other.py:gpt",), "other.py: there is no such file"),
     "no function": (("model.module=my_models.py:gtp",), "my_models.py has no gtp (did you mean gpt?)"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
+from hpctrain.model.foreign.trace import LayerTrace
 from hpctrain.model.part import Layer
 from hpctrain.parallel.operations import Matrix
 from hpctrain.parallel.saved import Saving, Storage
@@ -16,11 +16,11 @@ from hpctrain.parallel.shard import Parameter
 class ModuleLayer(Layer):
     """Some of a module's parameters, which are there together; `matrices` are those of its linear layers.
 
-    What the module has besides is in what one of them `keeps`. What autograd saves of it nobody knows before:
-    no figure of activations is made of it.
+    What the module has besides is in what one of them `keeps`. What they save and compute is what `traced`
+    found, for a micro-batch (None: what a token computes), or why nothing was found.
     """
 
-    tells_saved: ClassVar[bool] = False
+    traced: Callable[[Saving | None], LayerTrace | str]
 
     def __init__(self, kind: str, parameters: Sequence[Parameter], matrices: Sequence[Matrix]) -> None:
         super().__init__()
@@ -43,9 +43,34 @@ class ModuleLayer(Layer):
         """See Layer."""
         return self._matrices
 
-    def saved(self, at: Saving) -> list[Storage]:  # noqa: ARG002
-        """See Layer: unknown."""
-        return []
+    @property
+    def matrix_elements(self) -> int:
+        """See Layer."""
+        found = self.traced(None)
+        return super().matrix_elements if isinstance(found, str) else found.products
+
+    @property
+    def core_flops(self) -> int:
+        """See Layer."""
+        found = self.traced(None)
+        return 0 if isinstance(found, str) else found.core
+
+    def saved(self, at: Saving) -> list[Storage]:
+        """See Layer: nothing where it is unknown."""
+        found = self.traced(at)
+        if isinstance(found, str):
+            return []
+        return list(found.kept if at.again and not self.is_block else found.saved)
+
+    def unknown(self, at: Saving) -> str | None:
+        """See Layer."""
+        found = self.traced(at)
+        return found if isinstance(found, str) else None
+
+    def computed_again(self, at: Saving) -> tuple[list[Storage], int] | None:
+        """See Layer."""
+        found = self.traced(at)
+        return ([], 0) if isinstance(found, str) else (list(found.kept), found.again)
 
 
 class OutsideOfBlocks(ModuleLayer):

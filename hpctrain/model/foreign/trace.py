@@ -1,0 +1,206 @@
+"""What a module that users bring saves and computes, found by running it where tensors have no memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.foreign.on_meta import OnMeta, ToldAsHost, kernels_of
+from hpctrain.parallel.saved import Saving, Storage
+
+_LONGEST = 200  # characters of what an error says
+
+Call = tuple[int, int]
+"""Of which layer, and which call of it."""
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What was found of a layer.
+
+    `saved`: what autograd saves of it, `kept`: what is kept of it where blocks are computed again, each
+    storage once; `again`: bytes that are there besides while it is computed again. `products`: elements of
+    parameters that a token is multiplied with; `core`: FLOPs of a token's forward pass in other products.
+    """
+
+    saved: tuple[Storage, ...]
+    kept: tuple[Storage, ...]
+    again: int
+    products: int
+    core: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was found of each layer of a part; nothing where its code does not run on "meta", and `why`."""
+
+    layers: tuple[LayerTrace, ...]
+    why: str | None = None
+
+
+def trace(
+    module: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], at: Saving, storage: torch.dtype
+) -> Trace:
+    """Of `run`, which calls a module on "meta", with these of its submodules as blocks; parameters become of
+    the format `storage`. The module is worth nothing afterwards.
+    """
+    for parameter in module.parameters():
+        shape = tuple(parameter.shape)
+        parameter.data = torch.empty(shape, dtype=storage, device="meta")
+    tracer = _Tracer(module, blocks)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            kernels_of(at.gpu),
+            ToldAsHost(),
+            OnMeta(tracer.computed),
+            saved_tensors_hooks(tracer.pack, _Kept.unpack),
+        ):
+            outputs = run()
+            tracer.present = tracer.last, 0
+            loss = None if at.loss is None else at.loss(outputs)
+    except Exception as error:  # noqa: BLE001  (whatever a user's code does where there are no values)
+        said = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
+        return Trace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
+    found = Trace(tuple(tracer.found(at.tokens)))
+    del outputs, loss  # which keep what is counted
+    return found
+
+
+class _Kept:
+    """A tensor that autograd has saved, for as long as it has."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A tensor was saved, or, where `given` is set, a block was called with it."""
+
+    call: Call | None
+    kept: weakref.ref[_Kept] | None
+    given: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """It, if it is still there."""
+        kept = None if self.kept is None else self.kept()
+        return self.given if kept is None else kept.tensor
+
+
+class _Tracer:
+    """Notes what happens, and in which layer: blocks count from 1, outside is 0, or after them `last`."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.last = len(blocks) + 1
+        self.present: Call | None = None
+        self._calls = 0
+        self._events: list[_Event] = []
+        self._after = 0 if blocks else None
+        self._parameters = {_key(parameter) for parameter in module.parameters()}
+        self._there = self._parameters | {_key(buffer) for buffer in module.buffers()}
+        for each in module.modules():
+            self._there |= {_key(value) for value in vars(each).values() if isinstance(value, Tensor)}
+        self._flops: list[tuple[int, Call | None, bool, int]] = []
+        for number, block in enumerate(blocks, 1):
+            vars(block)["forward"] = partial(self._within, number, block.forward)
+
+    def _within(self, number: int, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """A block is called."""
+        self._calls += 1
+        before, self.present = self.present, (number, self._calls)
+        self._events += [_Event(self.present, None, tensor.detach()) for tensor in tensors_of((given, named))]
+        result = forward(*given, **named)
+        self.present = before
+        self._after = len(self._events)
+        return result
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        """Autograd saves a tensor."""
+        kept = _Kept(tensor)
+        self._events.append(_Event(self.present, weakref.ref(kept)))
+        return kept
+
+    def computed(self, func: Any, args: tuple[Any, ...], named: Any, made: Any) -> None:
+        """See OnMeta."""
+        packet = func._overloadpacket
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            query, key, value = args[:3]
+            flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **named, out_val=made))
+        else:
+            return
+        with_parameter = any(_key(tensor) in self._parameters for tensor in tensors_of(args))
+        self._flops.append((len(self._events), self.present, with_parameter, flops))
+
+    def found(self, tokens: int) -> Iterator[LayerTrace]:
+        """Of each layer, of so many tokens."""
+        saving = {event.call for event in self._events if event.given is None and event.tensor is not None}
+        alive = [
+            (at, event, tensor)
+            for at, event in enumerate(self._events)
+            if (tensor := event.tensor) is not None
+            and _key(tensor) not in self._there
+            and event.call in saving  # what saves nothing is not computed again, and needs no inputs
+        ]
+        saved: list[dict[int, Storage]] = [{} for _ in range(self.last + 1)]
+        kept: list[dict[int, Storage]] = [{} for _ in range(self.last + 1)]
+        of_calls: dict[Call, dict[int, Storage]] = {}
+        met: set[int] = set()
+        met_again: set[int] = set()
+        for at, event, tensor in alive:
+            key, layer = _key(tensor), self._layer(at, event.call)
+            storage = Storage(tensor.untyped_storage().nbytes(), tensor.element_size(), features=False)
+            if event.given is None and key not in met:
+                met.add(key)
+                saved[layer][key] = storage
+            if event.given is None and event.call is not None and layer != self.last:
+                of_calls.setdefault(event.call, {})[key] = storage
+            elif key not in met_again:
+                met_again.add(key)
+                kept[layer][key] = storage
+        again = [0] * (self.last + 1)
+        for (layer, _), storages in of_calls.items():
+            size = sum(storage.bytes for key, storage in storages.items() if key not in met_again)
+            again[layer] = max(again[layer], size)
+        products, core = [0] * (self.last + 1), [0] * (self.last + 1)
+        for at, call, with_parameter, flops in self._flops:
+            (products if with_parameter else core)[self._layer(at, call)] += flops
+        for layer in range(self.last + 1):
+            yield LayerTrace(
+                tuple(saved[layer].values()),
+                tuple(kept[layer].values()),
+                again[layer],
+                products[layer] // (2 * tokens),
+                core[layer] // tokens,
+            )
+
+    def _layer(self, at: int, call: Call | None) -> int:
+        """In which layer something happened, which so many events came before."""
+        if call is not None:
+            return call[0]
+        return 0 if self._after is None or at < self._after else self.last
+
+
+def _key(tensor: Tensor) -> int:
+    """What tensors in the same memory have in common."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
