@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -50,7 +52,7 @@ class ModuleArchitecture(Architecture):
         rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage
         bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
         try:
-            module = bare.build(META)
+            module = _on_meta(bare)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.module", first), *frames]) from error.__cause__
@@ -80,6 +82,13 @@ class ModuleArchitecture(Architecture):
         """See Architecture."""
         return self.number
 
+    def sketch(self) -> nn.Module:
+        """A new one on "meta", to plan with: a copy where there can be one, as building may take long, and warn."""
+        try:
+            return deepcopy(_on_meta(replace(self, number=0, told=())))
+        except Exception:  # noqa: BLE001  (whatever a module holds that has no copy)
+            return self.build(META)
+
     def build(self, device: torch.device) -> nn.Module:
         """A new one, on a device. Errors as in `build_module`."""
         try:
@@ -91,6 +100,12 @@ class ModuleArchitecture(Architecture):
             first, *frames = error.problems
             told = f'{first} (it is built on torch\'s device "meta" first, where tensors have no values)'
             raise HpctrainError([told, *frames]) from error.__cause__
+
+
+@lru_cache(maxsize=8)
+def _on_meta(architecture: ModuleArchitecture) -> nn.Module:
+    """One on "meta", to look at."""
+    return architecture.build(META)
 
 
 def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:

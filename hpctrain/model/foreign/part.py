@@ -41,7 +41,9 @@ class ModulePart(nn.Module):
         self.architecture = architecture
         self.title, self.sequence = architecture.title, architecture.sequence
         self.residency = Residency()
-        self.module = architecture.build(META)
+        # What runs is no copy: functions that a module makes for itself refer to what was copied.
+        planned = groups.tensor.device == META
+        self.module = architecture.sketch() if planned else architecture.build(META)
         self.names = _own_parameters(self.module)
         blocks = blocks_in(self.module, architecture.pattern)
         self.layers = (*_layers(self.module, blocks), OutsideOfBlocks("result", (), ()))
