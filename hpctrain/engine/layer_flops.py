@@ -65,8 +65,12 @@ def _figures(
 
 
 def _weight_gradient(layer: Layer) -> int:
-    """FLOPs of one token in the gradients of a layer's matrices, by the share of them that is trained."""
+    """FLOPs of one token in the gradients of a layer's matrices, by the share of them that is trained: all,
+    where they belong to another layer.
+    """
     matrices = [p for p in {*layer.own, *layer.added_in_forward} if p.dim() > 1]
     sizes = [(prod(p.shard.shape), p.requires_grad) for p in matrices]
+    if not sizes:
+        return 2 * layer.matrix_elements
     trained = sum(size for size, is_trained in sizes if is_trained)
-    return 2 * layer.matrix_elements * trained // max(1, sum(size for size, _ in sizes))
+    return 2 * layer.matrix_elements * trained // sum(size for size, _ in sizes)

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.memory.compress import ActivationFormat, compressed_bytes
 from hpctrain.memory.recompute import segment_size
@@ -19,7 +14,6 @@ from hpctrain.model.part import Layer, Part, blocks_of
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape, Recomputed
 from hpctrain.objective.choose import make_objective
-from hpctrain.objective.objective import Objective
 from hpctrain.parallel.saved import Saving, Storage, total
 
 
@@ -148,25 +142,7 @@ def part_bytes(deck: Deck, parts: Sequence[Part], gpu: bool, recompute: Recomput
     rows = tokens // layout.tensor if layout.sequence_parallel else tokens
     formats = Precision.of(deck)
     itemsizes = formats.storage.itemsize, formats.gradient.itemsize
-    loss = (
-        None
-        if deck.model.module is None
-        else _LossOfOutputs(make_objective(deck), deck.batch.sequence, micro_size)
-    )
+    objective = None if deck.model.module is None else make_objective(deck)
     again = recompute not in {"none", "selective"}
-    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, loss)
+    at = Saving(tokens, rows, micro_size, *itemsizes, gpu, recompute == "selective", again, objective)
     return [PartBytes(part, at, recompute) for part in parts]
-
-
-@dataclass(frozen=True)
-class _LossOfOutputs:
-    """The loss of what a module that users bring gives for a micro-batch of an objective."""
-
-    objective: Objective
-    sequence: int
-    micro_size: int
-
-    def __call__(self, outputs: Any) -> Tensor:
-        tokens = torch.ones(self.micro_size, self.sequence, dtype=torch.int64)
-        losses = self.objective.losses(MicroBatch(tokens, tokens), torch.ones(()), Tensor.t)
-        return losses(outputs).total

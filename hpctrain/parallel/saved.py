@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Saving:
     `itemsize` of weights and activations as stored, which is how layers save what their Products do not
     keep otherwise, `gradient_itemsize` of weights' gradients; `gpu` tells which of
     torch's kernels save; `selective` says that the core of attention is computed again, `again` that whole
-    blocks are. `loss` makes a loss of what a module that users bring gives.
+    blocks are. `objective` makes a loss of what a module that users bring gives.
     """
 
     tokens: int
@@ -55,7 +55,7 @@ class Saving:
     gpu: bool = False
     selective: bool = False
     again: bool = False
-    loss: Callable[[Any], Tensor] | None = None
+    objective: Any = None
 
     def features(self, count: int, itemsize: int | None = None) -> Storage:
         """So many features of every token."""

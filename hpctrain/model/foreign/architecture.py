@@ -83,7 +83,7 @@ class ModuleArchitecture(Architecture):
         return self.number
 
     def sketch(self) -> nn.Module:
-        """A new one on "meta", to plan with: a copy where there can be one, as building may take long, and warn."""
+        """A new one on "meta", to plan with: a copy where it has any, as building takes time and may warn."""
         try:
             return deepcopy(_on_meta(replace(self, number=0, told=())))
         except Exception:  # noqa: BLE001  (whatever a module holds that has no copy)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.ledger import Ledger
-from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in
 from hpctrain.model.foreign.arguments import call_of, tensors_of
 from hpctrain.model.foreign.buffers import ModuleBuffers
 from hpctrain.model.foreign.find import users_code
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
-from hpctrain.model.foreign.trace import LayerTrace, Trace, trace
+from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Computed, Layer, Part, Span
 from hpctrain.parallel.groups import LayerGroups
@@ -50,7 +47,7 @@ class ModulePart(nn.Module):
         buffers = ModuleBuffers(self.module, groups, architecture.buffers, architecture.storage)
         self.kept, self.layers[0].keeps = buffers, buffers if buffers.kept else None
         for number, layer in enumerate(self.layers):
-            layer.traced = partial(self._traced, number)
+            layer.traced = partial(traced, self, number)
         self.blocks = tuple(blocks.values())
         for block, layer in zip(self.blocks, self.layers[1:-1], strict=True):
             # Who looks for its forward method finds this one first.
@@ -113,17 +110,6 @@ class ModulePart(nn.Module):
         inputs = list(tensors_of((given, named)))
         return self.residency.surround(layer.own[0], compute, inputs, tensors_of)
 
-    def _traced(self, number: int, at: Saving | None) -> LayerTrace | str:
-        """What a trace finds of a layer, or why it does not."""
-        size = self.architecture.storage.itemsize
-        seen = Saving(self.sequence, self.sequence, 1, size, size) if at is None else at
-        seen = replace(seen, selective=False, again=False)
-        frozen = frozenset(p.shard.name for p in self.names if not p.requires_grad)
-        tensor = self.groups.tensor
-        rank = tensor.rank, tensor.size, self.groups.sequence_parallel
-        found = _trace(self.architecture, self.span, frozen, rank, seen)
-        return found.layers[number] if found.why is None else found.why
-
     def _begin_backward(self, gradient: Tensor) -> None:  # noqa: ARG002
         """A backward pass comes from what the module gave: have its end told."""
         if not self._ends:
@@ -137,34 +123,6 @@ class ModulePart(nn.Module):
             if parameter.requires_grad and parameter not in self._met:
                 parameter.added()
         self._met.clear()
-
-
-@lru_cache(maxsize=64)
-def _trace(
-    architecture: ModuleArchitecture,
-    span: Span,
-    frozen: frozenset[str],
-    rank: tuple[int, int, bool],
-    at: Saving,
-) -> Trace:
-    """The trace of a part as a tensor rank (its number, of so many, by sequence or not) holds it."""
-    place, size, by_sequence = rank
-    ledger = Ledger()
-    groups = LayerGroups(
-        planned_group(("tensor",), place, size, ledger),
-        planned_group(("context",), 0, 1, ledger),
-        by_sequence,
-    )
-    with META:
-        part = ModulePart(architecture, groups, span)
-    for parameter in part.names:
-        parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
-
-    def run() -> Any:
-        tokens = torch.ones(part.sequence, at.micro_size, dtype=torch.int64)
-        return part(Inputs(tokens, torch.arange(part.sequence)))
-
-    return trace(part.module, part.blocks, run, at, architecture.storage)
 
 
 def module_parts(architecture: ModuleArchitecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:

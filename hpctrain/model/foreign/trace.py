@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.on_meta import OnMeta, ToldAsHost, kernels_of
-from hpctrain.parallel.saved import Saving, Storage
+from hpctrain.parallel.saved import Storage
 
 _LONGEST = 200  # characters of what an error says
 
@@ -51,10 +51,17 @@ class Trace:
 
 
 def trace(
-    module: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], at: Saving, storage: torch.dtype
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    run: Callable[[], Any],
+    loss: Callable[[Any], Any] | None,
+    tokens: int,
+    storage: torch.dtype,
+    gpu: bool,
 ) -> Trace:
-    """Of `run`, which calls a module on "meta", with these of its submodules as blocks; parameters become of
-    the format `storage`. The module is worth nothing afterwards.
+    """Of `run`, which calls a module on "meta" for so many tokens, with these of its submodules as blocks,
+    and of a `loss` of what that gives; parameters become of the format `storage`. The module is worth nothing
+    afterwards.
     """
     for parameter in module.parameters():
         shape = tuple(parameter.shape)
@@ -64,19 +71,19 @@ def trace(
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
-            kernels_of(at.gpu),
+            kernels_of(gpu),
             ToldAsHost(),
             OnMeta(tracer.computed),
             saved_tensors_hooks(tracer.pack, _Kept.unpack),
         ):
             outputs = run()
             tracer.present = tracer.last, 0
-            loss = None if at.loss is None else at.loss(outputs)
+            losses = None if loss is None else loss(outputs)
     except Exception as error:  # noqa: BLE001  (whatever a user's code does where there are no values)
         said = error.problems[0] if isinstance(error, HpctrainError) else f"{type(error).__name__}: {error}"
         return Trace((), shorten(said.strip().splitlines()[0], _LONGEST, placeholder=" ..."))
-    found = Trace(tuple(tracer.found(at.tokens)))
-    del outputs, loss  # which keep what is counted
+    found = Trace(tuple(tracer.found(tokens)))
+    del outputs, losses  # which keep what is counted
     return found
 
 

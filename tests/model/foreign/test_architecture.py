@@ -82,9 +82,11 @@ def test_parameters_and_flops_are_counted_without_memory() -> None:
     numbers = count(architecture)
     assert numbers.parameters == numbers.active_parameters == expected
     # 6 for each element of the blocks' matrices and of the head, which is the table; positions are no matrix.
+    # Of each block 12 h s besides, of queries, keys and values.
     of_block = 3 * 32 * 32 + 32 * 32 + 2 * 2 * 32 * 32
-    assert numbers.flops_per_token == 6 * (3 * of_block + 61 * 32)
-    assert numbers.block_forward == 2 * 3 * of_block
+    assert numbers.flops_per_token == 6 * (3 * of_block + 61 * 32) + 3 * 12 * 32 * 32
+    assert numbers.block_forward == 2 * 3 * of_block + 3 * 4 * 32 * 32
+    assert numbers.core_forward == 3 * 4 * 32 * 32
     assert layer_kinds(architecture) == ("outside", "Block", "Block", "Block", "result")
     assert architecture.title == "models.py:gpt" and architecture.block_count == 3
 

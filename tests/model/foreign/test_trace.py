@@ -1,7 +1,7 @@
 """What a trace of a module finds is what a run keeps and computes.
 
-Of model/foreign/trace.py, model/foreign/on_meta.py and what measures it: memory/live.py,
-memory/recompute.py and sharding/gather.py.
+Of model/foreign/trace.py, model/foreign/on_meta.py, model/foreign/twin.py, and what measures it:
+memory/live.py, memory/recompute.py and sharding/gather.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""What a part of a module saves and computes, told by a twin of it that has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hpctrain.comm.ledger import Ledger
+from hpctrain.comm.planned import planned_group
+from hpctrain.model.foreign.architecture import META, ModuleArchitecture
+from hpctrain.model.foreign.trace import LayerTrace, Trace, trace
+from hpctrain.model.inputs import Inputs
+from hpctrain.model.part import Computed, Span
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.saved import Saving
+from hpctrain.parallel.shard import Parameter
+
+
+class Traced(Protocol):
+    """A part of a module, which is made of an architecture, groups and a span."""
+
+    architecture: ModuleArchitecture
+    groups: LayerGroups
+    span: Span
+    module: nn.Module
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The submodules that follow each other."""
+
+    @property
+    def names(self) -> Mapping[Parameter, list[str]]:
+        """All parameters."""
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """See Part."""
+
+    def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
+        """See Part."""
+
+
+def traced(part: Traced, number: int, at: Saving | None) -> LayerTrace | str:
+    """What is found of a layer of a part, by its number, for a micro-batch; None: of one sample, with all
+    that tensor ranks compute. Where nothing is found, why.
+    """
+    size = part.architecture.storage.itemsize
+    frozen = frozenset(parameter.shard.name for parameter in part.names if not parameter.requires_grad)
+    if at is None:
+        sequence = part.architecture.sequence
+        seen, rank = Saving(sequence, sequence, 1, size, size), (0, 1, False)
+    else:
+        tensor = part.groups.tensor
+        seen = replace(at, selective=False, again=False)
+        rank = tensor.rank, tensor.size, part.groups.sequence_parallel
+    found = _trace_of(type(part), part.architecture, part.span, frozen, rank, seen)
+    return found.layers[number] if found.why is None else found.why
+
+
+@lru_cache(maxsize=64)
+def _trace_of(
+    kind: Callable[[ModuleArchitecture, LayerGroups, Span], Traced],
+    architecture: ModuleArchitecture,
+    span: Span,
+    frozen: frozenset[str],
+    rank: tuple[int, int, bool],
+    at: Saving,
+) -> Trace:
+    """The trace of such a part as a tensor rank (its number, of so many, by sequence or not) holds it."""
+    place, size, by_sequence = rank
+    tensor, context = (
+        planned_group((axis,), *of, Ledger()) for axis, of in (("tensor", (place, size)), ("context", (0, 1)))
+    )
+    with META:
+        groups = LayerGroups(tensor, context, by_sequence, product_format=architecture.storage)
+        part = kind(architecture, groups, span)
+    for parameter in part.names:
+        parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
+    inputs = _example(architecture, at)
+
+    def loss(outputs: Any) -> Any:
+        return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
+
+    run, of_loss = partial(part, inputs), loss if at.objective is not None else None
+    return trace(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
+
+
+def _example(architecture: ModuleArchitecture, at: Saving) -> Inputs:
+    """A micro-batch of tokens that mean nothing special, as a zero may."""
+    ones = torch.ones(at.micro_size, architecture.sequence, dtype=torch.int64)
+    return Inputs({"tokens": ones, "targets": ones.clone()}, torch.arange(architecture.sequence))
