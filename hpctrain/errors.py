@@ -30,6 +30,10 @@ class HpctrainError(Exception):
         super().__init__("\n".join(self.problems))
 
 
+class UsersError(HpctrainError):
+    """What code of the user's own fails with: where it fails on several ranks, one of them tells."""
+
+
 class InputOutputError(HpctrainError):
     """A file that cannot be read, written or trusted."""
 

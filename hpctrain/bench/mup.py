@@ -29,7 +29,8 @@ from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import build_engine, open_corpus, settle_vocabulary
+from hpctrain.engine.build import build_engine
+from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.errors import HpctrainError
 from hpctrain.model.part import Part, blocks_of, logits_of
 from hpctrain.model.transformer import Block
@@ -119,7 +120,7 @@ def bench_mup(
         batches = Batches(SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0), deck.run.seed)
     else:
         corpus = open_corpus(deck, world)
-        deck, batches = settle_vocabulary(deck, corpus.file), corpus.train
+        deck, batches = settle_vocabulary(deck, corpus), corpus.train
     figures = WidthsFigures()
     check_coordinates(world, deck, batches, wish, figures)
     if wish.rates:

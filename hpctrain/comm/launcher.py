@@ -15,6 +15,19 @@ LAUNCHERS = (
 )
 
 
+_OF_RANKS = (
+    *("OMPI_", "PMIX_", "PMI_", "PRTE_", "PALS_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_"),
+    *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
+)
+"""How names begin that tell a process which rank it is."""
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """That of a process which a rank starts and which is none: importing mpi4py there starts no MPI."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
+    return {**kept, "MPI4PY_RC_INITIALIZE": "0"}
+
+
 def variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the inner launcher's variables, as in LAUNCHERS; none without a launcher."""
     return next((names for names in LAUNCHERS if environment.get(names[0], "").isdigit()), ())

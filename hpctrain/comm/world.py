@@ -33,7 +33,7 @@ from hpctrain.comm.start_checks import check_launcher, check_srun, refuse_contra
 from hpctrain.comm.topology import Topology
 from hpctrain.comm.transports import TRANSPORTS, Ends, Pair
 from hpctrain.comm.work import StartedWork
-from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError
+from hpctrain.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, HpctrainError, UsersError
 from hpctrain.units import Link, format_bytes
 
 Nodes = tuple[int, ...]
@@ -244,20 +244,21 @@ class World:
         """Inside, each rank works alone; on leaving, if any rank has an error, all raise the same.
 
         HpctrainErrors are exchanged, OSErrors as InputOutputErrors: the class is the lowest failing
-        rank's, the problems are all distinct ones. Any other exception goes on up and ends the job.
-        Nothing inside may communicate.
+        rank's, the problems are all distinct ones, or of a UsersError that rank's alone. Any other exception
+        goes on up and ends the job. Nothing inside may communicate.
         """
         error: HpctrainError | None = None
         try:
             yield
         except (HpctrainError, OSError) as problem:
             error = as_error(problem)
-        mine = None if error is None else (error.exit_code, error.problems)
+        mine = None if error is None else (error.exit_code, error.problems, isinstance(error, UsersError))
         self._agreements.enter(Call("agreement"))
         failures = [each for each in self._control.allgather(mine) if each is not None]
         self._agreements.leave()
         if failures:
-            self._agreed = combine(failures)
+            told = failures[:1] if failures[0][2] else failures
+            self._agreed = combine([each[:2] for each in told])
             raise self._agreed from error
 
     def finish(self, code: int = 0, problems: Sequence[str] = (), agreed: bool = True) -> int:

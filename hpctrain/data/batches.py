@@ -9,9 +9,9 @@ of samples is the trainer's, and is in its checkpoints.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -66,13 +66,25 @@ class MicroBatch:
         return self.rows if self.samples is None else self.samples
 
 
+class Wanted(NamedTuple):
+    """A micro-batch to be read: of the samples `indices`, at most `micro_size`, each in an epoch of `epochs`.
+
+    `last` is the last sample, and its epoch, of all that are read together.
+    """
+
+    indices: Integers
+    epochs: Integers
+    micro_size: int
+    last: tuple[int, int]
+
+
 class Samples(Protocol):
     """What Batches reads: `count` samples."""
 
     count: int
 
-    def micro_batch(self, indices: Integers, epochs: Integers, micro_size: int) -> MicroBatch:
-        """That of some samples, at most `micro_size`; of each the epoch in which it is read."""
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:
+        """Those that are wanted now; `later` ones, which are likely to be wanted next, may be got ready."""
 
 
 class Sequences(ABC):
@@ -85,13 +97,14 @@ class Sequences(ABC):
     def sequence(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one sequence, each int64 [length]."""
 
-    def micro_batch(self, indices: Integers, epochs: Integers, micro_size: int) -> MicroBatch:  # noqa: ARG002
+    def micro_batches(self, wanted: Iterable[Wanted], later: Iterable[Wanted]) -> Iterator[MicroBatch]:  # noqa: ARG002
         """See Samples: filled up to `micro_size` with rows of zeros, whose targets are masked."""
-        tokens = torch.zeros(micro_size, self.length, dtype=torch.int64)
-        targets = torch.full_like(tokens, MASKED)
-        for row, index in enumerate(indices):
-            tokens[row], targets[row] = self.sequence(int(index))
-        return MicroBatch.of_tokens(tokens, targets, len(indices))
+        for each in wanted:
+            tokens = torch.zeros(each.micro_size, self.length, dtype=torch.int64)
+            targets = torch.full_like(tokens, MASKED)
+            for row, index in enumerate(each.indices):
+                tokens[row], targets[row] = self.sequence(int(index))
+            yield MicroBatch.of_tokens(tokens, targets, len(each.indices))
 
 
 class SequenceSource(Sequences):
@@ -141,17 +154,30 @@ class Batches:
         The step's samples are the positions first_sample .. first_sample + global_size - 1 of the
         order, counted over all epochs.
         """
-        assert self.order is not None
-        for positions in _positions(global_size, data_rank, data_ranks, micro_size):
-            places = first_sample + positions
-            yield self.source.micro_batch(self.order.at(places), places // self.source.count, micro_size)
+        share = global_size, data_rank, data_ranks, micro_size
+        later = self._of_step(first_sample + global_size, *share)
+        yield from self.source.micro_batches(self._of_step(first_sample, *share), later)
 
     def evaluation(
         self, samples: int, data_rank: int, data_ranks: int, micro_size: int
     ) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the first `samples` samples (or all there are), in order."""
-        for indices in _positions(min(samples, self.source.count), data_rank, data_ranks, micro_size):
-            yield self.source.micro_batch(indices, np.zeros_like(indices), micro_size)
+        size = min(samples, self.source.count)
+        wanted = (
+            Wanted(indices, np.zeros_like(indices), micro_size, (size - 1, 0))
+            for indices in _positions(size, data_rank, data_ranks, micro_size)
+        )
+        yield from self.source.micro_batches(wanted, ())
+
+    def _of_step(
+        self, first_sample: int, size: int, rank: int, ranks: int, micro_size: int
+    ) -> Iterator[Wanted]:
+        assert self.order is not None
+        end = np.array([first_sample + size - 1])
+        last = int(self.order.at(end)[0]), int(end[0]) // self.source.count
+        for positions in _positions(size, rank, ranks, micro_size):
+            places = first_sample + positions
+            yield Wanted(self.order.at(places), places // self.source.count, micro_size, last)
 
 
 def _positions(size: int, rank: int, ranks: int, micro_size: int) -> Iterator[Integers]:

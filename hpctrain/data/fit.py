@@ -10,11 +10,15 @@ from hpctrain.deck.schema import Deck
 
 
 def split_sizes(tokens: int, sequence: int, fraction: float) -> tuple[int, int]:
-    """Sequences of so many tokens to train on, 0 where there are too few tokens, and those held out.
+    """Sequences of so many tokens to train on, 0 where there are too few tokens, and those held out."""
+    return split_samples(max(0, (tokens - 1) // sequence), fraction)
+
+
+def split_samples(count: int, fraction: float) -> tuple[int, int]:
+    """Of so many samples those to train on, 0 where there are too few, and those held out.
 
     Where `fraction` is above zero, at least one is held out.
     """
-    count = max(0, (tokens - 1) // sequence)
     held_out = max(1, int(fraction * count)) if fraction else 0
     return max(0, count - held_out), held_out
 

@@ -15,6 +15,7 @@ from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
 from hpctrain.deck.check_world import batch_sizes
+from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.optimizer import IN_BLOCKS, OWN_KEYS
@@ -42,6 +43,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *compression_problems(deck),
         *precision_problems(deck),
         *server_problems(deck),
+        *dataset_problems(deck),
         *_batch(deck, ranks),
         *_learning_rate(deck),
         *_optimizer(deck),

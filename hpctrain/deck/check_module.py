@@ -8,6 +8,7 @@ from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES
 from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import Problem
 from hpctrain.deck.schema import Deck, fields
+from hpctrain.deck.target import is_target
 from hpctrain.words import either
 
 _WITH = ("model.module",)
@@ -41,12 +42,9 @@ _DEFAULTS = {
 
 def module_problems(deck: Deck) -> Iterator[Problem]:
     """All that is wrong with a deck that has a module, whatever the module is."""
-    module = deck.model.module
-    assert module is not None
+    assert deck.model.module is not None
     for key in ("module", "loss"):
-        target = getattr(deck.model, key)
-        file, _, function = (target or "x:x").rpartition(":")
-        if not file or not function.replace(".", "_").isidentifier():
+        if not is_target(getattr(deck.model, key)):
             yield Problem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     for name in fields("model"):
         given = deck.sources.places.get(f"model.{name}")

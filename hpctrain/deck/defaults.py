@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
+from hpctrain.deck.dataset import fill_dataset
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.module import fill_module
 from hpctrain.deck.presets import MIXTURE_KEYS, PRESETS, Preset
@@ -66,6 +67,8 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
 
     if isinstance(tables["model"].get("module"), str):
         fill_module(tables["model"], deck_name)
+    if isinstance(tables["data"].get("dataset"), str):
+        fill_dataset(tables, deck_name)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others)
     return filled

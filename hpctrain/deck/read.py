@@ -92,12 +92,12 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     so that they still follow when the text is read with other values of those.
     """
     lines: list[str] = []
-    has_module = deck.model.module is not None
+    has = deck.model.module is not None, deck.data.dataset is not None
     values: Tables = {
         section: {
             name: value
             for name in fields(section)
-            if shown(section, name, has_module) and (value := deck.value(f"{section}.{name}")) is not None
+            if shown(f"{section}.{name}", *has) and (value := deck.value(f"{section}.{name}")) is not None
         }
         for section in sections()
     }
@@ -106,7 +106,7 @@ def deck_text(deck: Deck, ranks: int | None = None) -> str:
     for section in sections():
         lines += ["", f"[{section}]"]
         for name, field in fields(section).items():
-            if not shown(section, name, has_module):
+            if not shown(f"{section}.{name}", *has):
                 continue
             value = values[section].get(name)
             instead = extra(field, "derived")

@@ -256,6 +256,28 @@ class Data(Section):
         "Token file made by `hpctrain prepare`; relative to the folder where the run is started.",
         min_length=1,
     )
+    dataset: str | None = key(
+        "Instead, samples for a module of your own: what makes the dataset, named as model.module is.",
+        None,
+        derived="none: a token file",
+        min_length=3,
+    )
+    arguments: dict[str, Any] | None = key(
+        "What that is called with, a table: [data.arguments].", None, derived="nothing"
+    )
+    collate: str | None = key(
+        "What makes a batch of a list of its items, named as model.module is: a dict of arrays [b, ...].",
+        None,
+        derived="none: items of one shape are stacked",
+        min_length=3,
+    )
+    workers: int = key("Processes of each rank that load its items ahead; 0: the rank does.", 0, ge=0, le=256)
+    inputs: tuple[str, ...] | None = key(
+        "Names in a batch that the module is called with, in this order where it does not take them by name.",
+        None,
+        derived='all that it takes by name, but "targets" and "labels"',
+        strict=False,
+    )
     other_tokenizer: bool = key(
         "Take tokens of another tokenizer than that of the weights that a run starts or goes on from.", False
     )

@@ -10,9 +10,6 @@ import torch
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.planned import PlannedMesh
 from hpctrain.comm.world import World
-from hpctrain.data.batches import Batches, SequenceSource
-from hpctrain.data.fit import token_problems
-from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.kernels import choose_kernels
 from hpctrain.engine.offload import Offload, open_offload
@@ -102,15 +99,6 @@ class Engine(TrainedStage):
                 scratch.close()
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The sequences of a run: to train on, and held out (None where nothing is)."""
-
-    file: TokenFile
-    train: Batches
-    validation: Batches | None
-
-
 def make_mesh(deck: Deck, world: World) -> Mesh:
     """The mesh of a deck; HpctrainError on all ranks where it does not fit the world, or has servers."""
     if deck.communication.server != "none":
@@ -133,26 +121,6 @@ def choose_link(deck: Deck, world: World) -> str:
     world.emulate_nodes(keys.ranks_per_node)
     world.emulate(keys.link)
     return keys.wished_transport
-
-
-def open_corpus(deck: Deck, world: World) -> Corpus:
-    """Open the token file on every rank and settle its split; errors are agreed over all ranks."""
-    with world.agreement():
-        file = TokenFile(deck.data.tokens)
-        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
-        if problems:
-            raise HpctrainError(problems)
-        sequence, held_out = deck.batch.sequence, deck.data.validation
-        train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
-        validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
-    return Corpus(file, train, validation if held_out else None)
-
-
-def settle_vocabulary(deck: Deck, file: TokenFile) -> Deck:
-    """The deck with its vocabulary: the one given, or the token file's."""
-    if deck.model.vocabulary is not None:
-        return deck
-    return deck.with_keys(model={"vocabulary": file.vocabulary})
 
 
 def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:

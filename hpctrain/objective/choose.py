@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from hpctrain.data.dataset import dataset_of
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.arguments import ANSWERS
 from hpctrain.objective.next_token import NextToken
 from hpctrain.objective.objective import Objective
-from hpctrain.objective.of_module import NextTokenOfLogits, users_loss
+from hpctrain.objective.of_module import ClassesOfLogits, NextTokenOfLogits, users_loss
 
 
 def make_objective(deck: Deck) -> Objective:
     """The deck's objective. HpctrainError where it names a function that is not to be found."""
     if deck.model.loss is not None:
         try:
-            return users_loss(deck.model.loss)
+            return users_loss(deck.model.loss, of_samples=deck.data.dataset is not None)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.loss", first), *frames]) from error
+    if deck.data.dataset is not None:
+        return _of_answers(deck)
     if deck.model.module is not None:
         return NextTokenOfLogits(deck.stability.z_loss)
     return NextToken(deck.stability.z_loss)
+
+
+def _of_answers(deck: Deck) -> Objective:
+    """The cross-entropy of what a dataset names as targets. HpctrainError where it has none of classes."""
+    forms = dataset_of(deck).forms
+    name = next((name for name in ANSWERS if name in forms), None)
+    own = "model.loss names a function that makes its loss"
+    if name is None:
+        sentence = f"has no targets or labels in its batches ({', '.join(forms)}): {own}"
+        raise HpctrainError(deck.problem("data.dataset", sentence))
+    form = forms[name]
+    if form.dtype.is_floating_point or form.dtype.is_complex or len(form.shape) > 1:
+        sentence = f"has {name} of {form}, which are no classes of samples or of their tokens: {own}"
+        raise HpctrainError(deck.problem("data.dataset", sentence))
+    return ClassesOfLogits(name, deck.stability.z_loss)

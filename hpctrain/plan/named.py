@@ -22,7 +22,7 @@ def named_problems(deck: Deck, ranks: int | None = None, rates: bool = True) -> 
     `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at.
     """
     # What a deck does not name does not cost the import of what could read it.
-    if os.path.lexists(deck.data.tokens):
+    if deck.data.dataset is None and os.path.lexists(deck.data.tokens):
         yield from _tokens(deck)
     if deck.model.frozen or deck.optimizer.name == "muon" or deck.precision.fp8_exclude:
         yield from _patterns(deck)

@@ -52,7 +52,8 @@ def contents(structure: Structure, tensors: bool = False) -> Contents:
         "skipped": state.get("skipped"),
         "parameters": sum(s.elements for name, s in structure.datasets.items() if name.startswith("/model/")),
         "model": model_keys(deck.model.model_dump(mode="json")) if deck else None,
-        "sequence": deck.batch.sequence if deck else None,
+        "sequence": deck.batch.sequence if deck and deck.data.dataset is None else None,
+        "dataset": deck.data.dataset if deck else None,
         "precision": deck.precision.words if deck else None,
         "deck_problem": problem,
         "ranks": state.get("ranks"),
@@ -138,7 +139,8 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
     if facts["step"] is not None:
         of = f" of {facts['steps']}" if facts["steps"] else ""
         skipped = f", {facts['skipped']} of them skipped" if facts["skipped"] else ""
-        taken = f", {format_count(facts['tokens'])} tokens" if facts["tokens"] is not None else ""
+        unit = "tokens" if facts["dataset"] is None else "samples"
+        taken = f", {format_count(facts[unit])} {unit}" if facts[unit] is not None else ""
         title = f"{shorten(facts['title'], 40, placeholder='...')}, " if facts["title"] else ""
         yield "run", f"{title}step {facts['step']}{of}{skipped}{taken}"
     parameters = f"{format_count(facts['parameters'])} parameters"
@@ -146,7 +148,10 @@ def _sentences(facts: Contents) -> Iterator[tuple[str, str]]:
     if model is not None and model.get("module") is not None:
         yield "model", f"{model['module'].rpartition('/')[2]}, {parameters}"
         vocabulary = f"vocabulary {model['vocabulary']}, " if model["vocabulary"] else ""
-        yield "", f"{vocabulary}sequence {facts['sequence']}"
+        if facts["dataset"] is not None:
+            yield "dataset", facts["dataset"].rpartition("/")[2]
+        else:
+            yield "", f"{vocabulary}sequence {facts['sequence']}"
         yield "precision", facts["precision"]
     elif model is not None:
         shared = model["key_value_heads"] != model["heads"]

@@ -1,4 +1,4 @@
-"""Whether the tokens of a run are what its weights know: their tokenizer, and the file they went on from."""
+"""Whether what a run is trained on is what its weights know: tokenizer, and the file or dataset of before."""
 
 from __future__ import annotations
 
@@ -12,41 +12,59 @@ from hpctrain.comm.world import World
 from hpctrain.data.tokenizer_difference import tokenizer_difference
 from hpctrain.data.tokens import TokenFile
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
+from hpctrain.engine.corpus import Corpus
 from hpctrain.errors import HpctrainError
 from hpctrain.units import format_count
 
-CORPUS = "corpus"  # the key under which a checkpoint's state tells the token file that was trained on
+CORPUS = "corpus"  # the key under which a checkpoint's state tells what was trained on
 
 
-def known_tokens(world: World, file: TokenFile) -> dict[str, Any]:
-    """What checkpoints keep of a token file: its tokenizer, and what to know it by. Collective."""
+def known_corpus(world: World, corpus: Corpus) -> dict[str, Any]:
+    """What checkpoints keep of what is trained on, to know it by, and the tokenizer of a file. Collective."""
     with world.agreement():
-        corpus = _describe(file)
-    return {"tokenizer": file.tokenizer_text, CORPUS: corpus}
+        known = _describe(corpus)
+    # Items may hold what is another on every rank: what rank 0 has is known of all.
+    known = world.everyone.broadcast_object(known)
+    return (
+        {CORPUS: known} if corpus.file is None else {"tokenizer": corpus.file.tokenizer_text, CORPUS: known}
+    )
 
 
-def compare_tokens(world: World, deck: Deck, file: TokenFile, checkpoint: Path | None) -> list[str]:
-    """Compare the token file with what the weights come from: `checkpoint`, or else model.from. Collective.
+def compare_corpus(world: World, deck: Deck, corpus: Corpus, checkpoint: Path | None) -> list[str]:
+    """Compare what is trained on with what the weights come from: `checkpoint`, or else model.from.
 
-    Returns lines of what the user should know, on rank 0. HpctrainError on all ranks where the tokenizer is
-    another one and data.other_tokenizer does not allow it.
+    Collective. Returns lines of what the user should know, on rank 0. HpctrainError on all ranks where the
+    tokenizer is another one and data.other_tokenizer does not allow it.
     """
     lines: list[str] = []
     with world.agreement():
         if world.rank == 0 and checkpoint is not None:
             state = read_state(checkpoint)
-            text = state.get("tokenizer")
-            lines += _compare_tokenizers(deck, file, f"{checkpoint}", text, "it has none")
-            lines += _compare_corpora(deck, file, checkpoint, state)
-        elif world.rank == 0 and deck.model.source is not None:
+            if corpus.file is not None:
+                text = state.get("tokenizer")
+                lines += _compare_tokenizers(deck, corpus.file, f"{checkpoint}", text, "it has none")
+            lines += _compare_corpora(deck, corpus, checkpoint, state)
+        elif world.rank == 0 and deck.model.source is not None and corpus.file is not None:
             text, missing = source_tokenizer(Path(deck.model.source))
-            lines += _compare_tokenizers(deck, file, f"model.from = {deck.model.source}", text, missing)
+            lines += _compare_tokenizers(
+                deck, corpus.file, f"model.from = {deck.model.source}", text, missing
+            )
     return lines
 
 
-def same_corpus(state: Mapping[str, Any], file: TokenFile) -> bool:
-    """Whether a checkpoint's state was trained on this file; one that does not tell may have been."""
-    return state.get(CORPUS) in (None, _describe(file))
+def same_corpus(state: Mapping[str, Any], corpus: Corpus) -> bool:
+    """Whether a checkpoint's state was trained on this one; one that does not tell may have been."""
+    before = state.get(CORPUS)
+    if before is None:
+        return True
+    now = _describe(corpus)
+    return all(before.get(name) == now[name] for name in ("tokens", "samples", "fingerprint") if name in now)
+
+
+def corpus_key(deck: Deck) -> tuple[str, str]:
+    """The key that names what is trained on, and what that is."""
+    return ("data.tokens", "token file") if deck.data.dataset is None else ("data.dataset", "dataset")
 
 
 def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, missing: str) -> list[str]:
@@ -69,15 +87,28 @@ def _compare_tokenizers(deck: Deck, file: TokenFile, source: str, text: object, 
     return [sentence] if difference else []
 
 
-def _compare_corpora(deck: Deck, file: TokenFile, checkpoint: Path, state: Mapping[str, Any]) -> list[str]:
-    if same_corpus(state, file):
+def _compare_corpora(deck: Deck, corpus: Corpus, checkpoint: Path, state: Mapping[str, Any]) -> list[str]:
+    if same_corpus(state, corpus):
         return []
-    sizes = f"{format_count(file.tokens)} tokens, there {format_count(state[CORPUS]['tokens'])}"
+    key, what = corpus_key(deck)
+    before, now = state[CORPUS], _describe(corpus)
+    sizes = f"{_size(now)}, there {_size(before)}"
     return [
-        f"{deck.data.tokens} is not the token file that {checkpoint} was trained on ({sizes}): samples come "
+        f"{deck.value(key)} is not the {what} that {checkpoint} was trained on ({sizes}): samples come "
         "in another order, some of them perhaps again"
     ]
 
 
-def _describe(file: TokenFile) -> dict[str, int]:
-    return {"tokens": file.tokens, "fingerprint": file.fingerprint}
+def _size(known: Mapping[str, Any]) -> str:
+    """In words; of a dataset also what made it."""
+    if "tokens" in known:
+        return f"{format_count(known['tokens'])} tokens"
+    return f"{known['samples']} samples of {known['dataset']} with {toml_value(known['arguments'])}"
+
+
+def _describe(corpus: Corpus) -> dict[str, Any]:
+    """What one is known by."""
+    if corpus.dataset is not None:
+        return corpus.dataset.described()
+    assert corpus.file is not None
+    return {"tokens": corpus.file.tokens, "fingerprint": corpus.file.fingerprint}

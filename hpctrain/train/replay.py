@@ -26,7 +26,7 @@ from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.report.contents import layout_text
 from hpctrain.report.terminal import columns, fit
-from hpctrain.train.origin import same_corpus
+from hpctrain.train.origin import corpus_key, same_corpus
 from hpctrain.train.recorded_losses import Recorded, find_recorded
 from hpctrain.train.run import Run, open_run
 
@@ -67,9 +67,10 @@ def replay(
     deck = as_before(deck, original, state)
     with _engine_of(world, deck, path) as run:
         with world.agreement():
-            if not same_corpus(state, run.corpus.file):
-                other = f"is not the token file that {path} was trained on, so that no recorded loss can come"
-                raise HpctrainError(deck.problem("data.tokens", f"{other} out again; name that one"))
+            if not same_corpus(state, run.corpus):
+                key, what = corpus_key(deck)
+                other = f"is not the {what} that {path} was trained on, so that no recorded loss can come"
+                raise HpctrainError(deck.problem(key, f"{other} out again; name that one"))
         reasons = _reasons(run, original, deck, state, recorded, count)
         if world.rank == 0:
             layout = layout_text(run.checkpoints.layout)
@@ -187,6 +188,7 @@ def _engine_of(world: World, deck: Deck, path: Path) -> Iterator[Run]:
         yield run
     finally:
         run.trainer.engine.close()
+        run.corpus.close()
 
 
 def _reasons(

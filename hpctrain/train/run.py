@@ -22,7 +22,8 @@ from hpctrain.deck.check_world import check_world
 from hpctrain.deck.read import deck_text, read_deck
 from hpctrain.deck.replicas import begun_with, with_ranks
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import Corpus, make_mesh, open_corpus, settle_vocabulary
+from hpctrain.engine.build import make_mesh
+from hpctrain.engine.corpus import Corpus, open_corpus, settle_vocabulary
 from hpctrain.engine.deck_kernels import as_before
 from hpctrain.engine.functions import with_functions
 from hpctrain.errors import EXIT_AGAIN, EXIT_DONE, HpctrainError
@@ -36,7 +37,7 @@ from hpctrain.train.control import Control, Order
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
-from hpctrain.train.origin import compare_tokens, known_tokens
+from hpctrain.train.origin import compare_corpus, known_corpus
 from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
 from hpctrain.train.server.checkpoints import ServedCheckpoints
@@ -141,6 +142,7 @@ class Run:
             world.ledger.timeline = None
             reporter.close()
             engine.close()
+            self.corpus.close()
             if lock is not None:
                 lock.close()
         return EXIT_AGAIN if order.stop else EXIT_DONE
@@ -229,8 +231,8 @@ def open_run(
     world.use_device(deck.run.device)
     world.compare_calls(deck.communication.check)
     corpus = open_corpus(deck, world)
-    deck = settle_vocabulary(deck, corpus.file)
-    compared = compare_tokens(world, deck, corpus.file, checkpoint)
+    deck = settle_vocabulary(deck, corpus)
+    compared = compare_corpus(world, deck, corpus, checkpoint)
     if deck.communication.server != "none":
         return _open_served(world, deck, corpus, checkpoint, clear, limit, compared)
     deck, mesh = with_functions(deck, world), make_mesh(deck, world)
@@ -247,7 +249,7 @@ def open_run(
             stays = clear() if world.rank == 0 else ""
 
     engine, predicted = build_within_memory(deck, world, mesh, ready)
-    checkpoints = Checkpoints(deck, engine, known_tokens(world, corpus.file))
+    checkpoints = Checkpoints(deck, engine, known_corpus(world, corpus))
     state = None if checkpoint is None else checkpoints.restore(checkpoint)
     source = deck.model.source if checkpoint is None else None
     started_from = start_from_source(deck, engine) if source is not None else ""
@@ -279,7 +281,7 @@ def _open_served(
             stays = clear() if world.rank == 0 else ""
 
     engine, predicted = build_role_within_memory(deck, world, ready)
-    known = known_tokens(world, corpus.file)
+    known = known_corpus(world, corpus)
     trainer = ServedTrainer(deck, world, engine, corpus.train)
     checkpoints = ServedCheckpoints(deck, engine, known, world, trainer.roles)
     if checkpoint is not None:

@@ -8,7 +8,8 @@ from hpctrain.comm.mesh import sizes_text
 from hpctrain.deck.learning_rate import ENDLESS
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
-from hpctrain.engine.build import Corpus, Engine
+from hpctrain.engine.build import Engine
+from hpctrain.engine.corpus import Corpus
 from hpctrain.engine.deck_kernels import introduce_kernels
 from hpctrain.engine.functions import introduce_functions
 from hpctrain.engine.recompute import introduce_recompute
@@ -40,10 +41,10 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         f"{deck.run.title}: {architecture.title}, {format_count(numbers.parameters)} parameters, {active}"
         f"{deck.precision.words}, {ranks or engine_ranks} "
         f"on {counted(world.nodes, 'node')}",
-        f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens; a step takes "
+        f"{_material(corpus, deck)}; a step takes "
         f"{format_count(deck.batch.global_size * deck.batch.sequence)}, {counted(deck.run.steps, 'step')} "
         f"{'takes' if deck.run.steps == 1 else 'take'} {taken} epochs; a matrix product runs at "
-        f"{peak / 1e9:.1f} GFLOP/s a rank (= 100% MFU)",
+        f"{peak / 1e9:.1f} GFLOP/s a rank" + " (= 100% MFU)" * (corpus.dataset is None),
     ]
     lines += architecture.notes
     nodes = deck.communication.ranks_per_node
@@ -63,7 +64,7 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
             f"precision.fp8 = {toml_value(deck.precision.fp8)} is emulated on this device: the same numbers, "
             "but slower than bf16"
         )
-    if epochs >= MANY_EPOCHS:
+    if epochs >= MANY_EPOCHS and corpus.dataset is None:
         lines.append(
             f"{deck.data.tokens} is small for this run: each of its {counted(sequences, 'sequence')} of "
             f"{deck.batch.sequence} tokens is trained on {epochs:,.0f} times, and would be learned by heart; "
@@ -78,6 +79,17 @@ def introduction(deck: Deck, engine: Engine, corpus: Corpus, peak: float, ranks:
         deck, architecture, engine.models, engine.schedule, mesh.coordinate("pipeline")
     )
     return lines + ([engine.offload.introduction] if engine.offload.introduction else [])
+
+
+def _material(corpus: Corpus, deck: Deck) -> str:
+    """What is trained on."""
+    if corpus.file is not None:
+        return f"{deck.data.tokens}: {format_count(corpus.file.tokens)} tokens"
+    assert corpus.dataset is not None
+    held_out = corpus.validation.source.count if corpus.validation is not None else 0
+    apart = f", {format_count(held_out)} of them held out" if held_out else ""
+    by = f", loaded by {counted(deck.data.workers, 'process')} a rank" if deck.data.workers else ""
+    return f"{corpus.dataset.title}: {counted(corpus.dataset.count, 'sample')}{apart}{by}"
 
 
 def _sums(deck: Deck, engine: Engine) -> list[str]:

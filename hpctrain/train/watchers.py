@@ -147,11 +147,17 @@ class StepReport(Hook):
 
     def _row(self, done: StepDone) -> StepMetrics:
         result, engine = done.result, self.engine
-        rate = result.tokens / done.seconds
+        of_samples = self.deck.data.dataset is not None
+        taken, total = (
+            (result.batch, done.state.samples) if of_samples else (result.tokens, done.state.tokens)
+        )
+        rate = taken / done.seconds
+        # Of a sample of a dataset nobody knows the FLOPs.
+        flops = None if of_samples else count(engine.architecture).flops_per_token
         load = ExpertLoad.of(result.noted, engine.shape) if self.deck.model.experts else None
         return StepMetrics(
             step=done.state.step,
-            tokens=done.state.tokens,
+            tokens=total,
             figures=result.figures,
             grad_norm=result.grad_norm,
             lr=result.learning_rate,
@@ -160,7 +166,7 @@ class StepReport(Hook):
             batch=result.batch,
             skipped=result.skipped,
             loss_scale=engine.loss_scale.value if engine.loss_scale.window else None,
-            mfu=self.peak.share(rate * count(engine.architecture).flops_per_token / self.trainer.computing),
+            mfu=None if flops is None else self.peak.share(rate * flops / self.trainer.computing),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=done.validation,
             experts=None if load is None else load.row(),

@@ -18,7 +18,8 @@ from hpctrain.report.rows import Row, scan_metrics
 class StepMetrics:
     """What one step measured, over all ranks unless said otherwise.
 
-    `step` counts steps done, this one included; `tokens` counts the tokens of all of them. `figures` are the
+    `step` counts steps done, this one included; `tokens` counts the tokens of all of them, of a
+    dataset that users bring the samples. `figures` are the
     objective's, "loss" among them in nats per token, `grad_norm` is before clipping, `seconds` is this step's
     wall time, `batch` its sequences, `mfu` the model FLOPs over the peak FLOPs (0 to 1), `experts`
     the figures of the mixtures, by name lists with a value a mixture, and `fp8` what products in 8 bits lose

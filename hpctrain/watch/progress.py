@@ -33,7 +33,8 @@ class Progress:
     """Shows the steps `start` + 1 to `steps` of a run; rank 0 makes one, and nothing else prints meanwhile.
 
     `style` "auto" draws a bar where a person watches a terminal (the environment variable HPCTRAIN_PROGRESS
-    may say otherwise) and prints one line every `log_every` steps elsewhere. Warnings of `logger` are shown
+    may say otherwise) and prints one line every `log_every` steps elsewhere; `unit` are the tokens of their
+    metrics. Warnings of `logger` are shown
     above the bar. A screen that goes away ends the showing, never the run.
     """
 
@@ -43,6 +44,7 @@ class Progress:
         start: int = 0,
         *,
         log_every: int = 10,
+        unit: str = "tokens",
         style: Style = "auto",
         logger: logging.Logger | None = None,
         output: TextIO | None = None,
@@ -52,6 +54,7 @@ class Progress:
         self.steps = steps
         self.start = start
         self.log_every = max(1, log_every)
+        self._unit = unit
         self._output: TextIO | None = sys.stdout if output is None else output
         self._clock = clock
         self._began = clock()
@@ -142,7 +145,7 @@ class Progress:
             f"loss {_number(metrics.loss, 4):>7}",
             f"grad norm {_number(metrics.grad_norm, 3):>7}",
             f"lr {metrics.lr:.2e}",
-            f"{format_count(metrics.tokens_per_s):>5} tokens/s",
+            f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s",
             "" if metrics.mfu is None else f"mfu {metrics.mfu:4.0%}",
             noise,
             self._time(metrics, "left {}", "took {}"),
@@ -167,7 +170,7 @@ class Progress:
             (1, "red" if metrics.skipped else "green", f"loss {_number(metrics.loss, 4)}"),
             (5, "green", validation),
             (6, "", f"grad norm {_number(metrics.grad_norm, 3)}"),
-            (3, "", f"{format_count(metrics.tokens_per_s):>5} tokens/s"),
+            (3, "", f"{format_count(metrics.tokens_per_s):>5} {self._unit}/s"),
             (7, "", "" if metrics.mfu is None else f"mfu {metrics.mfu:.0%}"),
             (4, "red", f"{self._skipped} skipped" if self._skipped else ""),
             (2, "cyan", self._activity or self._time(metrics, "{} left", "in {}")),

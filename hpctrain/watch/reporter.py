@@ -40,6 +40,7 @@ class Reporter:
             "steps": deck.run.steps,
             "step": start,
             "checkpoint": _text(checkpoint),
+            **({} if deck.data.dataset is None else {"counts": "samples"}),
         }
         self.status = Status(folder if world.rank == 0 else None, facts)
 
@@ -47,7 +48,10 @@ class Reporter:
         """From here on steps are shown."""
         if self.world.rank == 0:
             run = self.deck.run
-            self.progress = Progress(run.steps, self.start, log_every=run.log_every, logger=self.log)
+            unit = "tokens" if self.deck.data.dataset is None else "samples"
+            self.progress = Progress(
+                run.steps, self.start, log_every=run.log_every, unit=unit, logger=self.log
+            )
 
     def say(self, lines: Iterable[str]) -> None:
         """Lines for the log and the terminal."""

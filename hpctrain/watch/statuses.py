@@ -134,6 +134,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     active = "seconds_since_step" in row and row["state"] != "lost"
     left, since = row.get("seconds_left"), row.get("seconds_since_step")
     loss, rate = row.get("loss"), row.get("tokens_per_s")
+    unit = " samples" if row.get("counts") == "samples" else ""
     ago = (row.get("step_time") or "").replace("T", " ").removesuffix("Z")
     if since is not None:
         ago = f"{format_seconds(round(since))} ago" if since >= 1 else "now"
@@ -142,7 +143,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["state"],
         f"{row.get('step', 0)}/{row.get('steps', '?')}",
         "" if loss is None else f"{loss:.4f}",
-        "" if rate is None or not active else format_count(rate),
+        "" if rate is None or not active else format_count(rate) + unit,
         "" if left is None or not active else format_seconds(round(left)),
         ago,
         str(row.get("ranks", "")),

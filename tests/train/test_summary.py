@@ -10,7 +10,7 @@ from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.prepare import prepare
 from hpctrain.deck.schema import Deck
-from hpctrain.engine.build import open_corpus
+from hpctrain.engine.corpus import open_corpus
 from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
 from tests.engines import small_deck, trainer
 

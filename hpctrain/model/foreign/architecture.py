@@ -13,9 +13,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hpctrain.data.dataset import dataset_of
+from hpctrain.data.items import FieldForm
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
+from hpctrain.model.foreign.arguments import ModuleCall, call_of
 from hpctrain.model.foreign.find import build_module
 from hpctrain.model.precision import Precision
 from hpctrain.words import counted, nearest
@@ -31,7 +34,8 @@ class ModuleArchitecture(Architecture):
     `pattern` has, `number` of them.
 
     `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
-    format `storage`, as its parameters are. `told` are the notes.
+    format `storage`, as its parameters are. `rows` are the forms of what a sample has, by name, and `inputs`
+    which of these it is called with (None: see `call_of`). `told` are the notes.
     """
 
     target: str
@@ -41,6 +45,8 @@ class ModuleArchitecture(Architecture):
     sequence: int
     buffers: Literal["first", "average"] | None
     storage: torch.dtype
+    rows: tuple[tuple[str, FieldForm], ...] = ()
+    inputs: tuple[str, ...] | None = None
     told: tuple[str, ...] = ()
 
     @staticmethod
@@ -49,14 +55,16 @@ class ModuleArchitecture(Architecture):
         keys = deck.model
         assert keys.module is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
-        rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage
+        read = _rows(deck), deck.data.inputs
+        rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage, *read
         bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
         try:
             module = _on_meta(bare)
         except HpctrainError as error:
             first, *frames = error.problems
             raise HpctrainError([deck.problem("model.module", first), *frames]) from error.__cause__
-        problems = [deck.problem(key, sentence) for key, sentence in _problems(deck, module)]
+        found = [*_problems(deck, module), *bare.call_problems(module)]
+        problems = [deck.problem(key, sentence) for key, sentence in found]
         if problems:
             raise HpctrainError(problems)
         number = len(blocks_in(module, keys.blocks))
@@ -89,6 +97,24 @@ class ModuleArchitecture(Architecture):
         except Exception:  # noqa: BLE001  (whatever a module holds that has no copy)
             return self.build(META)
 
+    def example(self, micro_size: int) -> dict[str, torch.Tensor]:
+        """The fields of a micro-batch, without values."""
+        return {
+            name: torch.empty(micro_size, *form.shape, dtype=form.dtype, device=META)
+            for name, form in self.rows
+        }
+
+    def call_problems(self, module: nn.Module) -> Iterator[tuple[str, str]]:
+        """What keeps its module from being called."""
+        try:
+            self.call(module)
+        except HpctrainError as error:
+            yield "data.inputs", error.problems[0]
+
+    def call(self, module: nn.Module) -> ModuleCall:
+        """How its module is called; errors as in `call_of`."""
+        return call_of(module, dict(self.rows), self.inputs)
+
     def build(self, device: torch.device) -> nn.Module:
         """A new one, on a device. Errors as in `build_module`."""
         try:
@@ -106,6 +132,14 @@ class ModuleArchitecture(Architecture):
 def _on_meta(architecture: ModuleArchitecture) -> nn.Module:
     """One on "meta", to look at."""
     return architecture.build(META)
+
+
+def _rows(deck: Deck) -> tuple[tuple[str, FieldForm], ...]:
+    """The forms of what a sample has. HpctrainError where there is no dataset as the deck says."""
+    if deck.data.dataset is not None:
+        return tuple(dataset_of(deck).forms.items())
+    of_tokens = FieldForm(torch.int64, (deck.batch.sequence,))
+    return ("tokens", of_tokens), ("targets", of_tokens)
 
 
 def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from inspect import signature
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
+
+from hpctrain.errors import HpctrainError
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
@@ -38,12 +40,57 @@ def logits_of(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def call_of(module: nn.Module) -> Callable[[Tensor], Any]:
-    """The module as a function of tokens [b, s]: of `input_ids`, where it takes these, else of what it takes
-    first. What is kept for generating text is not asked for.
+ANSWERS = ("targets", "labels")
+"""Names in a batch of what is to be predicted, which a module is not called with unless that is asked for."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """How a module is called: with the fields `placed`, in their order, with those `named`, by the module's
+    names, and with what is `fixed`.
+    """
+
+    placed: tuple[str, ...]
+    named: Mapping[str, str]
+    fixed: Mapping[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All fields that it is called with."""
+        return *self.placed, *self.named.values()
+
+    def __call__(self, module: nn.Module, given: Mapping[str, Tensor]) -> Any:
+        """What the module gives for these."""
+        named = {name: given[field] for name, field in self.named.items()}
+        return module(*(given[name] for name in self.placed), **named, **self.fixed)
+
+
+def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | None = None) -> ModuleCall:
+    """The way to call a module with some of the fields that are `there`: those `wanted`, or all that it takes
+    by name. What is kept for generating text is not asked for.
+
+    Tokens are its `input_ids`, where it takes these, else what it takes first. HpctrainError where a field is
+    not there, or nobody knows which one is meant.
     """
     taken = signature(module.forward).parameters
-    named: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
-    if "input_ids" in taken:
-        return lambda tokens: module(input_ids=tokens, **named)
-    return lambda tokens: module(tokens, **named)
+    fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
+    told = f"a batch of the dataset has {', '.join(there)}"
+    if wanted is not None:
+        if missing := [name for name in wanted if name not in there]:
+            raise HpctrainError(f"names {missing[0]}, but {told}")
+        named = {name: name for name in wanted if _by_name(taken, name)}
+        return ModuleCall(tuple(name for name in wanted if name not in named), named, fixed)
+    asked = [name for name in there if name not in ANSWERS]
+    if asked == ["tokens"] and "input_ids" in taken:
+        return ModuleCall((), {"input_ids": "tokens"}, fixed)
+    named = {name: name for name in asked if _by_name(taken, name)}
+    if named or len(asked) == 1:
+        return ModuleCall(() if named else tuple(asked), named, fixed)
+    takes = ", ".join(taken) or "nothing"
+    raise HpctrainError(f"is to name what the module is called with: it takes {takes}, and {told}")
+
+
+def _by_name(taken: Mapping[str, Parameter], name: str) -> bool:
+    """Whether a function takes something by this name."""
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return name in taken and taken[name].kind in kinds

@@ -1,97 +1,15 @@
-"""From "FILE.py:FUNCTION" or "PACKAGE:FUNCTION" to what a user wrote, and to the module that it builds."""
+"""From what a deck names to the module that it builds."""
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from inspect import isclass, signature
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping
+from inspect import isclass
 from typing import Any
-from zlib import crc32
 
-import torch
 from torch import nn
 
-from hpctrain.deck.module import is_file
+from hpctrain.deck.find import article, call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
-from hpctrain.words import nearest
-
-_OURS = str(Path(__file__).resolve().parents[2])
-_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), "<frozen"
-
-
-@contextmanager
-def users_code(doing: str) -> Iterator[None]:
-    """What a user wrote runs within: where it fails, an HpctrainError of what it was `doing`, and of the
-    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is.
-    """
-    try:
-        yield
-    except (HpctrainError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        every = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
-        if every[-1].filename.startswith(_OURS):
-            raise
-        told = [
-            f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"
-            for frame in frames
-        ]
-        what = f"{type(error).__name__}: {error}".strip().splitlines()
-        raise HpctrainError([f"{doing}: {what[0]}", *dict.fromkeys(told)]) from error
-
-
-def find_function(target: str) -> Callable[..., Any]:
-    """What a target names. HpctrainError where there is no such file or name, or it fails to load."""
-    home, _, name = target.rpartition(":")
-    found: Any = _load_file(Path(home)) if is_file(target) else _import(home)
-    path = home
-    for part in name.split("."):
-        if not hasattr(found, part):
-            near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
-            meant = f" (did you mean {near}?)" if near else ""
-            raise HpctrainError(f"{path} has no {part}{meant}")
-        found, path = getattr(found, part), f"{path}:{part}"
-    if not callable(found):
-        raise HpctrainError(f"{path} is no function or class, but of type {type(found).__name__}")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _load_file(path: Path) -> ModuleType:
-    """The module of a file, loaded once; beside it, it finds its own others."""
-    name = f"hpctrain_module_{path.stem}_{crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise HpctrainError(f"{path}: there is no such file")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = sys.modules[name] = module_from_spec(spec)
-    try:
-        with users_code(f"{path} fails to load"):
-            spec.loader.exec_module(module)
-    except HpctrainError:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise HpctrainError(f"there is no package {error.name} here (a file is named FILE.py)") from None
-        with users_code(f"{name} fails to load"):
-            raise
 
 
 def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -103,29 +21,12 @@ def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
     function, given = find_function(target), dict(arguments)
     short = target.rpartition("/")[2]
     config = getattr(function, "config_class", None) if isclass(function) else None
-    with users_code(f"{short} fails"):
-        if config is not None:
-            folder = given.pop("config", None)
+    if config is None:
+        built = call_with(function, given, short, "model.arguments")
+    else:
+        folder = given.pop("config", None)
+        with users_code(f"{short} fails"):
             built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
-        else:
-            _require_fitting(function, given, short)
-            built = function(**given)
     if not isinstance(built, nn.Module):
-        raise HpctrainError(f"{short} gives no torch.nn.Module, but {_article(type(built).__name__)}")
+        raise HpctrainError(f"{short} gives no torch.nn.Module, but {article(type(built).__name__)}")
     return built
-
-
-def _require_fitting(function: Callable[..., Any], arguments: Mapping[str, Any], short: str) -> None:
-    try:
-        taken = signature(function)
-    except (TypeError, ValueError):
-        return
-    try:
-        taken.bind(**arguments)
-    except TypeError as error:
-        names = ", ".join(taken.parameters) or "none"
-        raise HpctrainError(f"{short}: [model.arguments] does not fit: {error} (it takes {names})") from None
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpctrain.deck.find import users_code
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in
-from hpctrain.model.foreign.arguments import call_of, tensors_of
+from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.buffers import ModuleBuffers
-from hpctrain.model.foreign.find import users_code
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
@@ -52,7 +52,8 @@ class ModulePart(nn.Module):
         for block, layer in zip(self.blocks, self.layers[1:-1], strict=True):
             # Who looks for its forward method finds this one first.
             vars(block)["forward"] = partial(self._run_block, layer, block.forward)
-        self._call = call_of(self.module)
+        self._call, self._storage = architecture.call(self.module), architecture.storage
+        self.example = architecture.example
         self._met: set[Parameter] = set()
         self._ends = False
         for parameter in self.names:
@@ -64,7 +65,7 @@ class ModulePart(nn.Module):
         return (unit for layer in self.layers for unit in layer.units())
 
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
-        """See Part: what the module gives for tokens [b, s]."""
+        """See Part: what the module gives for the fields that it takes; fractions are in its own format."""
         assert hidden is None
         recording = torch.is_grad_enabled()
         if self.module.training != recording:
@@ -72,14 +73,18 @@ class ModulePart(nn.Module):
         if inputs.dropout is not None:
             seed_draws(inputs.dropout)
         outside = self.layers[0]
-        tokens = inputs.fields["tokens"].contiguous()
+        given = {name: self._taken(inputs.fields[name]) for name in self._call.names}
         there = self.residency.held(outside.own[0]) if outside.own else nullcontext()
-        with users_code(f"{self.title} fails with tokens of shape {list(tokens.shape)}"), there:
-            outputs = self._call(tokens)
+        told = ", ".join(f"{name} of shape {list(field.shape)}" for name, field in given.items())
+        with users_code(f"{self.title} fails with {told}"), there:
+            outputs = self._call(self.module, given)
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
         return outputs
+
+    def _taken(self, field: Tensor) -> Tensor:
+        return (field.to(self._storage) if field.is_floating_point() else field).contiguous()
 
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
         """See Part: not by itself, as what a block takes only the module knows."""

@@ -1,4 +1,7 @@
-"""What a user wrote is found, and built; what is wrong with it is one sentence, with the user's own lines."""
+"""What a user wrote is found, and built; what is wrong with it is one sentence, with the user's own lines.
+
+Of deck/find.py, too.
+"""
 
 from __future__ import annotations
 

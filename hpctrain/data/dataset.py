@@ -1,0 +1,165 @@
+"""A dataset that users bring: anything with a length and items by number, found, opened and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+
+from hpctrain.data.items import FieldForm, Fields, Forms, batch_tensors, stack
+from hpctrain.data.items import item_tensors as tensors_of
+from hpctrain.data.seeded import as_before, seed_by
+from hpctrain.deck.find import article, call_with, find_function, users_code
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.deck.schema import Deck  # processes that load are to start soon
+
+_EXAMPLES = 4
+"""Items by which a dataset is known again, over all of it."""
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """What a deck says of a dataset: what makes it, of which arguments (JSON), and what makes batches of it.
+
+    Random numbers that items draw follow from `seed`, and from what they are drawn for.
+    """
+
+    target: str
+    arguments: str
+    collate: str | None
+    seed: int
+
+    @staticmethod
+    def of(deck: Deck) -> DatasetName:
+        """That of a deck that names one."""
+        keys = deck.data
+        assert keys.dataset is not None
+        arguments = json.dumps(keys.arguments or {}, default=str)
+        return DatasetName(keys.dataset, arguments, keys.collate, deck.run.seed)
+
+    @property
+    def title(self) -> str:
+        """The target without its folder."""
+        return self.target.rpartition("/")[2]
+
+
+class UsersDataset:
+    """What a user's function gives, and batches of it. HpctrainError with what is wrong with either."""
+
+    def __init__(self, name: DatasetName) -> None:
+        self.name, self.title = name, name.title
+        arguments = json.loads(name.arguments)
+        with as_before():
+            seed_by(name.seed)
+            made = call_with(find_function(name.target), arguments, self.title, "data.arguments")
+        for method, what in (("__len__", "length"), ("__getitem__", "items by number")):
+            if not hasattr(type(made), method):
+                kind = article(type(made).__name__)
+                raise HpctrainError(f"{self.title} gives {kind}, which has no {what} ({method})")
+        self._items = made
+        with users_code(f"{self.title}: its length fails"):
+            self.count = len(made)
+        if self.count < 1:
+            raise HpctrainError(f"{self.title} gives a dataset that is empty")
+        self._collate = None
+        if name.collate is not None:
+            self._collate = find_function(name.collate)
+
+    @cached_property
+    def first(self) -> Forms:
+        """The forms of its first item, which all have that are stacked."""
+        with as_before():
+            item = tensors_of(self._item(0, 0), f"{self.title}: item 0")
+        return {name: FieldForm.of(value) for name, value in item.items()}
+
+    @cached_property
+    def forms(self) -> Forms:
+        """The forms of a batch's rows, of one of the first item alone."""
+        if self._collate is None:
+            return self.first
+        batch = self.batch([0], [0])
+        return {name: FieldForm.of(field[0]) for name, field in batch.items()}
+
+    def batch(self, indices: Sequence[int], epochs: Sequence[int]) -> Fields:
+        """A batch of items, each as it is in an epoch: the same whoever asks, and wherever."""
+        with as_before():
+            items = [self._item(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
+            if self._collate is None:
+                return stack(items, indices, self.first, self.title)
+            seed_by(self.name.seed, 1, epochs[0], indices[0])
+            assert self.name.collate is not None
+            short = self.name.collate.rpartition("/")[2]
+            with users_code(f"data.collate: {short} fails with items {_listed(indices)}"):
+                batch = self._collate(items)
+            return batch_tensors(batch, len(items), short)
+
+    def described(self) -> dict[str, Any]:
+        """What it is known by in checkpoints: its length, and a checksum of some items without what they draw
+        by the run's seed; and what made it.
+        """
+        some = sorted({number * (self.count - 1) // (_EXAMPLES - 1) for number in range(_EXAMPLES)})
+        total = 0
+        with as_before():
+            for index in some:
+                seed_by(0, index)
+                with users_code(f"{self.title}: item {index} fails"):
+                    item = self._items[index]
+                total = _checksum(item, total)
+        return {
+            "dataset": self.name.target,
+            "arguments": json.loads(self.name.arguments),
+            "samples": self.count,
+            "fingerprint": total,
+        }
+
+    def _item(self, index: int, epoch: int) -> Any:
+        seed_by(self.name.seed, 0, epoch, index)
+        with users_code(f"{self.title}: item {index} fails"):
+            return self._items[index]
+
+
+@lru_cache(maxsize=2)
+def open_dataset(name: DatasetName) -> UsersDataset:
+    """That of a name, opened once in a process. Errors as in UsersDataset."""
+    return UsersDataset(name)
+
+
+def dataset_of(deck: Deck) -> UsersDataset:
+    """The dataset of a deck that names one, of which the first batch is known. HpctrainError with the key."""
+    try:
+        opened = open_dataset(DatasetName.of(deck))
+        assert opened.forms
+    except HpctrainError as error:
+        first, *frames = error.problems
+        raise HpctrainError([deck.problem("data.dataset", first), *frames]) from error
+    return opened
+
+
+def _checksum(item: Any, start: int) -> int:
+    """Of all arrays in an item, by name."""
+    if isinstance(item, dict):
+        for key in sorted(item, key=str):
+            start = _checksum(item[key], crc32(str(key).encode(), start))
+        return start
+    if isinstance(item, list | tuple):
+        for each in item:
+            start = _checksum(each, start)
+        return start
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu()
+        item = item.float() if item.dtype == torch.bfloat16 else item
+        item = item.numpy()
+    content = item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
+    return crc32(content, start)
+
+
+def _listed(indices: Sequence[int]) -> str:
+    some = ", ".join(map(str, indices[:8]))
+    return some if len(indices) <= 8 else f"{some}, ..."

@@ -1,0 +1,100 @@
+"""From the items of a user's dataset to one batch: tensors by name, each with a row for every item."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.deck.find import article
+from hpctrain.errors import UsersError
+
+Fields = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FieldForm:
+    """Format and shape of one name's values, of one row."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(value: Tensor) -> FieldForm:
+        """That of a row."""
+        return FieldForm(value.dtype, tuple(value.shape))
+
+    def __str__(self) -> str:
+        """Such as `float32 [3, 32, 32]`."""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Forms = Mapping[str, FieldForm]
+
+
+def item_tensors(item: Any, where: str) -> Fields:
+    """The tensors of an item, which `where` names; UsersError where it is no dict of arrays."""
+    if not isinstance(item, Mapping):
+        kind = article(type(item).__name__)
+        raise UsersError(f"{where} is {kind}, not a dict of arrays (data.collate makes a batch of any)")
+    if not item or not all(isinstance(name, str) for name in item):
+        raise UsersError(f"{where} has keys that are no names: {list(item)[:5]}")
+    return {name: as_tensor(value, f"{where} has {name}") for name, value in item.items()}
+
+
+def as_tensor(value: Any, where: str) -> Tensor:
+    """An array as a tensor in host memory, in its own format; fractions of Python's are in fp32."""
+    own = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
+    if own:
+        try:
+            value = np.asarray(value)
+        except ValueError:  # rows of several lengths
+            value = None
+        value = value.astype(np.float32) if value is not None and value.dtype == np.float64 else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        if not array.flags.writeable or not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    raise UsersError(f"{where} of type {type(value).__name__}, which is no array of numbers")
+
+
+def stack(items: Sequence[Any], indices: Sequence[int], first: Forms, title: str) -> Fields:
+    """A batch of items, which have the numbers `indices` and the forms of the first one of the dataset.
+
+    UsersError with the number and both forms where one has another.
+    """
+    rows = []
+    for item, index in zip(items, indices, strict=True):
+        row = item_tensors(item, f"{title}: item {index}")
+        if row.keys() != first.keys():
+            raise UsersError(
+                f"{title}: item {index} has the keys {', '.join(sorted(row))}, but item 0 "
+                f"{', '.join(sorted(first))}"
+            )
+        for name, form in first.items():
+            if (own := FieldForm.of(row[name])) != form:
+                raise UsersError(
+                    f"{title}: item {index} has {name} of {own}, but item 0 of {form} (data.collate names a "
+                    "function that makes batches of unlike items)"
+                )
+        rows.append(row)
+    return {name: torch.stack([row[name] for row in rows]) for name in first}
+
+
+def batch_tensors(batch: Any, rows: int, collate: str) -> Fields:
+    """What a user's collate function made of so many items; UsersError where it is no batch of these."""
+    fields = item_tensors(batch, f"data.collate: what {collate} gives")
+    for name, field in fields.items():
+        if field.dim() == 0 or len(field) != rows:
+            raise UsersError(
+                f"data.collate: {collate} gives {name} of shape {list(field.shape)} for {rows} items, not "
+                "a row for each"
+            )
+    return {name: field.contiguous() for name, field in fields.items()}

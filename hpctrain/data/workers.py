@@ -1,0 +1,138 @@
+"""Processes that load batches of a user's dataset ahead, for one rank.
+
+They are started anew, not forked, as MPI is up by then, and know nothing of its launcher. They end with the
+rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from hpctrain.comm.launcher import without_rank
+from hpctrain.data.dataset import DatasetName
+from hpctrain.data.items import Fields
+from hpctrain.data.mapped import of_memory
+from hpctrain.errors import EXIT_INTERNAL, UsersError
+
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from hpctrain.data.worker import serve; "
+_SECONDS_TO_END = 5.0
+
+
+class WorkerLostError(UsersError):
+    """A process that loads items has ended before the run."""
+
+    exit_code = EXIT_INTERNAL
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An answer that is to come, from a worker."""
+
+    worker: int
+    answer: tuple[Fields, Sequence[str]] | None = None
+    dropped: bool = False
+
+
+class Workers:
+    """`count` processes, which are started as soon as something is asked of them."""
+
+    def __init__(self, name: DatasetName, count: int) -> None:
+        self.name, self.count = name, count
+        self._workers: list[_Worker] = []
+        self._asked = 0
+
+    def ask(self, indices: Sequence[int], epochs: Sequence[int]) -> Ticket:
+        """Have a batch loaded, by the next of the processes."""
+        while len(self._workers) < self.count:
+            self._workers.append(_Worker(self.name))
+        ticket = Ticket(self._asked % self.count)
+        self._asked += 1
+        worker = self._workers[ticket.worker]
+        worker.coming.append(ticket)
+        worker.send((list(indices), list(epochs)))
+        return ticket
+
+    def take(self, ticket: Ticket) -> Fields:
+        """Wait for a batch. UsersError where loading it failed, WorkerLostError where the process is gone."""
+        worker = self._workers[ticket.worker]
+        while ticket.answer is None:
+            first, answer = worker.coming.popleft(), worker.receive()
+            if answer is None:
+                raise WorkerLostError(
+                    f"{self.name.title}: a process that loads items ({ticket.worker + 1} of data.workers = "
+                    f"{self.count}) {worker.end()}"
+                )
+            if not first.dropped:
+                first.answer = answer
+        fields, problems = ticket.answer
+        if problems:
+            raise UsersError(problems)
+        return fields
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+
+class _Worker:
+    """One of them, as the rank sees it; `coming` are the answers it has to give, in order."""
+
+    def __init__(self, name: DatasetName) -> None:
+        self.coming: deque[Ticket] = deque()
+        self.answers, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", f"{_START}serve({number}, {os.getpid()})"),
+                    json.dumps([os.path.abspath(path) for path in sys.path]),  # noqa: PTH100
+                ],
+                stdin=subprocess.PIPE,
+                pass_fds=(number,),
+                env={**without_rank(os.environ), "OMP_NUM_THREADS": "1"},
+            )
+        self.send(asdict(name))
+
+    def send(self, what: object) -> None:
+        """Have it read something, if it still does: where it is gone, its answer tells."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> tuple[Fields, Sequence[str]] | None:
+        """Its next answer: a batch, or what is wrong; None where it is gone."""
+        try:
+            content, files, _, _ = socket.recv_fds(self.answers, 1, 1)
+        except ConnectionError:
+            return None
+        return of_memory(files[0]) if content else None
+
+    def end(self) -> str:
+        """How it ended, in words."""
+        try:
+            code = self.process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return "does not answer any more"
+        if code == -9:
+            return "was killed (signal 9), as where memory runs out: fewer of them need less"
+        return f"was ended by signal {-code}" if code < 0 else f"ended by itself, with exit code {code}"
+
+    def close(self) -> None:
+        """End it at once: it keeps nothing."""
+        self.process.kill()
+        self.process.wait()
+        self.answers.close()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()

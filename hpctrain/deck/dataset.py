@@ -1,0 +1,56 @@
+"""The keys of a dataset that users bring: which ones it has, and what stands in for those of a token file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck, fields
+from hpctrain.deck.target import found_from, is_target
+
+ONLY_OF_DATASETS = ("dataset", "arguments", "collate", "workers", "inputs")
+
+STAND_INS: Mapping[str, Any] = {"data.tokens": "none", "batch.sequence": 1, "model.vocabulary": 2}
+"""Values of keys that are of token files, which nobody reads of a deck with a dataset: a sample counts as a
+sequence of one token.
+"""
+
+_WITH = ("data.dataset",)
+
+
+def fill_dataset(tables: Mapping[str, dict[str, Any]], deck_name: str) -> None:
+    """What a deck with a dataset has in its tables, in place."""
+    data = tables["data"]
+    for name in ("dataset", "collate"):
+        if isinstance(data.get(name), str):
+            data[name] = found_from(data[name], deck_name)
+    for key, value in STAND_INS.items():
+        section, _, name = key.partition(".")
+        tables[section].setdefault(name, value)
+
+
+def dataset_problems(deck: Deck) -> Iterator[Problem]:
+    """All that is wrong with what a deck says of a dataset, whatever it is."""
+    if deck.data.dataset is None:
+        usual = {name: field.default for name, field in fields("data").items()}
+        for name in ONLY_OF_DATASETS:
+            if getattr(deck.data, name) != usual[name]:
+                yield Problem(f"data.{name}", "is of a dataset that you bring, and data.dataset names none")
+        return
+    for name in ("dataset", "collate"):
+        if not is_target(getattr(deck.data, name)):
+            yield Problem(f"data.{name}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
+    if deck.model.module is None:
+        sentence = "feeds modules that you bring (model.module); our own families read token files"
+        yield Problem("data.dataset", sentence, ("model.module",))
+    why = {
+        "data.tokens": "names a token file beside data.dataset, which is trained on (one of both has to go)",
+        "data.other_tokenizer": "is of token files (leave it out with data.dataset)",
+        "batch.sequence": "is of token files; of a dataset samples are counted (leave it out)",
+        "model.vocabulary": "is of token files (leave it out with data.dataset)",
+    }
+    for key, sentence in why.items():
+        given = deck.sources.places.get(key)
+        if given is not None and not given.note:
+            yield Problem(key, sentence, _WITH)

@@ -1,0 +1,114 @@
+"""From "FILE.py:FUNCTION" or "PACKAGE:FUNCTION", as a deck names it, to what a user wrote."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from hpctrain.deck.target import is_file
+from hpctrain.errors import HpctrainError, UsersError
+from hpctrain.words import nearest
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), "<frozen"
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """What a user wrote runs within: where it fails, a UsersError of what it was `doing`, and of the
+    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is.
+    """
+    try:
+        yield
+    except (HpctrainError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
+        if every[-1].filename.startswith(_OURS):
+            raise
+        told = [
+            f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"
+            for frame in frames
+        ]
+        what = f"{type(error).__name__}: {error}".strip().splitlines()
+        raise UsersError([f"{doing}: {what[0]}", *dict.fromkeys(told)]) from error
+
+
+def find_function(target: str) -> Callable[..., Any]:
+    """What a target names. HpctrainError where there is no such file or name, or it fails to load."""
+    home, _, name = target.rpartition(":")
+    found: Any = _load_file(Path(home)) if is_file(target) else _import(home)
+    path = home
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = nearest(part, [each for each in dir(found) if not each.startswith("_")])
+            meant = f" (did you mean {near}?)" if near else ""
+            raise HpctrainError(f"{path} has no {part}{meant}")
+        found, path = getattr(found, part), f"{path}:{part}"
+    if not callable(found):
+        raise HpctrainError(f"{path} is no function or class, but of type {type(found).__name__}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module of a file, loaded once; beside it, it finds its own others."""
+    name = f"hpctrain_module_{path.stem}_{crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise HpctrainError(f"{path}: there is no such file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        with users_code(f"{path} fails to load"):
+            spec.loader.exec_module(module)
+    except HpctrainError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise HpctrainError(f"there is no package {error.name} here (a file is named FILE.py)") from None
+        with users_code(f"{name} fails to load"):
+            raise
+
+
+def call_with(function: Callable[..., Any], arguments: Mapping[str, Any], short: str, table: str) -> Any:
+    """What a function, which is called `short`, gives for the arguments of a deck's `table`.
+
+    HpctrainError where they do not fit, or it fails.
+    """
+    with suppress(ValueError):  # of which nobody knows what it takes
+        taken = signature(function)
+        try:
+            taken.bind(**arguments)
+        except TypeError as error:
+            names = ", ".join(taken.parameters) or "none"
+            raise HpctrainError(f"{short}: [{table}] does not fit: {error} (it takes {names})") from None
+    with users_code(f"{short} fails"):
+        return function(**arguments)
+
+
+def article(name: str) -> str:
+    """With "a" or "an" before it."""
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,86 @@
+"""What a run learns from: a token file, or a dataset that users bring, on every rank, in splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.comm.world import World
+from hpctrain.data.batches import Batches, SequenceSource
+from hpctrain.data.dataset import DatasetName, UsersDataset, dataset_of
+from hpctrain.data.fit import token_problems
+from hpctrain.data.loader import DatasetSource
+from hpctrain.data.tokens import TokenFile
+from hpctrain.data.workers import Workers
+from hpctrain.deck.check_world import batch_sizes, data_ranks
+from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The samples of a run: to train on, and held out (None where nothing is); of the token file, or of the
+    dataset, which may have processes that load its items.
+    """
+
+    file: TokenFile | None
+    train: Batches
+    validation: Batches | None
+    dataset: UsersDataset | None = None
+    workers: Workers | None = None
+
+    def close(self) -> None:
+        """End the processes that load."""
+        if self.workers is not None:
+            self.workers.close()
+
+
+def open_corpus(deck: Deck, world: World) -> Corpus:
+    """Open what the deck names on every rank and settle its split; errors are agreed over all ranks."""
+    if deck.data.dataset is not None:
+        return _open_dataset(deck, world)
+    with world.agreement():
+        file = TokenFile(deck.data.tokens)
+        problems = [deck.problem(each.key, each.sentence) for each in token_problems(deck, file)]
+        if problems:
+            raise HpctrainError(problems)
+        sequence, held_out = deck.batch.sequence, deck.data.validation
+        train = Batches(SequenceSource(file, sequence, held_out, "train"), deck.run.seed)
+        validation = Batches(SequenceSource(file, sequence, held_out, "validation"), deck.run.seed)
+    return Corpus(file, train, validation if held_out else None)
+
+
+def settle_vocabulary(deck: Deck, corpus: Corpus) -> Deck:
+    """The deck with its vocabulary: the one given, or the token file's."""
+    if deck.model.vocabulary is not None:
+        return deck
+    assert corpus.file is not None
+    return deck.with_keys(model={"vocabulary": corpus.file.vocabulary})
+
+
+def _open_dataset(deck: Deck, world: World) -> Corpus:
+    with world.agreement():
+        dataset = dataset_of(deck)
+    counts = world.everyone.all_gather_object(dataset.count)
+    others = [rank for rank, count in enumerate(counts) if count != counts[0]]
+    with world.agreement():
+        if others:
+            sentence = f"has {counts[0]} samples on rank 0, but {counts[others[0]]} on rank {others[0]}"
+            raise HpctrainError(deck.problem("data.dataset", f"{sentence}: all must have the same"))
+        fraction, seed = deck.data.validation, deck.run.seed
+        workers = Workers(DatasetName.of(deck), deck.data.workers) if deck.data.workers else None
+        train = Batches(DatasetSource(dataset, fraction, "train", workers), seed)
+        validation = DatasetSource(dataset, fraction, "validation", workers)
+        if fraction and deck.layout.pipeline > 1:
+            # What passes between stages has one shape.
+            taken = min(deck.run.evaluate_sequences, validation.count)
+            sizes = {"run.evaluate_sequences": taken}
+            problems = batch_sizes(deck.batch.micro_size, data_ranks(deck, world.size), sizes)
+            raised = [
+                deck.problem(
+                    each.key, f"with {validation.count} held out makes {taken} samples, but {each.sentence}"
+                )
+                for each in problems
+            ]
+            if raised:
+                raise HpctrainError(raised)
+    return Corpus(None, train, Batches(validation, seed) if fraction else None, dataset, workers)
