@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hpctrain.data.batches import MicroBatch
 from hpctrain.engine.build import Engine
 from hpctrain.model.foreign.architecture import ModuleArchitecture
-from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.part import seed_draws
 from hpctrain.model.inputs import Inputs
@@ -57,7 +56,8 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
     """
     step, engine, batch = trainer.step, trainer.engine, trainer.deck.batch.global_size
     module = plain_module(engine, weights, trainer.deck.run.seed)
-    call = call_of(module)
+    assert isinstance(engine.architecture, ModuleArchitecture)
+    call = engine.architecture.call(module)
     read = list(step.batches.step(trainer.state.samples, batch, 0, 1, step.micro_size))
     sums = torch.zeros(len(engine.objective.figures), dtype=torch.float64)
     count = sum(map(engine.objective.count, read))
@@ -68,7 +68,7 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
             if dropout is not None:
                 seed_draws(dropout)
             with outputs_of([module] if number < watched else []) as given:
-                losses = losses_of(engine, micro)(call(micro.tokens))
+                losses = losses_of(engine, micro)(call(micro.fields))
             outputs += [given] if number < watched else []
             sums += torch.stack([figure.double() for figure in losses.figures])
             losses.total.backward()

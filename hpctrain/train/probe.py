@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
+from hpctrain.deck.find import users_code
 from hpctrain.model.foreign.arguments import call_of, tensors_of
-from hpctrain.model.foreign.find import users_code
 from hpctrain.objective.objective import LossOf
 from hpctrain.words import counted
 
@@ -70,20 +70,20 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
     """In-place changes, random numbers from elsewhere, and state."""
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     before = _attributes(module)
-    given = micro.tokens.clone()
+    given = _copied(micro)
     first = _outputs(module, given, _SEED, _SEED)
     if torch.initial_seed() != _SEED:
         yield Finding(
             "the forward pass seeds torch's random numbers itself: masks are the same in every pass, and on "
             "all data ranks"
         )
-    if not torch.equal(given, micro.tokens):
+    if any(not torch.equal(field, micro.fields[name]) for name, field in given.items()):
         yield Finding(
             "the forward pass changes its input in place: what comes after it, as the loss, sees others"
         )
     changed = _changed(before, _attributes(module))
     _restore(module, kept)
-    again = _outputs(module, micro.tokens.clone(), _SEED, _SEED)
+    again = _outputs(module, _copied(micro), _SEED, _SEED)
     if not _equal(first, again):
         what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
         if changed:
@@ -94,7 +94,7 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
         yield Finding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
     else:
         _restore(module, kept)
-        other = _outputs(module, micro.tokens.clone(), _SEED, _OTHER_SEED)
+        other = _outputs(module, _copied(micro), _SEED, _OTHER_SEED)
         if not _equal(first, other):
             yield Finding(
                 "the forward pass draws random numbers of Python's or numpy's: a run seeds torch's alone, "
@@ -110,7 +110,7 @@ def _gradients(
     """Parameters that get none."""
     torch.manual_seed(_SEED)
     module.zero_grad(set_to_none=True)
-    losses(micro)(call_of(module)(micro.tokens)).total.backward()
+    losses(micro)(call_of(module, micro.fields)(micro.fields)).total.backward()
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     none = [name for name, each in trained.items() if each.grad is None]
     module.zero_grad(set_to_none=True)
@@ -129,7 +129,7 @@ def _additive(
     batches = [micro, *(_row(micro, number) for number in range(rows))]
     was = module.training
     module.eval()
-    given = [call_of(module)(each.tokens) for each in batches]
+    given = [call_of(module, each.fields)(each.fields) for each in batches]
     module.train(was)
     whole, *parts = (next(tensors_of(each), torch.empty(0)) for each in given)
     if any(each.dim() < 2 or not each.is_floating_point() for each in (whole, *parts)):
@@ -147,16 +147,20 @@ def _additive(
         )
 
 
+def _copied(micro: MicroBatch) -> dict[str, Tensor]:
+    return {name: field.clone() for name, field in micro.fields.items()}
+
+
 def _row(micro: MicroBatch, number: int) -> MicroBatch:
     return MicroBatch({name: each[number : number + 1] for name, each in micro.fields.items()})
 
 
-def _outputs(module: nn.Module, tokens: Tensor, seed: int, others: int) -> list[Tensor]:
+def _outputs(module: nn.Module, fields: Mapping[str, Tensor], seed: int, others: int) -> list[Tensor]:
     torch.manual_seed(seed)
     random.seed(others)
     np.random.seed(others)  # noqa: NPY002
     with torch.no_grad(), users_code("the module fails"):
-        return [each.detach().clone() for each in tensors_of(call_of(module)(tokens))]
+        return [each.detach().clone() for each in tensors_of(call_of(module, fields)(fields))]
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
@@ -46,10 +47,11 @@ ANSWERS = ("targets", "labels")
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """How a module is called: with the fields `placed`, in their order, with those `named`, by the module's
-    names, and with what is `fixed`.
+    """A module as a function of fields [b, ...]: of those `placed`, in their order, of those `named`, by its
+    own names, and of what is `fixed`. It gets fractions in the format of its parameters.
     """
 
+    module: nn.Module
     placed: tuple[str, ...]
     named: Mapping[str, str]
     fixed: Mapping[str, Any]
@@ -59,10 +61,17 @@ class ModuleCall:
         """All fields that it is called with."""
         return *self.placed, *self.named.values()
 
-    def __call__(self, module: nn.Module, given: Mapping[str, Tensor]) -> Any:
+    def __call__(self, fields: Mapping[str, Tensor]) -> Any:
         """What the module gives for these."""
-        named = {name: given[field] for name, field in self.named.items()}
-        return module(*(given[name] for name in self.placed), **named, **self.fixed)
+        kinds = (parameter.dtype for parameter in self.module.parameters())
+        own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
+
+        def taken(name: str) -> Tensor:
+            field = fields[name]
+            return (field.to(own) if field.is_floating_point() else field).contiguous()
+
+        named = {name: taken(field) for name, field in self.named.items()}
+        return self.module(*map(taken, self.placed), **named, **self.fixed)
 
 
 def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | None = None) -> ModuleCall:
@@ -79,13 +88,13 @@ def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | N
         if missing := [name for name in wanted if name not in there]:
             raise HpctrainError(f"names {missing[0]}, but {told}")
         named = {name: name for name in wanted if _by_name(taken, name)}
-        return ModuleCall(tuple(name for name in wanted if name not in named), named, fixed)
+        return ModuleCall(module, tuple(name for name in wanted if name not in named), named, fixed)
     asked = [name for name in there if name not in ANSWERS]
     if asked == ["tokens"] and "input_ids" in taken:
-        return ModuleCall((), {"input_ids": "tokens"}, fixed)
+        return ModuleCall(module, (), {"input_ids": "tokens"}, fixed)
     named = {name: name for name in asked if _by_name(taken, name)}
     if named or len(asked) == 1:
-        return ModuleCall(() if named else tuple(asked), named, fixed)
+        return ModuleCall(module, () if named else tuple(asked), named, fixed)
     takes = ", ".join(taken) or "nothing"
     raise HpctrainError(f"is to name what the module is called with: it takes {takes}, and {told}")
 

@@ -52,7 +52,7 @@ class ModulePart(nn.Module):
         for block, layer in zip(self.blocks, self.layers[1:-1], strict=True):
             # Who looks for its forward method finds this one first.
             vars(block)["forward"] = partial(self._run_block, layer, block.forward)
-        self._call, self._storage = architecture.call(self.module), architecture.storage
+        self._call = architecture.call(self.module)
         self.example = architecture.example
         self._met: set[Parameter] = set()
         self._ends = False
@@ -73,18 +73,14 @@ class ModulePart(nn.Module):
         if inputs.dropout is not None:
             seed_draws(inputs.dropout)
         outside = self.layers[0]
-        given = {name: self._taken(inputs.fields[name]) for name in self._call.names}
         there = self.residency.held(outside.own[0]) if outside.own else nullcontext()
-        told = ", ".join(f"{name} of shape {list(field.shape)}" for name, field in given.items())
+        told = ", ".join(f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._call.names)
         with users_code(f"{self.title} fails with {told}"), there:
-            outputs = self._call(self.module, given)
+            outputs = self._call(inputs.fields)
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
         return outputs
-
-    def _taken(self, field: Tensor) -> Tensor:
-        return (field.to(self._storage) if field.is_floating_point() else field).contiguous()
 
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
         """See Part: not by itself, as what a block takes only the module knows."""
