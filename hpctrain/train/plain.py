@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpctrain.data.batches import MicroBatch
 from hpctrain.engine.build import Engine
 from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.arguments import ModuleCall
 from hpctrain.model.foreign.initial import HOST, seeded
 from hpctrain.model.foreign.part import seed_draws
 from hpctrain.model.inputs import Inputs
@@ -56,8 +57,7 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
     """
     step, engine, batch = trainer.step, trainer.engine, trainer.deck.batch.global_size
     module = plain_module(engine, weights, trainer.deck.run.seed)
-    assert isinstance(engine.architecture, ModuleArchitecture)
-    call = engine.architecture.call(module)
+    call = call_in(engine, module)
     read = list(step.batches.step(trainer.state.samples, batch, 0, 1, step.micro_size))
     sums = torch.zeros(len(engine.objective.figures), dtype=torch.float64)
     count = sum(map(engine.objective.count, read))
@@ -82,6 +82,12 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
         if parameter.requires_grad
     }
     return PlainFigures(figures["loss"], outputs, gradients)
+
+
+def call_in(engine: Engine, module: nn.Module) -> ModuleCall:
+    """The way in which a run calls its module, of this one."""
+    assert isinstance(engine.architecture, ModuleArchitecture)
+    return engine.architecture.call(module)
 
 
 def losses_of(engine: Engine, micro: MicroBatch) -> LossOf:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.find import users_code
-from hpctrain.model.foreign.arguments import call_of, tensors_of
+from hpctrain.model.foreign.arguments import ModuleCall, tensors_of
 from hpctrain.objective.objective import LossOf
 from hpctrain.words import counted
 
@@ -37,18 +37,19 @@ class Finding:
     fails: bool = True
 
 
-def probe(module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]) -> Iterator[Finding]:
-    """All that is found of a module in training, on the host, with these `losses` of a micro-batch of some
-    samples. Its buffers, and random numbers, are as before when it is over.
+def probe(call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]) -> Iterator[Finding]:
+    """All that is found of a module in training, called so on the host, with these `losses` of a micro-batch
+    of some samples. Its buffers, and random numbers, are as before when it is over.
     """
+    module = call.module
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
-        yield from _passes(module, micro)
+        yield from _passes(call, micro)
         _restore(module, kept)
-        yield from _gradients(module, micro, losses)
+        yield from _gradients(call, micro, losses)
         _restore(module, kept)
-        yield from _additive(module, micro, losses)
+        yield from _additive(call, micro, losses)
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     _restore(module, kept)
@@ -66,12 +67,13 @@ def shared_memory(module: nn.Module) -> Iterator[Finding]:
             )
 
 
-def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
+def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
     """In-place changes, random numbers from elsewhere, and state."""
+    module = call.module
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     before = _attributes(module)
     given = _copied(micro)
-    first = _outputs(module, given, _SEED, _SEED)
+    first = _outputs(call, given, _SEED, _SEED)
     if torch.initial_seed() != _SEED:
         yield Finding(
             "the forward pass seeds torch's random numbers itself: masks are the same in every pass, and on "
@@ -83,7 +85,7 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
         )
     changed = _changed(before, _attributes(module))
     _restore(module, kept)
-    again = _outputs(module, _copied(micro), _SEED, _SEED)
+    again = _outputs(call, _copied(micro), _SEED, _SEED)
     if not _equal(first, again):
         what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
         if changed:
@@ -94,7 +96,7 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
         yield Finding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
     else:
         _restore(module, kept)
-        other = _outputs(module, _copied(micro), _SEED, _OTHER_SEED)
+        other = _outputs(call, _copied(micro), _SEED, _OTHER_SEED)
         if not _equal(first, other):
             yield Finding(
                 "the forward pass draws random numbers of Python's or numpy's: a run seeds torch's alone, "
@@ -105,12 +107,13 @@ def _passes(module: nn.Module, micro: MicroBatch) -> Iterator[Finding]:
 
 
 def _gradients(
-    module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
 ) -> Iterator[Finding]:
     """Parameters that get none."""
+    module = call.module
     torch.manual_seed(_SEED)
     module.zero_grad(set_to_none=True)
-    losses(micro)(call_of(module, micro.fields)(micro.fields)).total.backward()
+    losses(micro)(call(micro.fields)).total.backward()
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     none = [name for name, each in trained.items() if each.grad is None]
     module.zero_grad(set_to_none=True)
@@ -122,14 +125,15 @@ def _gradients(
 
 @torch.no_grad()
 def _additive(
-    module: nn.Module, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
+    call: ModuleCall, micro: MicroBatch, losses: Callable[[MicroBatch], LossOf]
 ) -> Iterator[Finding]:
     """Losses that are no sums over samples, where the module looks at each by itself."""
+    module = call.module
     rows = micro.rows
     batches = [micro, *(_row(micro, number) for number in range(rows))]
     was = module.training
     module.eval()
-    given = [call_of(module, each.fields)(each.fields) for each in batches]
+    given = [call(each.fields) for each in batches]
     module.train(was)
     whole, *parts = (next(tensors_of(each), torch.empty(0)) for each in given)
     if any(each.dim() < 2 or not each.is_floating_point() for each in (whole, *parts)):
@@ -155,12 +159,12 @@ def _row(micro: MicroBatch, number: int) -> MicroBatch:
     return MicroBatch({name: each[number : number + 1] for name, each in micro.fields.items()})
 
 
-def _outputs(module: nn.Module, fields: Mapping[str, Tensor], seed: int, others: int) -> list[Tensor]:
+def _outputs(call: ModuleCall, fields: Mapping[str, Tensor], seed: int, others: int) -> list[Tensor]:
     torch.manual_seed(seed)
     random.seed(others)
     np.random.seed(others)  # noqa: NPY002
     with torch.no_grad(), users_code("the module fails"):
-        return [each.detach().clone() for each in tensors_of(call_of(module, fields)(fields))]
+        return [each.detach().clone() for each in tensors_of(call(fields))]
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -24,6 +24,8 @@ from torch import Tensor
 from hpctrain.comm.mesh import Mesh
 from hpctrain.comm.world import World
 from hpctrain.data.batches import Batches
+from hpctrain.data.dataset import dataset_of
+from hpctrain.data.loader import DatasetSource
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine, build_engine
@@ -34,7 +36,7 @@ from hpctrain.train.difference import LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import MICRO_BATCHES, MICRO_SIZE, miniature_of
 from hpctrain.train.outputs import outputs_of
-from hpctrain.train.plain import bare_module, losses_of, plain_figures, plain_module
+from hpctrain.train.plain import bare_module, call_in, losses_of, plain_figures, plain_module
 from hpctrain.train.probe import Finding, probe, shared_memory
 from hpctrain.train.trainer import Trainer
 
@@ -75,8 +77,10 @@ def on_one_rank(deck: Deck) -> Deck:
 
 
 def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
-    """Trainer of a miniature deck, on random tokens of which some are masked."""
+    """Trainer of a miniature deck, on random tokens of which some are masked, or on its dataset."""
     engine = build_engine(deck, world, mesh, roughness=ROUGHNESS)
+    if deck.data.dataset is not None:
+        return Trainer(deck, engine, Batches(DatasetSource(dataset_of(deck), 0.0, "train"), deck.run.seed))
     assert deck.model.vocabulary is not None
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed, masked=0.2)
     return Trainer(deck, engine, Batches(source, deck.run.seed))
@@ -140,9 +144,9 @@ def probe_module(small: Deck, world: World) -> list[Finding]:
             trainer = tiny_trainer(on_one_rank(small), alone, Mesh(alone, {}))
             weights = {shard.name: piece for shard, piece in _pieces(trainer.engine, gradients=False)}
             found += shared_memory(bare_module(trainer.engine, small.run.seed))
-            module = plain_module(trainer.engine, weights, small.run.seed)
+            call = call_in(trainer.engine, plain_module(trainer.engine, weights, small.run.seed))
             micro = next(iter(trainer.step.batches.step(0, MICRO_SIZE, 0, 1, MICRO_SIZE)))
-            found += probe(module, micro, partial(losses_of, trainer.engine))
+            found += probe(call, micro, partial(losses_of, trainer.engine))
     shared: list[Finding] = world.everyone.broadcast_object(found)
     return shared
 

@@ -90,6 +90,9 @@ def _trace_of(
 
 
 def _example(architecture: ModuleArchitecture, at: Saving) -> Inputs:
-    """A micro-batch of tokens that mean nothing special, as a zero may."""
-    ones = torch.ones(at.micro_size, architecture.sequence, dtype=torch.int64)
-    return Inputs({"tokens": ones, "targets": ones.clone()}, torch.arange(architecture.sequence))
+    """A micro-batch of values that mean nothing special, as a zero may."""
+    fields = {
+        name: torch.ones(field.shape, dtype=field.dtype)
+        for name, field in architecture.example(at.micro_size).items()
+    }
+    return Inputs(fields, torch.arange(architecture.sequence))
