@@ -23,6 +23,9 @@ from hpctrain.words import nearest
 _OURS = str(Path(__file__).resolve().parents[1])
 _NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), "<frozen"
 
+_PREFIX = "hpctrain_module_"
+"""Of the names of modules that are loaded from files."""
+
 
 @contextmanager
 def users_code(doing: str) -> Iterator[None]:
@@ -63,11 +66,21 @@ def find_function(target: str) -> Callable[..., Any]:
     return function
 
 
+def is_of_a_run(name: str) -> bool:
+    """Whether a module of that name is a file that was loaded for a function of it."""
+    return name.startswith(_PREFIX)
+
+
 def _load_file(path: Path) -> ModuleType:
-    """The module of a file, loaded once; beside it, it finds its own others."""
-    name = f"hpctrain_module_{path.stem}_{crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
+    """The module of a file, loaded once; beside it, it finds its own others. The script that begins a run,
+    and what that has imported, are there already.
+    """
+    name = f"{_PREFIX}{path.stem}_{crc32(str(path).encode()):08x}"
+    for known in (name, "__main__", path.stem):
+        there = sys.modules.get(known)
+        file = None if there is None else getattr(there, "__file__", None)
+        if there is not None and file is not None and Path(file).resolve() == path.resolve():
+            return there
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise HpctrainError(f"{path}: there is no such file")

@@ -1,0 +1,171 @@
+"""The Python interface, for those who write a `train.py` and start it as `mpirun -n 8 python train.py`.
+
+    from hpctrain.api import run
+
+    def build(hidden=512, layers=8): ...
+
+    if __name__ == "__main__":
+        run("deck.toml", build=build, blocks="layers.*")
+
+What is given here stands in the deck of the run as "FILE.py:FUNCTION", so that `hpctrain resume`, `replay`
+and all others find it again: functions and classes are those of a file, not made within another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from typing_extensions import Unpack
+
+from hpctrain.comm.library import MPI
+from hpctrain.comm.outcome import print_problems
+from hpctrain.comm.verb import run_verb
+from hpctrain.comm.world import World
+from hpctrain.deck.find import is_of_a_run
+from hpctrain.deck.sources import toml_value
+from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+
+__all__ = ["Given", "HpctrainError", "World", "check", "resume", "run"]
+
+Function = Callable[..., Any] | str
+"""One at the top of a file, or its name, as a deck has it."""
+
+
+class Given(TypedDict, total=False):
+    """What stands above a deck, each as the key that it is there.
+
+    `build` (model.module) gives the module, called with `arguments` (model.arguments); `plan` (model.plan)
+    says how it is split over tensor ranks, `blocks` (model.blocks) which submodules follow each other; `loss`
+    (model.loss) gives a sum and a count of (outputs, batch); `data` (data.dataset) gives a dataset, and
+    `collate` (data.collate) a batch of its items. `changes` are other keys: {"batch.micro_size": 4}.
+    """
+
+    build: Function
+    arguments: Mapping[str, Any]
+    plan: Mapping[str, Any] | str
+    blocks: str
+    loss: Function
+    data: Function
+    collate: Function
+    changes: Mapping[str, Any]
+
+
+_KEYS = {
+    "build": "model.module",
+    "arguments": "model.arguments",
+    "plan": "model.plan",
+    "blocks": "model.blocks",
+    "loss": "model.loss",
+    "data": "data.dataset",
+    "collate": "data.collate",
+}
+
+
+def run(
+    deck: str | Path,
+    *,
+    fresh: bool = False,
+    again: bool = False,
+    world: World | None = None,
+    **given: Unpack[Given],
+) -> None:
+    """Train a deck, as `hpctrain run` does, on all ranks that call it; `fresh` and `again` are its options
+    --fresh and --resume, see `Given` for what stands above the deck.
+
+    Without a `world` MPI is started and ended here, once in a process, and what goes wrong ends the script
+    with the command's exit code, after one sentence of rank 0. With one (`World.start()`) that is an
+    HpctrainError on all ranks, and the world is the caller's to `finish`.
+    """
+
+    def verb(own: World) -> int:
+        from hpctrain.train.run import run_deck
+
+        return run_deck(own, Path(deck), _changes(given), fresh, again)
+
+    _within(world, verb)
+
+
+def resume(
+    target: str | Path, *, changes: Mapping[str, Any] | None = None, world: World | None = None
+) -> None:
+    """Go on from a checkpoint, or from the newest good one of a run's folder, as `hpctrain resume` does; else
+    as `run`.
+    """
+
+    def verb(own: World) -> int:
+        from hpctrain.train.run import resume as go_on
+
+        return go_on(own, Path(target), _changes({"changes": changes or {}}))
+
+    _within(world, verb)
+
+
+def check(deck: str | Path, *, world: World | None = None, **given: Unpack[Given]) -> bool:
+    """Whether the layout of a deck computes what one rank does, as `hpctrain check` does, which prints what
+    came of it; else as `run`.
+    """
+
+    def verb(own: World) -> int:
+        from hpctrain.train.check import check as compare
+
+        return compare(own, Path(deck), _changes(given), print)
+
+    return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
+
+
+def _within(world: World | None, verb: Callable[[World], int], *expected: int) -> int:
+    """Do a verb on a world, or between its start and its end; the exit code, one of those `expected` or 0."""
+    if is_of_a_run(str(sys._getframe(2).f_globals.get("__name__"))):
+        raise HpctrainError(
+            "a run begins where another one loads this file for its functions: what begins it is to be under "
+            '`if __name__ == "__main__":`'
+        )
+    if world is not None:
+        code = verb(world)
+        if code not in {EXIT_DONE, *expected}:
+            raise HpctrainError(f"the run stopped in good order with exit code {code}")
+        return code
+    if MPI.Is_finalized():
+        sentence = "MPI was ended by an earlier run of this process: give both one world (World.start())"
+        print_problems([sentence])
+        sys.exit(HpctrainError.exit_code)
+    try:
+        run_verb(verb)
+    except SystemExit as end:
+        if end.code not in {None, EXIT_DONE, *expected}:
+            raise
+        return int(end.code or EXIT_DONE)
+
+
+def _changes(given: Given) -> list[str]:
+    """What is given, as `--set` has it."""
+    unknown = sorted(given.keys() - Given.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Given.__annotations__)
+        raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
+    named = {name: value for name, value in given.items() if name in _KEYS}
+    keys: dict[str, Any] = {_KEYS[name]: _written(name, value) for name, value in named.items()}
+    return [f"{name}={toml_value(value)}" for name, value in {**keys, **given.get("changes", {})}.items()]
+
+
+def _written(name: str, value: object) -> object:
+    """A value as TOML has it; a function by the name by which a run finds it again. HpctrainError where there
+    is none.
+    """
+    if not callable(value):
+        return dict(value) if isinstance(value, Mapping) else value
+    qualified, home = getattr(value, "__qualname__", ""), inspect.getmodule(value)
+    if home is None or not qualified.replace(".", "_").isidentifier():
+        raise HpctrainError(
+            f"{name}: {value!r} is not found again by its name: it has to be a function or class at the top "
+            "of a file, or the name of one"
+        )
+    file = getattr(home, "__file__", None)
+    package = sys.modules.get(home.__name__.partition(".")[0])
+    if file is None or (home.__name__ != "__main__" and hasattr(package, "__path__")):
+        return f"{home.__name__}:{qualified}"
+    return f"{Path(file).resolve()}:{qualified}"
