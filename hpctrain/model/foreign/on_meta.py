@@ -186,7 +186,9 @@ def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _drop_on_gpu(x: Tensor, p: float, train: bool) -> Tensor:
     """What a GPU computes as dropout: of its mask it keeps a byte an element."""
-    return torch.native_dropout(x, p, train)[0] if train and 0 < p < 1 else x * float(p < 1 or not train)
+    if not train or p == 0:
+        return x
+    return torch.native_dropout(x, p, train)[0] if p < 1 else x * 0.0
 
 
 def _refuse(name: str, *given: Any, **named: Any) -> Any:

@@ -231,6 +231,17 @@ def test_attention_keeps_on_meta_what_it_keeps_here(
     assert torch.ones(2).device.type == "cpu"
 
 
+def test_a_mask_of_what_is_dropped_is_a_byte_an_element_on_a_gpu() -> None:
+    def drop(p: float, training: bool = True) -> Tensor:
+        return functional.dropout(torch.ones(2, 3, requires_grad=True), p, training)
+
+    here = shapes_kept(lambda: drop(0.5))
+    for gpu, expected in ((False, here), (True, [(torch.Size([2, 3]), torch.bool)])):
+        with kernels_of(gpu), ToldAsHost(), OnMeta(lambda *_: None):
+            assert shapes_kept(lambda: drop(0.5)) == expected
+            assert shapes_kept(lambda: drop(0.0)) == shapes_kept(lambda: drop(0.5, training=False)) == []
+
+
 def test_values_that_follow_from_what_is_given_are_known_until_they_change() -> None:
     with ToldAsHost(), OnMeta(lambda *_: None):
         tokens = torch.arange(6).view(2, 3)
