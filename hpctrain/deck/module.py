@@ -7,7 +7,17 @@ from typing import Any
 
 from hpctrain.deck.target import found_from
 
-MODULE_KEYS = ("module", "arguments", "miniature", "blocks", "loss", "buffers", "frozen", "vocabulary")
+MODULE_KEYS = (
+    "module",
+    "arguments",
+    "miniature",
+    "blocks",
+    "loss",
+    "buffers",
+    "frozen",
+    "vocabulary",
+    "from",
+)
 """The keys of [model] that a deck with a module may have; those up to "buffers" are for no other deck."""
 
 ONLY_OF_MODULES = MODULE_KEYS[:6]

@@ -171,7 +171,8 @@ class _Validation:
     def deck(self, ranks: int | None) -> Deck | None:
         """The deck, where it is valid; else perhaps one with stand-ins, and at least one problem."""
         tables, bad = self._known_tables()
-        self._look_into_source(tables["model"].get("from"))
+        if tables["model"].get("module") is None:
+            self._look_into_source(tables["model"].get("from"))
         given_keys = {f"{section}.{key}" for section, table in tables.items() for key in table}
         self._idle_preset(given_keys)
         deck, wrong = self._validate(tables)

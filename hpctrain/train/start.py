@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.entries import master_entries, training_entries
+from hpctrain.checkpoint.exchange.by_name import load_by_name
 from hpctrain.checkpoint.exchange.convert import MODEL_ONLY
 from hpctrain.checkpoint.exchange.names import ROUTER_BIAS
 from hpctrain.checkpoint.exchange.source import load_source
@@ -16,6 +17,8 @@ from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import Engine
 from hpctrain.engine.rules import RULES
 from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.buffers import KIND as BUFFER
+from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.parametrization import Parametrization
 from hpctrain.sharding.compression.warmed import momentum_given_after
 from hpctrain.sharding.synchronize import check_replicas
@@ -29,6 +32,8 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     """
     assert deck.model.source is not None
     path = Path(deck.model.source)
+    if deck.model.module is not None:
+        return _start_module(path, engine)
     optimizer, shape = engine.optimizer, engine.shape
     biases = training_entries(tensor for tensor in engine.state() if tensor.kind == ROUTER_BIAS)
     source = load_source(path, engine.world, [*master_entries(engine.state()), *biases])
@@ -45,6 +50,17 @@ def start_from_source(deck: Deck, engine: Engine) -> str:
     if shape.family == "gpt2" and shape.sequence < source.sequence:
         sentence += f", the first {shape.sequence} of its {source.sequence} positions"
     return sentence
+
+
+def _start_module(path: Path, engine: Engine) -> str:
+    """The same of a module that users bring, whose parameters and buffers have the same names there."""
+    buffers = training_entries(tensor for tensor in engine.state() if tensor.kind == BUFFER)
+    parts = [part for part in engine.models if isinstance(part, ModulePart)]
+    names = {own.shard.name: known for part in parts for own, known in part.names.items()}
+    left = load_by_name(path, engine.world, [*master_entries(engine.state()), *buffers], names)
+    engine.optimizer.publish()
+    engine.outer.begin(engine.optimizer)
+    return f"starts from the values of {path}" + (f"; {left}" if left else "")
 
 
 def require_training_state(path: Path, state: Mapping[str, Any], overrides: Sequence[str]) -> None:

@@ -1,0 +1,85 @@
+"""Values of a module that users bring, from a folder of safetensors or a checkpoint with the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpctrain.checkpoint.agree import together
+from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder, open_folder
+from hpctrain.checkpoint.extract import BUFFER_BYTES
+from hpctrain.checkpoint.layout import Entry, rectangles_of
+from hpctrain.checkpoint.read import load
+from hpctrain.checkpoint.structure import examine
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.words import counted, nearest
+
+_MOST = 8
+"""Of problems that are told."""
+
+
+def load_by_name(
+    path: Path, world: World, entries: Sequence[Entry], names: Mapping[str, Sequence[str]]
+) -> str:
+    """Fill entries `/model/<name>` and `/buffer/<name>` from what `path` has of each, each rank its pieces;
+    in words, what is left of it. Collective.
+
+    `names` are all that a parameter has, under any of which a folder may have it. Errors, the same on all
+    ranks: HpctrainError for names that are missing, and shapes that differ; else as in `open_folder` and
+    `checkpoint.read.load`.
+    """
+    if path.suffix == ".h5":
+        structure = examine(path, world.everyone)
+        kept = "/master" if any(name.startswith("/master/") for name in structure.datasets) else "/model"
+        wanted = [replace(each, dataset=each.dataset.replace("/model/", f"{kept}/", 1)) for each in entries]
+        load(structure, world.everyone, wanted, zero_padding=False)
+        return ""
+    with together(world.everyone):
+        folder = open_folder(path)
+        found = {each.dataset: _found(each, folder, names) for each in entries}
+        problems = list(dict.fromkeys(_problems(entries, found, folder)))
+        if problems:
+            more = len(problems) - _MOST
+            raise HpctrainError(problems[:_MOST] + [f"{path}: and {counted(more, 'other')}"] * (more > 0))
+        for entry in entries:
+            _fill(entry, found[entry.dataset] or "", folder)
+    mine = {name for entry in entries for name in _names(entry, names)}
+    left = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(mine)))
+    return f"{counted(len(left), 'tensor')} of it left out ({', '.join(left[:3])})" if left else ""
+
+
+def _names(entry: Entry, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    return names.get(entry.shard.name, [entry.shard.name])
+
+
+def _found(entry: Entry, folder: TensorFolder, names: Mapping[str, Sequence[str]]) -> str | None:
+    """The name under which a folder has an entry's tensor."""
+    return next((name for name in _names(entry, names) if name in folder.tensors), None)
+
+
+def _problems(
+    entries: Sequence[Entry], found: Mapping[str, str | None], folder: TensorFolder
+) -> Iterator[str]:
+    for entry in entries:
+        name = found[entry.dataset]
+        if name is None:
+            near = nearest(entry.shard.name, list(folder.tensors))
+            meant = f" (there is {near})" if near else ""
+            yield f"{folder.path}: has no {entry.shard.name}, which the module has{meant}"
+        elif folder.tensors[name].shape != entry.shard.shape:
+            shapes = f"{list(folder.tensors[name].shape)}, in the module {list(entry.shard.shape)}"
+            yield f"{folder.path / folder.tensors[name].file}: {name} has shape {shapes}"
+
+
+def _fill(entry: Entry, name: str, folder: TensorFolder) -> None:
+    """Read an entry's values; padding stays as it is."""
+    kind = entry.values.dtype
+    for rectangle in rectangles_of(entry):
+        for chunk in rectangle.cut(BUFFER_BYTES // kind.itemsize):
+            with chunk.filling(entry.values) as bits:
+                scalar = not entry.shard.shape
+                start, shape = ((), ()) if scalar else (chunk.start, chunk.shape)
+                read = folder.read(name, start, shape)
+                bits.view(kind).copy_(read.reshape(chunk.shape))
