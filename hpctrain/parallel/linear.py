@@ -142,16 +142,19 @@ class SplitLinear(Multiplying):
     def _add_gradients(self, output_gradient: Operand, kept: Operand) -> None:
         if self.weights[0].requires_grad:
             self.product.add_weight_gradient_of(output_gradient, kept)
-            for parameter in self.weights:
-                parameter.added()
+            self.added(self.weights)
 
     def _add_bias_gradients(self, output_gradient: Tensor) -> None:
         """[n] += output_gradient [..., n] summed over all but the last dim, in fp32, in its own type."""
         if self.biases and self.biases[0].requires_grad:
             gradient = joined([gradient_of(bias) for bias in self.biases])
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
-            for parameter in self.biases:
-                parameter.added()
+            self.added(self.biases)
+
+    def added(self, parameters: Sequence[Parameter]) -> None:
+        """Tell that one addition to each of their gradients is complete."""
+        for parameter in parameters:
+            parameter.added()
 
 
 class _Column(torch.autograd.Function):

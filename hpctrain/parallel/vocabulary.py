@@ -91,7 +91,7 @@ class _Lookup(torch.autograd.Function):
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
         gradient.index_add_(0, indices.reshape(-1), rows)
-        table.added()
+        layer.added()
         return None, None, None
 
 
@@ -111,6 +111,10 @@ class VocabularyEmbedding(nn.Module):
         """[s, b] int64 -> [s or s/t, b, h]."""
         result: Tensor = _Lookup.apply(tokens, self, self.table)
         return result
+
+    def added(self) -> None:
+        """Tell that one addition to the table's gradient is complete."""
+        self.table.added()
 
 
 ChunkLoss = Callable[[Logits, slice, bool], tuple[Tensor, Tensor | None]]
