@@ -1,0 +1,213 @@
+"""Plans of modules: what patterns name, and what is said of plans that cannot be.
+
+Of model/foreign/plan.py, model/foreign/sizes.py and model/foreign/own_plan.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.model.foreign.own_plan import own_plan
+from hpctrain.model.foreign.plan import Plan, Wish, make_plan
+from tests.model.foreign import models
+
+
+class Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 2
+
+
+class ByItself(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, self.weight)
+
+
+class Mine(nn.Linear):
+    pass
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.flag = True
+        self.scaled, self.alone = Scaled(10, 4), ByItself(10, 4)
+        self.short = nn.Embedding(10, 4, max_norm=1.0)
+        self.mine, self.odd = Mine(4, 4), nn.Linear(3, 5)
+        self.packed = nn.Linear(4, 24)
+        self.tied = nn.Linear(4, 10)
+        self.tied.weight = self.scaled.weight
+        self.same = self.packed
+        self.act = nn.GELU()
+        self.outer = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+
+
+def plan(given: dict[str, Any], ranks: int = 2, pieces: bool = False) -> Plan:
+    with torch.device("meta"):
+        return make_plan(Several(), given, ranks, pieces)
+
+
+def test_patterns_are_within_names_and_parts_have_their_first_name() -> None:
+    with torch.device("meta"):
+        gpt = models.gpt()
+    given = {"layers.*.mlp.0": "column", "layers.[12].attention.heads": "divided", "scale": "sequence"}
+    made = make_plan(gpt, given, 2, False)
+    assert made.problems == ()
+    assert list(made.wishes) == [
+        *(f"layers.{number}.mlp.0" for number in range(3)),
+        *(f"layers.{number}.attention.heads" for number in (1, 2)),
+        "scale",
+    ]
+    assert list(plan({"same": {"split": "column", "parts": 3}}).wishes) == ["packed"]
+    assert plan({"pack*": {"split": "column", "parts": [16, 4, 4], "unit": 2}}).wishes["packed"] == Wish(
+        "column", (16, 4, 4), 2
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": (
+        {"pakced": "column"},
+        '"pakced": no part of the module has such a name (did you mean packed?)',
+    ),
+    "nothing near": ({"layers.*.q": "row"}, "(there are scaled, alone, short, mine, odd, packed)"),
+    "style": ({"packed": "colum"}, '"packed": there is no style "colum" (did you mean column?)'),
+    "no style": (
+        {"packed": 3},
+        'must be a style in quotes, or a table such as {split = "column", parts = 3}',
+    ),
+    "other key": (
+        {"packed": {"split": "row", "parts": 3}},
+        'parts is nothing that "row" has (it stands alone)',
+    ),
+    "no number": ({"packed": {"split": "column", "unit": 0}}, "unit must be a whole number above 0"),
+    "expert": ({"packed": "expert"}, "experts of a module are split by no plan yet"),
+    "kind": ({"act": "column"}, 'act is of the class GELU, which cannot be split as "column" (nn.Linear and'),
+    "made of it": ({"mine": "row"}, 'mine is of the class Mine, which cannot be split as "row"'),
+    "lookup": (
+        {"alone": "vocabulary"},
+        "its class ByItself looks up by itself, not by nn.Embedding's forward",
+    ),
+    "norm": ({"short": "vocabulary"}, "it has max_norm"),
+    "no table": ({"act": "vocabulary"}, "it is of the class GELU (nn.Embedding and nn.Linear can)"),
+    "outputs": ({"odd": "column"}, "odd has 5 outputs, which layout.tensor = 2 does not divide"),
+    "inputs": ({"odd": "row"}, "odd has 3 inputs, which layout.tensor = 2 does not divide"),
+    "parts": ({"packed": {"split": "column", "parts": 5}}, "packed has 24 outputs, of which 5 parts are not"),
+    "sizes": (
+        {"packed": {"split": "column", "parts": [4, 4]}},
+        "packed has 24 outputs, of which parts = [4, 4] add up to 8",
+    ),
+    "part": (
+        {"packed": {"split": "column", "parts": 8}},
+        "packed has 3 outputs in a part, which layout.tensor = 2 does not divide",
+    ),
+    "units": (
+        {"packed": {"split": "column", "unit": 5}},
+        "packed has 24 outputs, which are no whole number of",
+    ),
+    "heads": (
+        {"packed": {"split": "column", "unit": 8}},
+        "packed has 24 outputs in 3 units of 8, which layout.tensor = 2 does not divide",
+    ),
+    "divided": ({"heads": "divided"}, "heads = 3 cannot be divided by 2 tensor ranks"),
+    "no integer": ({"flag": "divided"}, '"flag": no part of the module has such an integer'),
+    "twice": ({"packed": "column", "pack*": "row"}, 'packed is planned twice, by "packed" and "pack*"'),
+    "twice within": (
+        {"outer.0.0": "column", "outer.*": "partial"},
+        "outer.0.0.weight is planned twice, with outer.0.0 and with outer.0",
+    ),
+    "one side": (
+        {"scaled": "vocabulary"},
+        'scaled.weight and tied.weight are one parameter: tied must be planned "vocabulary", too',
+    ),
+    "other side": (
+        {"tied": "column"},
+        'are one parameter: scaled and tied must be planned "vocabulary", too',
+    ),
+    "parameter": (
+        {"mine.weight": "column"},
+        'mine.weight is a parameter, which can be "partial" or "sequence"',
+    ),
+    "two heads": ({"tied": "vocabulary", "odd": "vocabulary", "scaled": "vocabulary"}, "one head gives the"),
+    "no parameters": ({"act": "sequence"}, 'act has no parameters to be "sequence"'),
+    "within": ({"outer": "gather", "outer.0": "gather"}, "outer.0 lies in outer, which is gathered already"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_plan_is_told_in_a_sentence(case: str) -> None:
+    given, expected = WRONG[case]
+    problems = plan(given).problems
+    assert any(expected in told for told in problems), problems
+    assert all("\n" not in told for told in problems)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    given = {"pakced": "column", "act": "row", "heads": "divided", "odd": "colum"}
+    assert len(plan(given).problems) == 4
+
+
+def test_units_are_shared_by_as_many_ranks() -> None:
+    assert plan({"packed": {"split": "column", "unit": 12}}, 4).problems == ()
+    assert plan({"heads": {"split": "divided", "units": 2}}, 6).problems == ()
+    told = plan({"heads": {"split": "divided", "units": 4}}, 6).problems
+    assert told == ("heads: 6 tensor ranks do not share 4 units evenly",)
+
+
+def test_pieces_of_sequences_begin_somewhere() -> None:
+    (told,) = plan({"packed": "column"}, pieces=True).problems
+    assert told.startswith("says nowhere how sequences become pieces under layout.sequence_parallel")
+    assert plan({"outer": "cut"}, pieces=True).problems == ()
+    both = {"scaled": "vocabulary", "tied": "vocabulary"}
+    assert plan(both, pieces=True).problems == ()
+
+
+def transformers_plan(name: str, config: dict[str, Any], ranks: int = 2, pieces: bool = False) -> Plan:
+    import transformers
+
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        module = kind(kind.config_class(**sizes, **config))
+    return own_plan(module, ranks, pieces)
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def test_a_modules_own_plan_is_read() -> None:
+    made = transformers_plan("LlamaForCausalLM", HEADS)
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert made.problems == ()
+    assert made.wishes == {
+        "model.embed_tokens": Wish("vocabulary"),
+        "lm_head": Wish("vocabulary"),
+        **{f"{attention}.{name}_proj": Wish("column", unit=4) for name in "qkv"},
+        f"{attention}.o_proj": Wish("row"),
+        f"{mlp}.gate_proj": Wish("column"),
+        f"{mlp}.up_proj": Wish("column"),
+        f"{mlp}.down_proj": Wish("row"),
+    }
+
+
+def test_ranks_that_share_keys_have_fewer_queries_of_each() -> None:
+    made = transformers_plan("LlamaForCausalLM", HEADS, ranks=4)
+    assert made.problems == ()
+    assert made.wishes["model.layers.0.self_attn.num_key_value_groups"] == Wish("divided", units=2)
+
+
+def test_what_is_not_read_of_an_own_plan_is_told() -> None:
+    (told,) = transformers_plan("GPT2LMHeadModel", {"n_embd": 32, "n_head": 4}).problems
+    assert told == "GPT2LMHeadModel has no plan of its own (a table of patterns would do)"
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
+    made = transformers_plan("Qwen3MoeForCausalLM", HEADS | sizes)
+    expected = (
+        'Qwen3MoeForCausalLM has "moe_tp_experts" for model.layers.*.mlp.experts in its own plan, which is'
+    )
+    assert any(told.startswith(expected) for told in made.problems)
+    (told,) = transformers_plan("LlamaForCausalLM", HEADS, pieces=True).problems
+    assert "does not say where sequences are cut" in told
