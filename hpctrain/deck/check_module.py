@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES
 from hpctrain.deck.optimizer import IN_BLOCKS
-from hpctrain.deck.problem import Problem
+from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.schema import Deck, fields
 from hpctrain.deck.target import is_target
 from hpctrain.words import either
@@ -14,7 +14,6 @@ from hpctrain.words import either
 _WITH = ("model.module",)
 
 _RANKS = {
-    "tensor": "splits layers of our families alone; a module is split by no plan yet",
     "context": "splits sequences in our families' attention alone",
     "pipeline": "cuts our families alone; a module stays in one piece yet",
     "expert": "spreads the experts of our families alone",
@@ -24,7 +23,6 @@ _RANKS = {
 }
 
 _DEFAULTS = {
-    "layout.sequence_parallel": "is for tensor ranks, which a module does not have",
     "layout.auto": "knows the costs of our families alone",
     "layout.schedule": "is for pipeline stages, which a module does not have",
     "layout.split": "is for pipeline stages, which a module does not have",
@@ -59,6 +57,7 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
         usual = type(table).model_fields[name].default
         if getattr(table, name) != usual:
             yield Problem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
+    yield from _tensor(deck)
     recompute = deck.memory.recompute
     if recompute not in {"none", "full"}:
         sentence = 'is of our own families; of a module whole blocks are computed again ("full" would do)'
@@ -73,6 +72,25 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
         sentence = f"updates blocks of our own families' matrices ({would} would do with model.module)"
         yield Problem("optimizer.name", sentence, _WITH)
+
+
+def _tensor(deck: Deck) -> Iterator[Problem]:
+    """What keeps tensor ranks from splitting a module, whatever it is."""
+    tensor, sequence = deck.layout.tensor, deck.batch.sequence
+    if tensor > 1 and deck.model.plan is None:
+        sentence = (
+            'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
+        )
+        yield Problem("layout.tensor", sentence, ("model.plan", *_WITH))
+    if deck.layout.sequence_parallel and tensor == 1:
+        sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
+        yield Problem("layout.sequence_parallel", sentence, ("layout.tensor",))
+    elif deck.layout.sequence_parallel and sequence % tensor:
+        sentence = (
+            f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "
+            f"({multiples(sequence, tensor)} would)"
+        )
+        yield Problem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
 
 
 def without_module(deck: Deck) -> Iterator[Problem]:

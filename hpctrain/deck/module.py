@@ -7,20 +7,11 @@ from typing import Any
 
 from hpctrain.deck.target import found_from
 
-MODULE_KEYS = (
-    "module",
-    "arguments",
-    "miniature",
-    "blocks",
-    "loss",
-    "buffers",
-    "frozen",
-    "vocabulary",
-    "from",
-)
-"""The keys of [model] that a deck with a module may have; those up to "buffers" are for no other deck."""
+_OWN = ("module", "arguments", "miniature", "blocks", "loss", "buffers", "plan")
+MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
+"""The keys of [model] that a deck with a module may have; those up to "plan" are for no other deck."""
 
-ONLY_OF_MODULES = MODULE_KEYS[:6]
+ONLY_OF_MODULES = _OWN
 
 STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
 """Values of keys that are required of a transformer, which nobody reads of a deck with a module."""

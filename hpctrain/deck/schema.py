@@ -247,6 +247,11 @@ class Model(Section):
         None,
         derived="required where it has any to keep",
     )
+    plan: dict[str, Any] | Literal["its own"] | None = key(
+        'How tensor ranks split it: a table of patterns ("layers.*.q_proj" = "column"), or "its own".',
+        None,
+        derived="required with layout.tensor above 1",
+    )
 
 
 class Data(Section):

@@ -26,7 +26,7 @@ def wanted(field: FieldInfo) -> str:
     if kind is str:
         return "text in quotes, not empty"
     if get_origin(kind) is dict:
-        return "a table of its own"
+        return either(["a table of its own", *map(toml_value, _choices(field))])
     if get_origin(kind) is tuple:
         items = "texts in quotes" if get_args(kind)[0] is str else "whole numbers"
         return either([f"a list of {items}", *map(toml_value, _choices(field))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,26 @@ from torch import Tensor
 from hpctrain.data.batches import MicroBatch
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyHead
+
+
+class SplitTable(Protocol):
+    """A head whose matrix is split over the vocabulary: of a rank's rows the first `rows` are any."""
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Over which it is split."""
+
+    @property
+    def table(self) -> Parameter:
+        """This rank's rows of the matrix."""
+
+    @property
+    def rows(self) -> int:
+        """Those that are no padding."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,7 @@ class CrossEntropy:
         return Losses(loss, (loss.detach(),))
 
     def of_chunk(
-        self, head: VocabularyHead, targets: Tensor, logits: Logits, rows: slice, learning: bool
+        self, head: SplitTable, targets: Tensor, logits: Logits, rows: slice, learning: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See ChunkLoss, of `rows` of the targets."""
         targets = targets[rows]

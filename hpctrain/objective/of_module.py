@@ -14,23 +14,25 @@ from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.find import find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
+from hpctrain.model.foreign.split import SplitHead, SplitOutputs
 from hpctrain.model.inputs import Inputs
-from hpctrain.objective.next_token import NextToken
+from hpctrain.objective.next_token import CrossEntropy, NextToken
 from hpctrain.objective.objective import Losses, LossOf
+from hpctrain.parallel.partition import Logits
+from hpctrain.parallel.vocabulary import chunk_rows
 
 _IGNORED = -100
 
 
 class NextTokenOfLogits(NextToken):
-    """As NextToken, in fp32, of whole logits [b, s, V]."""
+    """As NextToken, in fp32, of logits [b, s, V], whole or split over tensor ranks."""
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
         targets = inputs.fields["targets"]
 
         def losses(outputs: Any) -> Losses:
-            logits = _require_logits(outputs, targets)
-            return _cross_entropy(logits, targets, scale, self.z_loss)
+            return _cross_entropy(outputs, targets, scale, self.z_loss)
 
         return losses
 
@@ -61,16 +63,40 @@ class ClassesOfLogits:
             targets[inputs.present :] = _IGNORED
 
         def losses(outputs: Any) -> Losses:
-            logits = _require_logits(outputs, targets)
             try:
-                return _cross_entropy(logits, targets, scale, self.z_loss)
+                return _cross_entropy(outputs, targets, scale, self.z_loss)
             except IndexError:
+                logits = _require_logits(outputs, targets)
                 raise HpctrainError(
                     f"the dataset's {self.name} go up to {int(targets.max())}, but model.module gives logits "
                     f"of {logits.shape[-1]} classes (from 0)"
                 ) from None
 
         return losses
+
+
+class _SplitLoss(torch.autograd.Function):
+    """The sum of losses of a rank's logits [b, s, V/t], whose gradient, of the loss in a step, is computed
+    with it, in the format of the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, entropy: CrossEntropy, head: SplitHead, learning: bool) -> Tensor:
+        ctx.save_for_backward(gradient := torch.empty_like(logits, memory_format=torch.contiguous_format))
+        rows, targets = gradient.view(-1, gradient.shape[-1]), entropy.targets.reshape(-1)
+        rows.copy_(logits.reshape(rows.shape))
+        loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+        count = chunk_rows(len(rows), rows.shape[1], not rows.is_cpu)
+        for start in range(0, len(rows), count):
+            part = slice(start, start + count)
+            # In the memory of its products lies the gradient afterwards.
+            losses, _ = entropy.of_chunk(head, targets, Logits(rows[part], head.rows), part, learning)
+            loss += losses.sum()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.saved_tensors, None, None, None
 
 
 @dataclass(frozen=True)
@@ -120,8 +146,14 @@ def users_loss(target: str, of_samples: bool = False) -> UsersLoss:
     return UsersLoss(find_function(target), of_samples)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, scale: Tensor, z_loss: float) -> Losses:
-    """Of logits [..., C] and targets [...], of which negative ones are left out."""
+def _cross_entropy(outputs: Any, targets: Tensor, scale: Tensor, z_loss: float) -> Losses:
+    """Of logits [..., C], whole or split over tensor ranks, and targets [...]; negative ones are left out."""
+    if isinstance(outputs, SplitOutputs):
+        logits = _require_split(outputs, targets)
+        entropy = CrossEntropy(targets.contiguous(), scale, z_loss)
+        loss = _SplitLoss.apply(logits, entropy, outputs.head, logits.requires_grad)
+        return Losses(loss, (loss.detach(),))
+    logits = _require_logits(outputs, targets)
     of_rows, wanted = logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
     silent = wanted < 0
     known = wanted.masked_fill(silent, _IGNORED)
@@ -145,5 +177,15 @@ def _require_logits(outputs: Any, targets: Tensor) -> Tensor:
             f"model.module gives logits of shape {list(logits.shape)} for {shape[0]} "
             + (f"sequences of {shape[1]} tokens" if of_tokens else "samples")
             + (", not [sequences, tokens, vocabulary]" if of_tokens else ", not [samples, classes]")
+        )
+    return logits
+
+
+def _require_split(outputs: SplitOutputs, targets: Tensor) -> Tensor:
+    logits, table = _require_logits(outputs.outputs, targets), outputs.head.table
+    if logits.shape[-1] != table.shape[0]:
+        raise HpctrainError(
+            f"model.module gives {logits.shape[-1]} logits of a token, where the head of {table.shard.name}, "
+            f'planned "vocabulary", has {table.shape[0]} on a rank (its module must give them as they are)'
         )
     return logits

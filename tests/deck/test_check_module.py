@@ -56,7 +56,7 @@ def test_sizes_of_our_families_are_refused(key: str) -> None:
     assert problems(f"model.{key}") == ["is of our own families (leave it out; a module has arguments)"]
 
 
-@pytest.mark.parametrize("key", ["tensor", "context", "pipeline", "expert", "replicas"])
+@pytest.mark.parametrize("key", ["context", "pipeline", "expert", "replicas"])
 def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
     (told,) = problems(f"layout.{key}=2", "communication.local_steps=4" * (key == "replicas"))[:1]
     assert told.endswith("(1 would do with model.module)")
@@ -65,7 +65,6 @@ def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "layout.sequence_parallel=true",
         "layout.schedule=zb-h1",
         "memory.activations=disk",
         "memory.activation_format=int8",
@@ -81,6 +80,25 @@ def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
 )
 def test_what_a_module_does_not_go_with_is_refused_in_a_sentence(change: str) -> None:
     assert any("module" in told or "model.blocks" in told for told in problems(change))
+
+
+def test_tensor_ranks_need_a_plan() -> None:
+    (told,) = problems("layout.tensor=2")
+    expected = 'splits a module by a plan (model.plan would say how; models of transformers have "its own")'
+    assert told == expected
+    parse_deck(DECK, ['model.plan={"layers.*.q" = "column"}', "layout.tensor=2"])
+    assert parse_deck(DECK, ["model.plan=its own", "layout.tensor=2"]).model.plan == "its own"
+    (told,) = problems("model.plan=mine")
+    assert told == 'must be a table of its own or "its own"'
+
+
+def test_sequences_are_cut_over_several_ranks_evenly() -> None:
+    (told,) = problems("layout.sequence_parallel=true")
+    assert "needs layout.tensor of at least 2" in told
+    (told,) = problems("model.plan=its own", "layout.tensor=3", "layout.sequence_parallel=true")
+    assert told.startswith(
+        "batch.sequence = 32: must be a multiple of layout.tensor = 3 under layout.sequence_parallel ("
+    )
 
 
 def test_what_is_no_target_is_refused() -> None:

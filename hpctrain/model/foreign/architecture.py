@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.foreign.arguments import ModuleCall, call_of
 from hpctrain.model.foreign.find import build_module
+from hpctrain.model.foreign.own_plan import OWN, own_plan
+from hpctrain.model.foreign.plan import Plan, make_plan
 from hpctrain.model.precision import Precision
 from hpctrain.words import counted, nearest
 
@@ -36,6 +38,7 @@ class ModuleArchitecture(Architecture):
     `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
     format `storage`, as its parameters are. `rows` are the forms of what a sample has, by name, and `inputs`
     which of these it is called with (None: see `call_of`). `told` are the notes.
+    Tensor ranks split it by `plan`, which is JSON; a loss of a user's own has `whole_logits`.
     """
 
     target: str
@@ -48,6 +51,8 @@ class ModuleArchitecture(Architecture):
     rows: tuple[tuple[str, FieldForm], ...] = ()
     inputs: tuple[str, ...] | None = None
     told: tuple[str, ...] = ()
+    plan: str = "null"
+    whole_logits: bool = False
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -67,8 +72,9 @@ class ModuleArchitecture(Architecture):
         problems = [deck.problem(key, sentence) for key, sentence in found]
         if problems:
             raise HpctrainError(problems)
-        number = len(blocks_in(module, keys.blocks))
-        return ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, _notes(deck, module))
+        number, notes = len(blocks_in(module, keys.blocks)), _notes(deck, module)
+        made = ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, notes)
+        return replace(made, plan=json.dumps(keys.plan), whole_logits=keys.loss is not None)
 
     @property
     def title(self) -> str:
@@ -142,6 +148,13 @@ def _rows(deck: Deck) -> tuple[tuple[str, FieldForm], ...]:
     return ("tokens", of_tokens), ("targets", of_tokens)
 
 
+def plan_of(module: nn.Module, given: Mapping[str, Any] | str | None, ranks: int, pieces: bool) -> Plan:
+    """The plan that a deck gives for a module, as it was built, and so many tensor ranks; see `make_plan`."""
+    if isinstance(given, Mapping):
+        return make_plan(module, given, ranks, pieces)
+    return own_plan(module, ranks, pieces) if given == OWN else Plan({})
+
+
 def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     """The submodules whose names have a pattern, by name: `*` is within one name between dots."""
     if pattern is None:
@@ -179,6 +192,9 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         elif not each.is_floating_point():
             kind = str(each.dtype).removeprefix("torch.")
             yield "model.module", f"its parameter {name} is of {kind}, which is not trained here"
+    layout = deck.layout
+    plan = plan_of(module, deck.model.plan, layout.tensor, layout.sequence_parallel)
+    yield from (("model.plan", sentence) for sentence in plan.problems)
     if kept and deck.model.buffers is None:
         some = ", ".join(list(kept)[:3]) + ", ..." * (len(kept) > 3)
         yield (

@@ -54,8 +54,9 @@ def initialize_module(
         twin = architecture.build(HOST)
     values = dict(twin.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
-        whole = values[parameter.shard.name].reshape(-1)
-        piece = whole[offset : offset + target.numel()]
+        shard, whole = parameter.shard, values[parameter.shard.name]
+        local = whole.reshape(-1) if shard.local == shard.shape else shard.take(whole).reshape(-1)
+        piece = local[offset : offset + target.numel()]
         if roughness and parameter.dim() == 1:
             fill_normal(target, offset, parameter.shard, seed, roughness)
             target[: piece.numel()].add_(piece)

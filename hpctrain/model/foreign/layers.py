@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 from torch import nn
 
+from hpctrain.model.foreign.parallel import SplitParameter
 from hpctrain.model.foreign.trace import LayerTrace
 from hpctrain.model.part import Layer
+from hpctrain.parallel.linear import Multiplying
 from hpctrain.parallel.operations import Matrix
 from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter
@@ -30,13 +33,18 @@ class ModuleLayer(Layer):
             self.register_parameter(str(number), parameter)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
-        """See Layer: each parameter is by itself in memory."""
+        """See Layer: each parameter is by itself in memory, but for the parts of one that is packed."""
         if self.own:
-            yield [[parameter] for parameter in self.own]
+            yield [list(each) for _, each in groupby(self.own, lambda parameter: parameter.shard.name)]
 
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         """See Layer."""
         yield None if self.is_block or not self.own else self.own[0], self.own[::-1]
+
+    @property
+    def late(self) -> set[Parameter]:
+        """See Layer."""
+        return {parameter for parameter in self.own if isinstance(parameter, SplitParameter)}
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -87,6 +95,8 @@ class ModuleBlock(ModuleLayer):
 
 def matrices_in(modules: Sequence[nn.Module]) -> list[Matrix]:
     """The matrices of linear layers among modules: all weights of two dims but those that are looked up."""
-    weights = (getattr(each, "weight", None) for each in modules if not isinstance(each, nn.Embedding))
+    split = [matrix for each in modules if isinstance(each, Multiplying) for matrix in each.matrices]
+    plain = (each for each in modules if not isinstance(each, nn.Embedding | Multiplying))
+    weights = (getattr(each, "weight", None) for each in plain)
     found = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
-    return [Matrix(weight.shape[0], weight.shape[1], "whole") for weight in found]
+    return [*split, *(Matrix(weight.shape[0], weight.shape[1], "whole") for weight in found)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.find import users_code
-from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in
+from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks_in, plan_of
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.buffers import ModuleBuffers
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
+from hpctrain.model.foreign.parallel import SplitParameter
+from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import Computed, Layer, Part, Span
@@ -41,7 +44,11 @@ class ModulePart(nn.Module):
         # What runs is no copy: functions that a module makes for itself refer to what was copied.
         planned = groups.tensor.device == META
         self.module = architecture.sketch() if planned else architecture.build(META)
-        self.names = _own_parameters(self.module)
+        tensor = groups.tensor.size
+        given = json.loads(architecture.plan) if tensor > 1 else None
+        plan = plan_of(self.module, given, tensor, groups.sequence_parallel)
+        self.split = split_module(self.module, plan, groups, architecture.whole_logits)
+        self.names = _own_parameters(self.module, self.split.partial)
         blocks = blocks_in(self.module, architecture.pattern)
         self.layers = (*_layers(self.module, blocks), OutsideOfBlocks("result", (), ()))
         buffers = ModuleBuffers(self.module, groups, architecture.buffers, architecture.storage)
@@ -58,7 +65,7 @@ class ModulePart(nn.Module):
         self._ends = False
         for parameter in self.names:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._met.add)
+                parameter.register_post_accumulate_grad_hook(self._meet)
 
     def units(self) -> Iterator[list[list[Parameter]]]:
         """See Part."""
@@ -88,7 +95,7 @@ class ModulePart(nn.Module):
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
         """See Part: of what the module gives."""
-        return compute(last)
+        return compute(last if self.split.head is None else SplitOutputs(last, self.split.head))
 
     def shared_bytes(self, at: Saving) -> int:  # noqa: ARG002
         """See Part: told by the first of them."""
@@ -111,6 +118,13 @@ class ModulePart(nn.Module):
         inputs = list(tensors_of((given, named)))
         return self.residency.surround(layer.own[0], compute, inputs, tensors_of)
 
+    def _meet(self, parameter: Tensor) -> None:
+        """A backward pass has come to all uses of a parameter."""
+        assert isinstance(parameter, Parameter)
+        self._met.add(parameter)
+        if isinstance(parameter, SplitParameter):
+            self.groups.weight_gradients.submit(parameter.added)
+
     def _begin_backward(self, gradient: Tensor) -> None:  # noqa: ARG002
         """A backward pass comes from what the module gave: have its end told."""
         if not self._ends:
@@ -132,14 +146,19 @@ def module_parts(architecture: ModuleArchitecture, groups: LayerGroups, spans: S
     return [ModulePart(architecture, groups, span)]
 
 
-def _own_parameters(module: nn.Module) -> dict[Parameter, list[str]]:
-    """Put our Parameters in the place of all parameters of a module; of each all names it has there."""
+def _own_parameters(module: nn.Module, partial: Collection[nn.Parameter]) -> dict[Parameter, list[str]]:
+    """Put our Parameters in the place of all parameters of a module that are not ours yet; of each all names
+    it has there. Of some the gradients are `partial` on tensor ranks.
+    """
     ours: dict[nn.Parameter, Parameter] = {}
     names: dict[Parameter, list[str]] = {}
     for name, theirs in list(module.named_parameters(remove_duplicate=False)):
+        if isinstance(theirs, Parameter):
+            names.setdefault(theirs, [theirs.shard.name])
+            continue
         if theirs not in ours:
-            shape = tuple(theirs.shape)
-            own = ours[theirs] = Parameter(Shard.whole(name, shape), decayed=len(shape) > 1)
+            shape, axes = tuple(theirs.shape), frozenset({"tensor"} if theirs in partial else ())
+            own = ours[theirs] = Parameter(Shard.whole(name, shape, axes), decayed=len(shape) > 1)
             if not theirs.requires_grad:
                 own.requires_grad_(False)
                 own.decayed = False

@@ -1,0 +1,122 @@
+"""What passes between split and whole activations, batch first [b, s, ...], in forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.groups import LayerGroups
+
+
+def turned(x: Tensor) -> Tensor:
+    """Sequence first of batch first, and the other way round; contiguous."""
+    if x.dim() < 3:
+        raise HpctrainError(
+            "layout.sequence_parallel gathers activations [batch, sequence, features], and the module has "
+            f"{list(x.shape)} there"
+        )
+    return x.transpose(0, 1).contiguous()
+
+
+def entered(groups: LayerGroups, x: Tensor) -> Tensor:
+    """The whole x, of which a rank has a piece of the sequence under sequence parallelism, for what splits
+    features: gradients, which are parts there, are summed.
+    """
+    result: Tensor = _Entered.apply(x, groups)
+    return result
+
+
+def cut(tensor: Group, x: Tensor) -> Tensor:
+    """This rank's piece of the sequence of a whole x; gradients of all pieces are gathered."""
+    result: Tensor = _Cut.apply(x, tensor)
+    return result
+
+
+def joined(tensor: Group, x: Tensor) -> Tensor:
+    """The whole x, of which a rank has a piece of the sequence; gradients, which are whole, are cut."""
+    result: Tensor = _Joined.apply(x, tensor)
+    return result
+
+
+def whole_features(tensor: Group, x: Tensor, size: int) -> Tensor:
+    """All features, `size` of them, of x [..., n], of which every rank has as many; some may be padding.
+    Gradients, which are whole on all ranks, are cut.
+    """
+    result: Tensor = _WholeFeatures.apply(x, tensor, size)
+    return result
+
+
+def own_features(tensor: Group, x: Tensor) -> Tensor:
+    """This rank's features of a whole x; gradients of all features are gathered."""
+    result: Tensor = _OwnFeatures.apply(x, tensor)
+    return result
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: LayerGroups) -> Tensor:
+        ctx.groups = groups
+        return turned(groups.gathered(turned(x))) if groups.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        groups: LayerGroups = ctx.groups
+        if groups.sequence_parallel:
+            return turned(groups.sum(turned(gradient))), None
+        return groups.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
+        ctx.tensor = tensor
+        return x.chunk(tensor.size, 1)[tensor.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return turned(ctx.tensor.all_gather(turned(gradient))), None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
+        ctx.tensor = tensor
+        return turned(tensor.all_gather(turned(x)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.tensor.size, 1)[ctx.tensor.rank].contiguous(), None
+
+
+class _WholeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Group, size: int) -> Tensor:
+        ctx.tensor, ctx.own = tensor, x.shape[-1]
+        return _all_features(tensor, x)[..., :size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        first, own = ctx.tensor.rank * ctx.own, gradient.new_zeros(*gradient.shape[:-1], ctx.own)
+        there = gradient[..., first : first + ctx.own]
+        own[..., : there.shape[-1]] = there
+        return own, None, None
+
+
+class _OwnFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
+        ctx.tensor = tensor
+        return x.chunk(tensor.size, -1)[tensor.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_features(ctx.tensor, gradient), None
+
+
+def _all_features(tensor: Group, x: Tensor) -> Tensor:
+    """The features of all ranks."""
+    return tensor.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1).contiguous()

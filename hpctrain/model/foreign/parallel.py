@@ -1,0 +1,190 @@
+"""The parallel layers that stand in for a module's own: batch first, and with weights in the module's form.
+
+A module may call a layer several times in a pass: autograd tells of the end of all additions to a gradient,
+not the layer of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.group import Group
+from hpctrain.model.foreign.across import own_features, turned, whole_features
+from hpctrain.model.foreign.sizes import Linear
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, SplitLinear
+from hpctrain.parallel.operations import Matrix
+from hpctrain.parallel.product import Product
+from hpctrain.parallel.products import make_product
+from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.vocabulary import VocabularyEmbedding
+
+
+class SplitParameter(Parameter):
+    """One that a layer of these adds the gradient of, perhaps several times in a pass."""
+
+
+class TransposedProduct(Product):
+    """Y = X W, of weights [k, n] that lie in memory each by itself: those of transformers' Conv1D."""
+
+    def __init__(self, weights: Sequence[Parameter], groups: LayerGroups) -> None:
+        super().__init__(weights, groups)
+        self._each = [Product([weight], groups) for weight in weights]
+        self._sizes = [weight.shard.local[1] for weight in weights]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See Product."""
+        return sum(self._sizes), self.weights[0].shard.local[0]
+
+    def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Product: by what the transposed matrices have for their input gradients."""
+        made = [each.input_gradient(inputs) for each in self._each]
+        output = made[0] if len(made) == 1 else torch.cat(made, -1)
+        return output if bias is None else output.add_(bias)
+
+    def input_gradient(self, output_gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        """See Product."""
+        pieces = output_gradient.split(self._sizes, -1)
+        first, *others = (each.forward(g) for each, g in zip(self._each, pieces, strict=True))
+        for other in others:
+            first += other
+        return first if out is None else out.copy_(first)
+
+    def add_weight_gradient(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """See Product."""
+        pieces = output_gradient.split(self._sizes, -1)
+        for each, piece in zip(self._each, pieces, strict=True):
+            each.add_weight_gradient(inputs, piece)
+
+
+class Column(ColumnLinear):
+    """See ColumnLinear, of activations [b, s or s/t, k], with a packed weight's parts as one each.
+
+    Where there are `outputs`, it gathers so many features over `tensor`.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[SplitParameter],
+        biases: Sequence[SplitParameter],
+        groups: LayerGroups,
+        tensor: Group,
+        linear: Linear,
+        outputs: int = 0,
+    ) -> None:
+        SplitLinear.__init__(self, groups, shared_input=False)
+        _take(self, weights, biases, linear)
+        self.split_sizes = [weight.shard.local[linear.transposed] for weight in weights]
+        self.tensor, self.outputs, self.linear = tensor, outputs, linear
+
+    @property
+    def weight(self) -> Parameter:
+        """What a module may ask the format of."""
+        return self.weights[0]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See Multiplying."""
+        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s or s/t, k] -> [b, s, sum of split_sizes, or outputs]."""
+        y = super().forward(x) if self.pieces is None else turned(super().forward(turned(x)))
+        return whole_features(self.tensor, y, self.outputs) if self.outputs else y
+
+    def added(self, parameters: Sequence[Parameter]) -> None:
+        """Autograd tells."""
+
+
+class Row(RowLinear):
+    """See RowLinear, of activations [b, s, k/t], or with a `whole_input` [b, s, k]."""
+
+    def __init__(
+        self,
+        weight: SplitParameter,
+        bias: SplitParameter | None,
+        groups: LayerGroups,
+        linear: Linear,
+        whole_input: bool,
+    ) -> None:
+        SplitLinear.__init__(self, groups, shared_input=False)
+        _take(self, [weight], [] if bias is None else [bias], linear)
+        self.whole_input, self.linear = whole_input, linear
+
+    @property
+    def weight(self) -> Parameter:
+        """What a module may ask the format of."""
+        return self.weights[0]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See Multiplying."""
+        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, k/t or k] -> [b, s or s/t, n]."""
+        own = own_features(self.groups.tensor, x) if self.whole_input else x
+        return super().forward(own) if self.pieces is None else turned(super().forward(turned(own)))
+
+    def added(self, parameters: Sequence[Parameter]) -> None:
+        """Autograd tells."""
+
+
+def _take(
+    layer: SplitLinear,
+    weights: Sequence[SplitParameter],
+    biases: Sequence[SplitParameter],
+    linear: Linear,
+) -> None:
+    """Have a layer compute with these."""
+    layer.weights, layer.biases = [*weights], [*biases]
+    for kind, parameters in (("weight", weights), ("bias", biases)):
+        for number, parameter in enumerate(parameters):
+            layer.register_parameter(f"{kind}{number}", parameter)
+    make = TransposedProduct if linear.transposed else make_product
+    layer.product = make(layer.weights, layer.groups)
+
+
+class _Lookup(VocabularyEmbedding):
+    """Of tokens [b, s] the rows [b, s or s/t, h]; those of `padding` learn nothing."""
+
+    def __init__(self, table: SplitParameter, groups: LayerGroups, padding: int | None) -> None:
+        super().__init__(table, groups)
+        self.padding = padding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] int64 -> [b, s or s/t, h]."""
+        pieces = self.groups.sequence_parallel
+        rows = turned(super().forward(tokens.t().contiguous())) if pieces else super().forward(tokens)
+        if self.padding is None:
+            return rows
+        there = tokens.chunk(self.groups.tensor.size, 1)[self.groups.tensor.rank] if pieces else tokens
+        return torch.where((there == self.padding).unsqueeze(-1), rows.detach(), rows)
+
+    def added(self) -> None:
+        """Autograd tells."""
+
+
+class SplitLookup(nn.Embedding):
+    """Stands before nn.Embedding among the classes of one whose rows are split."""
+
+    lookup: Any
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """What its own class's forward asks of nn.Embedding."""
+        rows: Tensor = self.lookup(input)
+        return rows
+
+
+def split_lookup(embedding: nn.Embedding, table: SplitParameter, groups: LayerGroups) -> None:
+    """Have an embedding, in place, look up in a table that is split; what its class makes of it stays."""
+    kind = type(embedding)
+    split = SplitLookup if kind is nn.Embedding else type(kind.__name__, (kind, SplitLookup), {})
+    embedding.__class__ = split
+    vars(embedding)["lookup"] = _Lookup(table, groups, embedding.padding_idx)  # no part by itself
+    embedding.weight = table
