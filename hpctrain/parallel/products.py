@@ -13,7 +13,7 @@ from hpctrain.parallel.product import Product
 from hpctrain.parallel.shard import Parameter
 
 PRODUCTS: Mapping[torch.dtype, type[Product]] = dict.fromkeys(
-    (torch.float32, torch.bfloat16, torch.float16), Product
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64), Product
 )
 """By `Precision.product`."""
 

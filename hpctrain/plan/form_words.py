@@ -29,7 +29,7 @@ def form_lines(plan: FormPlan) -> list[str]:
     lines = ["", *fitted([head, *rows], (0,), columns())]
     if not plan.own.whole:
         lines.append(
-            "What layers send along tensor and context axes is not in it, since experts' loads decide."
+            "What layers send along tensor and context axes is not in it, since that depends on values."
         )
     return lines + ([sentence(plan.over)] if plan.over is not None else [])
 

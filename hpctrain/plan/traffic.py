@@ -25,6 +25,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
+from hpctrain.errors import HpctrainError
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, layer_kinds
@@ -83,8 +84,8 @@ class StageTraffic:
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What the ranks of every stage move; where it is not `whole`, without what layers with experts send
-    along axes other than that of the experts, which depends on what comes.
+    """What the ranks of every stage move; where it is not `whole`, without what layers send along axes other
+    than that of experts, since that depends on what comes, or on a module that does not run without values.
     """
 
     stages: tuple[StageTraffic, ...]
@@ -145,7 +146,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
     _, *kinds, _ = layer_kinds(architecture)
     planned: dict[object, tuple[tuple[Moved, ...], ...]] = {}
     noted: dict[object, int] = {}
-    stages, of_stages = [], []
+    stages, of_stages, whole = [], [], True
     for number in range(schedule.stage_count):
         spans = spans_of(schedule, counts, number)
         ends = number in {0, schedule.stage_count - 1}
@@ -160,6 +161,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             mesh = PlannedMesh(sizes, number, ranks_per_node, listener, transport=transport)
             stage = plan_stage(deck, architecture, mesh, schedule, counts, number, device)
             layers = _layers(deck, architecture, mesh, stage, schedule, passes, listener)
+            whole = whole and layers is not None
             steps, of_update = _steps(deck, stage, schedule, number, listener)
             noted[kind] = stage.groups.noted.numbers("max")
             keep = LAYERS if layers is not None else frozenset[str]()
@@ -171,7 +173,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
         of_stages.append(noted[kind])
     maxima = _all_reduced(mesh.group(*EVERYONE), sum(of_stages))
     every = [StageTraffic(s.stage, tuple((*step, *maxima) for step in s.steps)) for s in stages]
-    return TrafficPlan(tuple(every), passes, not deck.model.experts)
+    return TrafficPlan(tuple(every), passes, whole)
 
 
 def steady(deck: Deck) -> Deck:
@@ -230,14 +232,47 @@ def _layers(
     if deck.model.experts:
         return None
     if deck.model.module is not None:
-        # What it computes may depend on values; its passes send nothing, but what it keeps goes round.
-        listener.take()
-        for each in stage.modules.learning:
-            each.after_update({})
-        return _by_axis(listener.take())
+        return _of_module(deck, architecture, mesh, stage, schedule, passes, listener)
     alone = all(mesh.group(axis).size == 1 for axis in ("tensor", "context", "pipeline"))
     if alone and not stage.modules.learning:
         return []
+    return _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
+
+
+def _of_module(
+    deck: Deck,
+    architecture: Architecture,
+    mesh: PlannedMesh,
+    stage: TrainedStage,
+    schedule: Schedule,
+    passes: int,
+    listener: _Listener,
+) -> list[Moved] | None:
+    """What a module that users bring moves: what it keeps goes round, and where tensor ranks split it, so do
+    activations, unless the module cannot compute without values.
+    """
+    of_layers: list[Moved] = []
+    if mesh.group("tensor").size > 1:
+        try:
+            of_layers = _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
+        except HpctrainError:
+            return None
+    listener.take()
+    for each in stage.modules.learning:
+        each.after_update({})
+    return [*of_layers, *_by_axis(listener.take())]
+
+
+def _of_all_passes(
+    deck: Deck,
+    architecture: Architecture,
+    mesh: PlannedMesh,
+    stage: TrainedStage,
+    schedule: Schedule,
+    passes: int,
+    listener: _Listener,
+) -> list[Moved]:
+    """What layers and the pipeline move, by axis, in so many micro-batches."""
     first, second = (
         _of_passes(deck, architecture, mesh, stage, plain(schedule, few), listener) for few in (1, 2)
     )

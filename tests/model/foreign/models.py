@@ -117,3 +117,38 @@ def every_second(outputs: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tu
     known = targets >= 0
     losses = functional.cross_entropy(logits[known], targets[known], reduction="sum")
     return losses, known.sum()
+
+
+class Twice(nn.Module):
+    """A block that is called twice, a scale of features that ranks share, a padded table, a head with a
+    bias, and a layer whose features are needed whole.
+    """
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, hidden, padding_idx=3)
+        self.norm, self.last = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.level = nn.Parameter(torch.ones(2, 1))
+        self.mix, self.back = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = functional.gelu(self.up(x))
+        # One scale for even features and one for odd ones, whoever has which.
+        y = y * self.level[[0, 1] * (y.shape[-1] // 2), 0]
+        return self.drop(self.down(y))
+
+    def forward(self, tokens: Tensor, use_cache: bool = True) -> dict[str, Tensor]:
+        assert not use_cache
+        x = self.embed(tokens)
+        for _ in range(2):
+            x = x + self.inner(self.norm(x))
+        y = self.mix(x)
+        x = x + self.back(y - y.mean(-1, keepdim=True))
+        return {"logits": torch.tanh(self.head(self.last(x)) / 5) * 5}
+
+
+def twice(hidden: int = 16, dropout: float = 0.0) -> nn.Module:
+    return Twice(hidden, dropout)

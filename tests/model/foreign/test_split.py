@@ -6,6 +6,8 @@ and objective/of_module.py: losses of split logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -16,10 +18,13 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
+from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.find import build_module
-from tests.engines import Trainer, by_rank_0, trainer
+from hpctrain.plan.traffic import plan_traffic
+from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import models
-from tests.model.foreign.test_part import DECK, MODELS, STEPS, plain_loop
+from tests.model.foreign.test_part import DECK, MODELS, STEPS, loss_of, plain_loop
+from tests.plan.test_traffic import sent
 
 LLAMA = {
     "vocab_size": 61,
@@ -126,6 +131,17 @@ NEOX_PLAN = {
     "gpt_neox.layers.*.*_layernorm": "sequence",
     "gpt_neox.final_layer_norm": "sequence",
 }
+TWICE_PLAN = {
+    "embed": "vocabulary",
+    "head": "vocabulary",
+    "norm": "sequence",
+    "last": "sequence",
+    "up": "column",
+    "down": "row",
+    "level": "partial",
+    "mix": "gathered column",
+    "back": "row of whole input",
+}
 
 KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "gpt": (f"{MODELS}:gpt", "layers.*", {"layers": 2}, GPT_PLAN),
@@ -147,6 +163,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         LLAMA | {"tie_word_embeddings": True},
         LLAMA_PLAN,
     ),
+    "twice": (f"{MODELS}:twice", "up", {"hidden": 16}, TWICE_PLAN),
     "gemma3": (
         "transformers:Gemma3ForCausalLM",
         "model.layers.*",
@@ -185,7 +202,14 @@ def whole_parameters(training: Trainer, world: World) -> dict[str, Tensor]:
     return whole
 
 
-def assert_equal_steps(world: World, deck: Deck, steps: int = STEPS) -> None:
+def sum_of_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """As of a plain loop."""
+    return loss_of((logits_of(outputs),), targets)
+
+
+def assert_equal_steps(
+    world: World, deck: Deck, steps: int = STEPS, loss: Callable[[Any, Tensor], Tensor] = sum_of_losses
+) -> None:
     """A run of a layout takes the steps of the plain loop."""
     training = trainer(world, deck)
     weights = whole_parameters(training, world)
@@ -194,7 +218,7 @@ def assert_equal_steps(world: World, deck: Deck, steps: int = STEPS) -> None:
     def alone() -> tuple[list[list[float]], dict[str, Tensor]]:
         own = getattr(models, target.rpartition(":")[2], None)
         model = build_module(target, arguments) if own is None else own(**arguments)
-        figures, model = plain_loop(training, model, weights, steps, micro=deck.batch.micro_size)
+        figures, model = plain_loop(training, model, weights, steps, deck.batch.micro_size, loss)
         return figures, {name: value.detach() for name, value in model.named_parameters()}
 
     figures, expected = by_rank_0(world, alone)
@@ -204,7 +228,8 @@ def assert_equal_steps(world: World, deck: Deck, steps: int = STEPS) -> None:
     assert here.keys() == expected.keys()
     for name, value in here.items():
         assert (value - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
-        assert not torch.equal(value, weights[name]), name
+        frozen = any(fnmatchcase(name, pattern) for pattern in deck.model.frozen)
+        assert torch.equal(value, weights[name]) == frozen, name
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -217,3 +242,109 @@ def test_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str) ->
 @pytest.mark.parametrize("kind", [kind for kind, (*_, plan) in KINDS.items() if plan != OWN_PLAN])
 def test_pieces_of_sequences_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, *PIECES))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_run_sends_what_was_planned(world: World) -> None:
+    for layout in (TENSOR, PIECES, (*TENSOR, "memory.recompute=full")):
+        deck = deck_of("gpt", *layout)
+        planned = plan_traffic(deck, world.size, 61)
+        assert planned.whole
+        assert planned.stages[0].payload() == sent(world, deck), layout
+
+
+def test_what_a_module_sends_is_unknown_where_it_asks_for_values() -> None:
+    planned = plan_traffic(deck_of("llama", *TENSOR), 2, 61)
+    assert not planned.whole and "tensor" not in planned.stages[0].payload()
+
+
+MORE: dict[str, tuple[str, ...]] = {
+    "zero 3": (*TENSOR, "layout.zero=3"),
+    "zero 3, recomputed": (*PIECES, "layout.zero=3", "memory.recompute=full", "communication.transport=mpi"),
+    "zero 1": (*PIECES, "layout.zero=1", "communication.bucket_bytes=1000"),
+}
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("layout", MORE)
+def test_data_and_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
+    assert_equal_steps(world, deck_of(kind, *MORE[layout]), steps=5)
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+def test_ranks_that_share_heads_take_the_steps_of_a_plain_loop(world: World) -> None:
+    """Two heads of keys and values on four ranks."""
+    groups = {"model.layers.*.self_attn.num_key_value_groups": {"split": "divided", "units": 2}}
+    deck = deck_of("llama", "layout.tensor=4", plan=LLAMA_PLAN | groups)
+    assert_equal_steps(world, deck, steps=5)
+    assert_equal_steps(world, deck_of("llama", "layout.tensor=4", plan=OWN_PLAN), steps=2)
+    pieces = "layout.tensor=4", "layout.sequence_parallel=true"
+    assert_equal_steps(world, deck_of("llama", *pieces, plan=LLAMA_PLAN | groups), steps=5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "phi3", "twice"])
+def test_blocks_are_computed_again(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind, *PIECES, "memory.recompute=full", "layout.zero=2"), steps=5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_the_partition_function_of_split_logits_has_its_gradient(world: World) -> None:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        squares = logits_of(outputs).logsumexp(-1).square() * (targets >= 0)
+        return sum_of_losses(outputs, targets) + 0.05 * squares.sum()
+
+    training = trainer(world, deck_of("twice", *TENSOR, "stability.z_loss=0.05"))
+    weights = whole_parameters(training, world)
+    figures, _ = plain_loop(training, models.twice(16), weights, steps=3, loss=loss)
+    found = training.train(3)
+    assert [each.grad_norm for each in found] == pytest.approx([norm for _, norm in figures], rel=1e-5)
+    assert all(each.loss < total - 0.1 for each, (total, _) in zip(found, figures, strict=True))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", [TENSOR, PIECES], ids=["whole", "pieces"])
+def test_a_users_loss_sees_whole_logits(world: World, layout: tuple[str, ...]) -> None:
+    deck = deck_of("gpt", *layout, f"model.loss={MODELS}:every_second")
+    training = trainer(world, deck)
+    weights = whole_parameters(training, world)
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return loss_of((outputs[0][:, ::2],), targets[:, ::2])
+
+    loop = {"steps": 3, "loss": loss, "counted": lambda targets: targets[:, ::2]}
+    figures, _ = plain_loop(training, models.gpt(layers=2), weights, **loop)
+    found = [[result.loss, result.grad_norm] for result in training.train(3)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "frozen", ["['layers.0.*', 'embed.*']", "['layers.1.attention.*', '*.mlp.2.weight']"]
+)
+def test_what_is_frozen_of_split_layers_stays(world: World, frozen: str) -> None:
+    assert_equal_steps(world, deck_of("gpt", *PIECES, f"model.frozen={frozen}"), steps=3)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_half_precision_trains_as_on_one_rank(world: World) -> None:
+    for kind in ("gpt", "gpt2"):
+        deck = deck_of(kind, *PIECES, "precision.compute=bf16")
+        alone = by_rank_0(world, lambda deck=deck: [each.loss for each in reference(world, deck).train(4)])
+        found = [each.loss for each in trainer(world, deck).train(4)]
+        assert found == pytest.approx(alone, rel=2e-2)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_masks_are_equal_on_tensor_ranks(world: World) -> None:
+    """What follows of it: losses are those of one rank, whose masks of whole activations are the same."""
+    deck = deck_of("twice", *TENSOR, "model.arguments={hidden = 16, dropout = 0.3}")
+    alone = by_rank_0(world, lambda: [each.loss for each in reference(world, deck).train(4)])
+    assert [each.loss for each in trainer(world, deck).train(4)] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["llama", "neox", "phi3"])
+def test_an_own_plan_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind, *TENSOR, plan=OWN_PLAN), steps=5)
