@@ -261,12 +261,12 @@ def test_what_a_module_sends_is_unknown_where_it_asks_for_values() -> None:
 MORE: dict[str, tuple[str, ...]] = {
     "zero 3": (*TENSOR, "layout.zero=3"),
     "zero 3, recomputed": (*PIECES, "layout.zero=3", "memory.recompute=full", "communication.transport=mpi"),
-    "zero 1": (*PIECES, "layout.zero=1", "communication.bucket_bytes=1000"),
+    "zero 1": (*PIECES, "layout.zero=1", "communication.bucket_bytes=100"),
 }
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "phi3", "twice"])
 @pytest.mark.parametrize("layout", MORE)
 def test_data_and_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
     assert_equal_steps(world, deck_of(kind, *MORE[layout]), steps=5)
