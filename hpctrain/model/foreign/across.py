@@ -30,6 +30,12 @@ def entered(groups: LayerGroups, x: Tensor) -> Tensor:
     return result
 
 
+def both_entered(groups: LayerGroups, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """As `entered` without pieces, of two, whose gradients are summed in one order on all ranks."""
+    result: tuple[Tensor, Tensor] = _BothEntered.apply(x, y, groups)
+    return result
+
+
 def cut(tensor: Group, x: Tensor) -> Tensor:
     """This rank's piece of the sequence of a whole x; gradients of all pieces are gathered."""
     result: Tensor = _Cut.apply(x, tensor)
@@ -39,6 +45,14 @@ def cut(tensor: Group, x: Tensor) -> Tensor:
 def joined(tensor: Group, x: Tensor) -> Tensor:
     """The whole x, of which a rank has a piece of the sequence; gradients, which are whole, are cut."""
     result: Tensor = _Joined.apply(x, tensor)
+    return result
+
+
+def summed(tensor: Group, x: Tensor, *given: Tensor) -> Tensor:
+    """The sum of all ranks' x, of which gradients are whole. Backward comes to what was `given` on all ranks,
+    even where x does not depend on it.
+    """
+    result: Tensor = _Summed.apply(x, tensor, *given)
     return result
 
 
@@ -70,6 +84,19 @@ class _Entered(torch.autograd.Function):
         return groups.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
+class _BothEntered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, groups: LayerGroups) -> tuple[Tensor, Tensor]:
+        ctx.groups = groups
+        return x.view_as(x), y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_both = (each.clone(memory_format=torch.contiguous_format) for each in (of_x, of_y))
+        x, y = map(ctx.groups.sum, of_both)
+        return x, y, None
+
+
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: Group) -> Tensor:
@@ -90,6 +117,17 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.chunk(ctx.tensor.size, 1)[ctx.tensor.rank].contiguous(), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: Group, *given: Tensor) -> Tensor:
+        ctx.given = len(given)
+        return tensor.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *(None for _ in range(ctx.given))
 
 
 class _WholeFeatures(torch.autograd.Function):

@@ -22,6 +22,7 @@ _STYLES: Mapping[str, str] = {
     "embedding_rowwise": "vocabulary",
     "packed_colwise": "column",
     "replicated_with_grad_allreduce": "partial",
+    "moe_tp_experts": "expert",
 }
 _WHOLE = frozenset({"replicate", "replicated"})
 
@@ -42,7 +43,10 @@ def own_plan(module: nn.Module, ranks: int, pieces: bool) -> Plan:
     parameters = dict(module.named_parameters())
     wishes: dict[str, Wish] = {}
     problems: list[str] = []
+    experts = [pattern for pattern, style in theirs.items() if _STYLES.get(style) == "expert"]
     for pattern, style in theirs.items():
+        if pattern.rpartition(".")[0] in experts:
+            continue  # they split each expert, which is whole on one rank here
         # Patterns of what another configuration of the same class has are of nothing here.
         names = [name for name in (*modules, *parameters) if matches(pattern, name)]
         if not names or style in _WHOLE:

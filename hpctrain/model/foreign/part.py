@@ -16,7 +16,6 @@ from hpctrain.model.foreign.architecture import META, ModuleArchitecture, blocks
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.buffers import ModuleBuffers
 from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
-from hpctrain.model.foreign.parallel import SplitParameter
 from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
@@ -119,10 +118,10 @@ class ModulePart(nn.Module):
         return self.residency.surround(layer.own[0], compute, inputs, tensors_of)
 
     def _meet(self, parameter: Tensor) -> None:
-        """A backward pass has come to all uses of a parameter."""
+        """A backward pass has come to all uses of a parameter, even if with no gradient."""
         assert isinstance(parameter, Parameter)
         self._met.add(parameter)
-        if isinstance(parameter, SplitParameter):
+        if parameter.grad is None:
             self.groups.weight_gradients.submit(parameter.added)
 
     def _begin_backward(self, gradient: Tensor) -> None:  # noqa: ARG002

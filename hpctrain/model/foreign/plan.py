@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from hpctrain.model.foreign.experts import experts_in
 from hpctrain.model.foreign.sizes import Linear, lookup_problem, part_sizes
 from hpctrain.words import either, nearest
 
 LINEAR = ("column", "row", "gathered column", "row of whole input")
 """Styles of linear layers."""
 
-STYLES = (*LINEAR, "vocabulary", "partial", "sequence", "gather", "cut", "join", "divided")
+STYLES = (*LINEAR, "vocabulary", "partial", "sequence", "gather", "cut", "join", "divided", "expert")
 
 _KEYS: Mapping[str, tuple[str, ...]] = {"column": ("parts", "unit"), "divided": ("units",)}
 """What a wish may say besides its style."""
@@ -93,6 +94,8 @@ def checked(
     heads = [name for name in plan.of_style("vocabulary") if Linear.of(parts.modules[name])]
     if len(heads) > 1:
         problems.append(f'{" and ".join(heads)} are both planned "vocabulary"; one head gives the logits')
+    if pieces and (experts := plan.of_style("expert")):
+        problems.append(f'{experts[0]} is planned "expert", which does not go with layout.sequence_parallel')
     embeds = set(plan.of_style("vocabulary")) - set(heads)
     if pieces and not embeds and not plan.of_style("cut"):
         problems.append(
@@ -181,8 +184,6 @@ def _wish(value: object) -> Wish | str:
     if not isinstance(table, Mapping) or not isinstance(table.get("split"), str):
         return 'must be a style in quotes, or a table such as {split = "column", parts = 3}'
     style = table["split"]
-    if style == "expert":
-        return 'experts of a module are split by no plan yet ("column" and "row" of their layers would do)'
     if style not in STYLES:
         near = nearest(style, STYLES)
         meant = f"did you mean {near}?" if near else either([f'"{each}"' for each in STYLES])
@@ -212,6 +213,15 @@ def _problems_of(parts: _Parts, name: str, wish: Wish, ranks: int) -> Iterator[s
             yield f'{name} is a parameter, which can be "partial" or "sequence" alone'
     elif wish.style in LINEAR:
         yield from _uneven(found, name, wish, ranks)
+    elif wish.style == "expert":
+        count, kind = experts_in(found), type(found).__name__
+        if count is None:
+            yield (
+                f'{name} is of the class {kind}, which cannot be "expert" (experts of transformers that are '
+                'one tensor can; of experts that are layers each, "column" and "row" would do)'
+            )
+        elif count % ranks:
+            yield f"{name} has {count} experts, which layout.tensor = {ranks} does not divide"
     elif wish.style == "vocabulary":
         if Linear.of(found) is None and (why := lookup_problem(found)):
             yield f'{name} cannot be split as "vocabulary": {why}'
@@ -266,7 +276,7 @@ def _not_divided(module: nn.Module, name: str, wish: Wish, ranks: int) -> Iterat
 def _planned_twice(parts: _Parts, plan: Plan) -> Iterator[str]:
     """Parameters that two parts of a plan have."""
     by: dict[int, str] = {}
-    for name in plan.of_style(*LINEAR, "vocabulary", "partial", "sequence"):
+    for name in plan.of_style(*LINEAR, "vocabulary", "expert", "partial", "sequence"):
         part = parts.modules.get(name)
         own = [parts.parameters[name]] if part is None else list(part.parameters())
         for parameter in own:
@@ -285,7 +295,7 @@ def _tied(parts: _Parts, plan: Plan) -> Iterator[str]:
         if len(every) < 2:
             continue
         styles = {each: plan.wishes[each].style for each in every if each in plan.wishes}
-        cut = {each for each, style in styles.items() if style in {*LINEAR, "vocabulary"}}
+        cut = {each for each, style in styles.items() if style in {*LINEAR, "vocabulary", "expert"}}
         if not cut or ({*styles.values()} == {"vocabulary"} and len(styles) == len(every)):
             continue
         names = " and ".join(name for name, each in parts.parameters.items() if id(each) == parameter)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.across import cut, entered, joined
+from hpctrain.model.foreign.experts import spread_experts
 from hpctrain.model.foreign.parallel import Column, Row, SplitParameter, split_lookup
 from hpctrain.model.foreign.plan import LINEAR, Plan, Wish, attribute_of, divisor
 from hpctrain.model.foreign.sizes import Linear, part_sizes
@@ -88,6 +89,9 @@ class _Splitting:
                 self._surround(name, partial(change, self.groups.tensor))
         elif wish.style in LINEAR:
             self._replace(name, self._linear(name, wish))
+        elif wish.style == "expert":
+            part = self.module.get_submodule(name)
+            spread_experts(part, self.names, self._groups_of(name), self.groups.tensor)
         else:
             self._vocabulary(name)
 

@@ -163,6 +163,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         LLAMA | {"tie_word_embeddings": True},
         LLAMA_PLAN,
     ),
+    "experts": (
+        "transformers:Qwen3MoeForCausalLM",
+        "model.layers.*",
+        LLAMA
+        | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"experts_implementation": "eager"},  # the other one is not for fp64
+        OWN_PLAN,
+    ),
     "twice": (f"{MODELS}:twice", "up", {"hidden": 16}, TWICE_PLAN),
     "gemma3": (
         "transformers:Gemma3ForCausalLM",
@@ -334,6 +342,37 @@ def test_half_precision_trains_as_on_one_rank(world: World) -> None:
         alone = by_rank_0(world, lambda deck=deck: [each.loss for each in reference(world, deck).train(4)])
         found = [each.loss for each in trainer(world, deck).train(4)]
         assert found == pytest.approx(alone, rel=2e-2)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_experts_that_are_grouped_or_have_no_tokens_train_as_on_one_rank(world: World) -> None:
+    few = {"num_hidden_layers": 4, "experts_implementation": "eager", "num_experts_per_tok": 1}
+    kinds = {"grouped": {"experts_implementation": "grouped_mm"}, "few tokens": few}
+    for kind, more in kinds.items():
+        arguments = toml_value(KINDS["experts"][2] | more)
+        small = ("batch.sequence=1", "batch.micro_size=1") if kind == "few tokens" else ()
+        deck = deck_of("experts", *TENSOR, *small, f"model.arguments={arguments}")
+        alone = by_rank_0(world, lambda deck=deck: [each.loss for each in reference(world, deck).train(4)])
+        found = [each.loss for each in trainer(world, deck).train(4)]
+        assert found == pytest.approx(alone, rel=1e-5), kind
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["gpt2", "twice", "phi3"])
+def test_initial_values_and_losses_of_held_out_samples_are_those_of_one_rank(world: World, kind: str) -> None:
+    deck = deck_of(kind, *PIECES)
+
+    def alone() -> tuple[dict[str, Tensor], float]:
+        training = reference(world, deck)
+        loss = training.evaluate(training.step.batches, 4)["loss"]
+        return {name: value.clone() for name, value in training.parameters().items()}, loss
+
+    expected, loss = by_rank_0(world, alone)
+    training = trainer(world, deck)
+    found = whole_parameters(training, world)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert training.evaluate(training.step.batches, 4)["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
