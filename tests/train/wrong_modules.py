@@ -169,3 +169,35 @@ def changes_targets(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, 
     """Sums of squares of logits whose mean over the batch is taken away: samples are not by themselves."""
     total, count = summed(outputs - outputs.mean((0, 1)), batch)
     return total, count
+
+
+class Wide(nn.Module):
+    """Layers with an inner width that tensor ranks share, each with one fault if it is split so."""
+
+    def __init__(self, kind: str = "", hidden: int = HIDDEN, heads: int = 4) -> None:
+        super().__init__()
+        self.kind, self.heads = kind, heads
+        self.embed = nn.Embedding(VOCABULARY, hidden)
+        self.norm, self.inner_norm = nn.LayerNorm(hidden), nn.LayerNorm(2 * hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.gate = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y = functional.gelu(self.up(self.norm(x)))
+        if self.kind == "softmax":
+            y = y.softmax(-1)
+        if self.kind == "mean":
+            y = y - y.mean(-1, keepdim=True)
+        if self.kind == "norm":
+            y = functional.layer_norm(y, y.shape[-1:])
+        if self.kind == "scale":
+            y = y * y.shape[-1] ** -0.5
+        if self.kind == "gate":
+            y = y * self.gate
+        if self.kind == "position":
+            y = y + torch.arange(y.shape[1], device=y.device)[:, None] * 0.1
+        if self.kind == "first":
+            y = torch.cat((y[..., :8] * 2, y[..., 8:]), -1)
+        return self.head(x + self.down(y))

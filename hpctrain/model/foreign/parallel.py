@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import own_features, turned, whole_features
 from hpctrain.model.foreign.sizes import Linear
 from hpctrain.parallel.groups import LayerGroups
@@ -93,7 +94,8 @@ class Column(ColumnLinear):
         return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s or s/t, k] -> [b, s, sum of split_sizes, or outputs]."""
+        """[b, s or s/t, k] -> [b, s, sum of split_sizes, or outputs]. HpctrainError for other features."""
+        _require_features(self, x, self.linear.inputs, "column", 'what is split already takes "row"')
         y = super().forward(x) if self.pieces is None else turned(super().forward(turned(x)))
         return whole_features(self.tensor, y, self.outputs) if self.outputs else y
 
@@ -127,12 +129,27 @@ class Row(RowLinear):
         return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, k/t or k] -> [b, s or s/t, n]."""
+        """[b, s, k/t or k] -> [b, s or s/t, n]. HpctrainError for other features."""
+        own = self.weights[0].shard.local[not self.linear.transposed]
+        taken, hint = own, '"row of whole input" takes all, "column" before it gives a share'
+        if self.whole_input:
+            taken, hint = self.linear.inputs, '"row" takes what is split already'
+        _require_features(self, x, taken, "row", hint)
         own = own_features(self.groups.tensor, x) if self.whole_input else x
         return super().forward(own) if self.pieces is None else turned(super().forward(turned(own)))
 
     def added(self, parameters: Sequence[Parameter]) -> None:
         """Autograd tells."""
+
+
+def _require_features(layer: SplitLinear, x: Tensor, taken: int, style: str, hint: str) -> None:
+    """Raise HpctrainError where a layer gets more or fewer features than its style has it take."""
+    if x.shape[-1] != taken:
+        name = layer.weights[0].shard.name.removesuffix(".weight")
+        raise HpctrainError(
+            f'model.plan: {name} is a "{style}", which takes {taken} features on each tensor rank here, '
+            f"and gets {x.shape[-1]} ({hint})"
+        )
 
 
 def _take(
