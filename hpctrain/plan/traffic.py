@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -25,11 +26,13 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
 from hpctrain.engine.stage import TrainedStage, plan_stage
-from hpctrain.errors import HpctrainError
 from hpctrain.memory.saved import part_bytes
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.build import architecture_of, layer_kinds
 from hpctrain.model.count import count
+from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.on_meta import as_with_values
+from hpctrain.model.foreign.twin import example_of
 from hpctrain.objective.choose import make_objective
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.context import context_positions
@@ -255,7 +258,7 @@ def _of_module(
     if mesh.group("tensor").size > 1:
         try:
             of_layers = _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
-        except HpctrainError:
+        except Exception:  # noqa: BLE001  (whatever a user's code does where there are no values)
             return None
     listener.take()
     for each in stage.modules.learning:
@@ -330,13 +333,15 @@ def _run(
         positions = context_positions(groups.context, groups.context_form, architecture.sequence)
         tokens = torch.zeros(size, dtype=torch.int64)
         one = torch.ones(())
-        batches = [
-            PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
-            for _ in range(passes)
-        ]
+        batch = PreparedBatch.of(MicroBatch.of_tokens(tokens, tokens), objective, one, positions, None)
+        running: AbstractContextManager[object] = META
+        if isinstance(architecture, ModuleArchitecture):
+            inputs = example_of(architecture, deck.batch.micro_size)
+            batch, running = PreparedBatch(inputs, objective.losses(inputs, one)), as_with_values()
         stage.synchronizer.start(passes)
-        with stage.weight_maxima.known(), stage.residency.step(("rehearsed", passes)):
-            executor.run(schedule, batches)
+    with running, stage.weight_maxima.known(), stage.residency.step(("rehearsed", passes)):
+        executor.run(schedule, [batch] * passes)
+    with META:
         stage.synchronizer.finish()
 
 

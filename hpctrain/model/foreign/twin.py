@@ -80,7 +80,7 @@ def _trace_of(
         part = kind(architecture, groups, span)
     for parameter in part.names:
         parameter.requires_grad_(parameter.requires_grad and parameter.shard.name not in frozen)
-    inputs = _example(architecture, at)
+    inputs = example_of(architecture, at.micro_size)
 
     def loss(outputs: Any) -> Any:
         return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
@@ -89,10 +89,10 @@ def _trace_of(
     return trace(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
 
 
-def _example(architecture: ModuleArchitecture, at: Saving) -> Inputs:
+def example_of(architecture: ModuleArchitecture, micro_size: int) -> Inputs:
     """A micro-batch of values that mean nothing special, as a zero may."""
     fields = {
         name: torch.ones(field.shape, dtype=field.dtype)
-        for name, field in architecture.example(at.micro_size).items()
+        for name, field in architecture.example(micro_size).items()
     }
     return Inputs(fields, torch.arange(architecture.sequence))

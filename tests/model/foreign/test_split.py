@@ -1,7 +1,7 @@
 """Modules that a plan splits over tensor ranks take the steps of a plain torch loop on one.
 
-Of model/foreign/split.py, model/foreign/parallel.py, model/foreign/across.py, model/foreign/own_plan.py,
-and objective/of_module.py: losses of split logits.
+Of model/foreign/layers.py, model/foreign/split.py, model/foreign/parallel.py, model/foreign/across.py,
+model/foreign/experts.py, model/foreign/own_plan.py, and objective/of_module.py: losses of split logits.
 """
 
 from __future__ import annotations
@@ -253,17 +253,17 @@ def test_pieces_of_sequences_take_the_steps_of_a_plain_loop(world: World, kind: 
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_run_sends_what_was_planned(world: World) -> None:
-    for layout in (TENSOR, PIECES, (*TENSOR, "memory.recompute=full")):
-        deck = deck_of("gpt", *layout)
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "qwen3", "twice"])
+def test_a_run_sends_what_was_planned(world: World, kind: str) -> None:
+    for layout in (TENSOR, (*PIECES, "memory.recompute=full")):
+        deck = deck_of(kind, *layout)
         planned = plan_traffic(deck, world.size, 61)
         assert planned.whole
         assert planned.stages[0].payload() == sent(world, deck), layout
 
 
 def test_what_a_module_sends_is_unknown_where_it_asks_for_values() -> None:
-    planned = plan_traffic(deck_of("llama", *TENSOR), 2, 61)
-    assert not planned.whole and "tensor" not in planned.stages[0].payload()
+    assert not plan_traffic(deck_of("experts", *TENSOR), 2, 61).whole
 
 
 MORE: dict[str, tuple[str, ...]] = {
