@@ -77,7 +77,11 @@ class Recompute(SavedPolicy):
             compute = partial(_keeping, [self.watch(each) for each in tensors_of((given, named))], compute)
         # In a plan tensors say that they are on a CPU, but not in the backward pass.
         check = "none" if any(each.is_meta for each in tensors_of((given, named))) else "default"
-        how = {"use_reentrant": False, "context_fn": around, "determinism_check": check}
+        how: dict[str, Any] = {
+            "use_reentrant": False,
+            "context_fn": around,
+            "determinism_check": check,
+        }
         return checkpoint(compute, *given, **how, **named)
 
     @contextmanager

@@ -130,8 +130,8 @@ class Row(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, k/t or k] -> [b, s or s/t, n]. HpctrainError for other features."""
-        own = self.weights[0].shard.local[not self.linear.transposed]
-        taken, hint = own, '"row of whole input" takes all, "column" before it gives a share'
+        taken = self.weights[0].shard.local[not self.linear.transposed]
+        hint = '"row of whole input" takes all, "column" before it gives a share'
         if self.whole_input:
             taken, hint = self.linear.inputs, '"row" takes what is split already'
         _require_features(self, x, taken, "row", hint)
