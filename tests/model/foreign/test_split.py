@@ -172,6 +172,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         OWN_PLAN,
     ),
     "twice": (f"{MODELS}:twice", "up", {"hidden": 16}, TWICE_PLAN),
+    "gemma2": (
+        "transformers:Gemma2ForCausalLM",
+        "model.layers.*",
+        LLAMA | {"head_dim": 8, "sliding_window": 8} | TOKENS,
+        OWN_PLAN,
+    ),
     "gemma3": (
         "transformers:Gemma3ForCausalLM",
         "model.layers.*",

@@ -1,0 +1,26 @@
+"""Classes of transformers, untouched, take the steps of a plain torch loop on every layout.
+
+With plans on tensor ranks they are in tests/model/foreign/test_split.py; images, masked sentences, a ResNet
+and a regression are in tests/train/test_datasets.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.comm.world import World
+from tests.model.foreign.test_split import assert_equal_steps, deck_of
+
+STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", STOCK)
+def test_data_ranks(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind))
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("kind", STOCK)
+def test_parameters_that_are_cut(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind, "layout.zero=3"))
