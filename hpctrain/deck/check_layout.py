@@ -106,6 +106,21 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
         would = f" ({hint} would do)" if max(fewer, chunks) >= least else ""
         sentence = f"{made} needs {max(1, parts - 2)} layers or more, but model.layers = {layers}{would}"
         yield Problem("layout.pipeline", sentence, ("layout.chunks", "model.layers"))
+    yield from schedule_problems(deck)
+    if layout.split is not None and layout.split != "balanced":
+        inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
+        if len(layout.split) != parts or least < 0 or 0 in inner:
+            ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
+            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
+            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
+        elif sum(layout.split) != layers:
+            sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
+            yield Problem("layout.split", sentence, ("model.layers",))
+
+
+def schedule_problems(deck: Deck) -> Iterator[Problem]:
+    """What a schedule asks of stages and chunks, whatever the model."""
+    layout = deck.layout
     if layout.schedule in TWO_CHUNKS and (layout.chunks < 2 or layout.pipeline < 2):
         key = "layout.chunks" if layout.chunks < 2 else "layout.pipeline"
         exactly = key == "layout.chunks" and layout.schedule != "interleaved"
@@ -119,15 +134,6 @@ def _pipeline(deck: Deck) -> Iterator[Problem]:
         yield Problem("layout.chunks", sentence, ("layout.schedule",))
     elif layout.chunks > 1 and layout.pipeline < 2:
         yield Problem("layout.chunks", "must be 1 on a single stage", ("layout.pipeline",))
-    if layout.split is not None and layout.split != "balanced":
-        inner, least = layout.split[1:-1] if parts > 1 else layout.split, min(layout.split, default=0)
-        if len(layout.split) != parts or least < 0 or 0 in inner:
-            ends = ", or 0 for the first, which embeds, and the last, which predicts" if parts > 1 else ""
-            sentence = f"must have a number of at least 1 for each of the {parts} parts of {made}{ends}"
-            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks"))
-        elif sum(layout.split) != layers:
-            sentence = f"adds up to {sum(layout.split)}, not model.layers = {layers}"
-            yield Problem("layout.split", sentence, ("model.layers",))
 
 
 def zero_problems(deck: Deck) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.deck.check_layout import schedule_problems
 from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES
 from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import Problem, multiples
@@ -15,17 +16,13 @@ _WITH = ("model.module",)
 
 _RANKS = {
     "context": "splits sequences in our families' attention alone",
-    "pipeline": "cuts our families alone; a module stays in one piece yet",
     "expert": "spreads the experts of our families alone",
     "expert_tensor": "splits the experts of our families alone",
-    "chunks": "cuts our families alone; a module stays in one piece yet",
     "replicas": "trains parts of the data ranks of our families alone",
 }
 
 _DEFAULTS = {
     "layout.auto": "knows the costs of our families alone",
-    "layout.schedule": "is for pipeline stages, which a module does not have",
-    "layout.split": "is for pipeline stages, which a module does not have",
     "memory.activations": "takes away what blocks of our families save",
     "memory.activation_format": "compresses what blocks of our families save",
     "memory.accumulate": "counts on parameters that every micro-batch of a step uses",
@@ -51,6 +48,7 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
     for name, why in _RANKS.items():
         if getattr(deck.layout, name) != 1:
             yield Problem(f"layout.{name}", f"{why} (1 would do with model.module)", _WITH)
+    yield from _pipeline(deck)
     for key, why in _DEFAULTS.items():
         section, _, name = key.partition(".")
         table = getattr(deck, section)
@@ -91,6 +89,27 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
             f"({multiples(sequence, tensor)} would)"
         )
         yield Problem("batch.sequence", sentence, ("layout.tensor", "layout.sequence_parallel"))
+
+
+def _pipeline(deck: Deck) -> Iterator[Problem]:
+    """What of stages does not depend on the module."""
+    layout = deck.layout
+    if layout.pipeline > 1 and deck.model.blocks is None:
+        sentence = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'
+        yield Problem("layout.pipeline", sentence, ("model.blocks", *_WITH))
+    if layout.pipeline > 1 and layout.sequence_parallel:
+        sentence = "gives stages of a module pieces of the sequence, which do not pass between them yet"
+        yield Problem("layout.sequence_parallel", sentence, ("layout.pipeline", *_WITH))
+    if isinstance(layout.split, tuple):
+        parts = layout.pipeline * layout.chunks
+        if len(layout.split) != parts or min(layout.split) < 0 or 0 in layout.split[:-1]:
+            made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+            sentence = (
+                f"must have a number of at least 1 for each of the {parts} parts of {made}, or 0 for the "
+                "last one of a module, which has what comes after its blocks"
+            )
+            yield Problem("layout.split", sentence, ("layout.pipeline", "layout.chunks", *_WITH))
+    yield from schedule_problems(deck)
 
 
 def without_module(deck: Deck) -> Iterator[Problem]:

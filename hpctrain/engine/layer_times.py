@@ -18,9 +18,9 @@ from hpctrain.comm.world import World
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.stage import build_stage
-from hpctrain.model.build import build_parts, layer_kinds
+from hpctrain.model.architecture import Architecture
+from hpctrain.model.build import build_parts, initialize_parts, layer_kinds
 from hpctrain.model.part import Layer, Part, Span
-from hpctrain.model.shape import ModelShape
 from hpctrain.objective.choose import make_objective
 from hpctrain.parallel.backward import End
 from hpctrain.parallel.context import context_positions
@@ -35,6 +35,7 @@ from hpctrain.sharding.replication import Replications
 _SECONDS = 1.0  # what the repetitions of one measurement may take, about
 _MOST_REPETITIONS = 7
 _PINGS = 5
+_DEVIATION = 0.02  # of random weights
 
 Measured = Mapping[tuple[Kind, int], float]
 """Median seconds of a micro-batch by kind of action and chunk."""
@@ -51,6 +52,10 @@ class PassTimes(NamedTuple):
     def total(self) -> float:
         """Forward and backward."""
         return sum(self)
+
+    def without(self, other: PassTimes) -> PassTimes:
+        """What is left of it, if anything, without others."""
+        return PassTimes(*(max(0.0, own - theirs) for own, theirs in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -77,17 +82,23 @@ def times_of_parts(parts: Iterable[Sequence[PassTimes]], communication: float = 
     return Times(forward, input_gradient, weight_gradient, communication)
 
 
-def alone(kinds: Sequence[str]) -> dict[str, Span]:
-    """Of layers of these kinds one of each, by itself: blocks, then what embeds and what predicts."""
+def alone(kinds: Sequence[str], with_block: bool = False) -> dict[str, Span]:
+    """Of layers of these kinds one of each, by itself: blocks, then what embeds and what predicts; these
+    `with_block` together with the one next to them.
+    """
     spans: dict[str, Span] = {}
     first, *blocks, last = kinds
     for number, kind in enumerate(blocks):
-        spans.setdefault(kind, Span(number, number + 1, False, False))
+        if not with_block or number or kind not in blocks[1:]:
+            spans.setdefault(kind, Span(number, number + 1, with_block and not number, False))
+    if with_block:
+        many = len(blocks)
+        return spans | {first: Span(0, 1, True, False), last: Span(many - 1, many, False, True)}
     return spans | {first: Span(0, 0, True, False), last: Span(len(blocks), len(blocks), False, True)}
 
 
 def measure_layers(
-    deck: Deck, shape: ModelShape, groups: LayerGroups, mesh: Mesh, ends: bool = True
+    deck: Deck, architecture: Architecture, groups: LayerGroups, mesh: Mesh, ends: bool = True
 ) -> LayerTimes:
     """Time one layer of each kind, the head with its loss, at full size on this rank; blocks alone without
     `ends`.
@@ -96,21 +107,22 @@ def measure_layers(
     or a few repetitions where they take longer, and the memory of these layers.
     """
     world = mesh.world
-    kinds = layer_kinds(shape)
-    spans = {kind: span for kind, span in alone(kinds).items() if ends or kind in kinds[1:-1]}
-    models = [part for span in spans.values() for part in build_parts(shape, groups, [span])]
+    kinds, with_block = layer_kinds(architecture), architecture.begins_with_block
+    spans = {kind: span for kind, span in alone(kinds, with_block).items() if ends or kind in kinds[1:-1]}
+    models = [part for span in spans.values() for part in build_parts(architecture, groups, [span])]
     chunks = range(len(models))
     generator = torch.Generator(world.device).manual_seed(0)
     alone_here = Replications.alone(mesh.part("data", 1))
     for bucket in build_stage(deck, groups, models, alone_here, trained=True).buckets:
         assert bucket.values is not None
-        bucket.values.normal_(std=shape.initial_std, generator=generator)
+        bucket.values.normal_(std=_DEVIATION, generator=generator)
+    initialize_parts(architecture, models, (), 0)
 
     def repeated(times: int) -> list[Action]:
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         return [Action(kind, 0, chunk) for chunk in chunks for _ in range(times) for kind in kinds]
 
-    replay = Replay(models, groups, _random_batch(deck, shape, groups, world.device))
+    replay = Replay(models, groups, _random_batch(deck, architecture, groups, world.device))
     replay.run(repeated(1))
     started = perf_counter()
     world.everyone.barrier()
@@ -121,7 +133,11 @@ def measure_layers(
     figures = [measured[kind, chunk] for chunk in chunks for kind in ("F", "I", "W")]
     *slowest, communication = _slowest(world, [*figures, _ping(mesh.group("pipeline"), replay.hidden)])
     passes = (PassTimes(*slowest[3 * chunk : 3 * chunk + 3]) for chunk in chunks)
-    return LayerTimes(dict(zip(spans, passes, strict=True)), communication)
+    of_kind = dict(zip(spans, passes, strict=True))
+    if with_block and ends:
+        of_kind[kinds[0]] = of_kind[kinds[0]].without(of_kind[kinds[1]])
+        of_kind[kinds[-1]] = of_kind[kinds[-1]].without(of_kind[kinds[-2]])
+    return LayerTimes(of_kind, communication)
 
 
 class Replay:
@@ -132,11 +148,10 @@ class Replay:
 
     def __init__(self, models: Sequence[Part], groups: LayerGroups, batch: PreparedBatch) -> None:
         self.models, self.queue, self.batch = models, groups.weight_gradients, batch
-        parameter = models[0].layers[0].held[0]
-        self.device = parameter.device
+        self.device = batch.inputs.positions.device
         size = models[0].hidden_shape(batch.inputs.rows)
         generator = torch.Generator(self.device).manual_seed(1)
-        self.hidden = torch.randn(size, generator=generator, device=self.device).to(parameter.dtype)
+        self.hidden = torch.randn(size, generator=generator, device=self.device).to(models[0].dtype)
         self.gradient = self.hidden * 1e-3
 
     def run(self, actions: Iterable[Action]) -> Measured:
@@ -193,15 +208,18 @@ def share_parts(measured: Measured, schedule: Schedule, mesh: Mesh, hidden: Tens
     return Times(slowest[0::3], slowest[1::3], slowest[2::3], communication)
 
 
-def _random_batch(deck: Deck, shape: ModelShape, groups: LayerGroups, device: torch.device) -> PreparedBatch:
-    micro_size = deck.batch.micro_size
-    positions = context_positions(groups.context, groups.context_form, shape.sequence).to(device)
+def _random_batch(
+    deck: Deck, architecture: Architecture, groups: LayerGroups, device: torch.device
+) -> PreparedBatch:
+    micro_size, vocabulary = deck.batch.micro_size, deck.model.vocabulary
+    assert vocabulary is not None
+    positions = context_positions(groups.context, groups.context_form, architecture.sequence).to(device)
     generator = torch.Generator().manual_seed(0)
-    size = (micro_size, shape.sequence)
-    tokens, targets = (torch.randint(shape.vocabulary, size, generator=generator) for _ in range(2))
+    size = (micro_size, architecture.sequence)
+    tokens, targets = (torch.randint(vocabulary, size, generator=generator) for _ in range(2))
     micro = MicroBatch.of_tokens(tokens, targets)
     samples = torch.arange(micro_size, device=device)
-    dropout = DropoutSource(0, 0, samples, positions) if shape.dropout else None
+    dropout = DropoutSource(0, 0, samples, positions) if architecture.draws else None
     scale = torch.tensor(1.0 / micro.targets.numel(), device=device)
     return PreparedBatch.of(micro, make_objective(deck), scale, positions, dropout, scale)
 

@@ -10,9 +10,9 @@ from hpctrain.deck.schema import Deck
 from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.layer_times import LayerTimes, measure_layers, times_of_parts
 from hpctrain.engine.sizes import micro_batches
+from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
-from hpctrain.model.build import bare_model
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.build import bare_model, split_problems
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
 from hpctrain.pipeline.generate import SEARCHED
@@ -56,6 +56,7 @@ def placed_by_flops(deck: Deck, architecture: Architecture, data: int) -> Placem
     flops = layer_flops(deck, architecture)
     split = split_by_flops(deck, architecture, pipeline_form(deck, data))
     times = times_of_parts(cut(flops, split)) if _searched(deck) else None
+    _require_parts(deck, architecture, split)
     return Placement(make_schedule(deck, data, times), split)
 
 
@@ -65,7 +66,7 @@ def split_by_flops(deck: Deck, architecture: Architecture, form: Schedule) -> tu
         return deck.layout.split
     if form.parts == 1:
         return (architecture.block_count,)
-    return tuple(balanced_split([passes.total for passes in layer_flops(deck, architecture)], form))
+    return _balanced([passes.total for passes in layer_flops(deck, architecture)], architecture, form)
 
 
 def place_layers(deck: Deck, architecture: Architecture, groups: LayerGroups, mesh: Mesh) -> Placement:
@@ -79,14 +80,31 @@ def place_layers(deck: Deck, architecture: Architecture, groups: LayerGroups, me
     measured = layout.split == "balanced" and form.parts > 1
     if not measured and not _searched(deck):
         return placed_by_flops(deck, architecture, data)
-    assert isinstance(architecture, ModelShape)
     times, layers = measure_layers(deck, architecture, groups, mesh), bare_model(architecture).layers
     if measured:
-        split = tuple(balanced_split([times.of_kind[layer.kind].total for layer in layers], form))
+        split = _balanced([times.of_kind[layer.kind].total for layer in layers], architecture, form)
     else:
         split = split_by_flops(deck, architecture, form)
+    _require_parts(deck, architecture, split)
     of_parts = times.of_parts(cut(layers, split)) if _searched(deck) else None
     return Placement(make_schedule(deck, data, of_parts), split, times)
+
+
+def _balanced(times: Sequence[float], architecture: Architecture, form: Schedule) -> tuple[int, ...]:
+    """As `balanced_split`; a block that the first part has to have is of what it does besides."""
+    if not architecture.begins_with_block:
+        return tuple(balanced_split(times, form))
+    first, block, *rest = times
+    others = balanced_split([first + block, *rest], form) if len(rest) > 1 else [0] * form.parts
+    return 1 + others[0], *others[1:]
+
+
+def _require_parts(deck: Deck, architecture: Architecture, split: Sequence[int]) -> None:
+    """HpctrainError where the model cannot be cut so."""
+    key = "layout.split" if isinstance(deck.layout.split, tuple) else "layout.pipeline"
+    problems = [deck.problem(key, each) for each in dict.fromkeys(split_problems(architecture, split))]
+    if problems:
+        raise HpctrainError(problems)
 
 
 def pipeline_form(deck: Deck, data: int) -> Schedule:

@@ -34,3 +34,8 @@ class Architecture(ABC):
     @abstractmethod
     def block_count(self) -> int:
         """Its layers between the first and the last."""
+
+    @property
+    def begins_with_block(self) -> bool:
+        """Whether the first part of a pipeline has to have a block."""
+        return False

@@ -15,6 +15,7 @@ from hpctrain.comm.planned import planned_group
 from hpctrain.deck.schema import Deck
 from hpctrain.model.architecture import Architecture
 from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.cut import module_split_problems, require_order
 from hpctrain.model.foreign.initial import initialize_module
 from hpctrain.model.foreign.part import module_parts
 from hpctrain.model.initialize import initialize
@@ -29,10 +30,13 @@ Targets = Iterable[tuple[Parameter, Tensor, int]]
 
 
 class Maker(NamedTuple):
-    """What makes models of one class of architectures: `build_parts` and `initialize_parts` of these."""
+    """What makes models of one class of architectures: `build_parts`, `initialize_parts` and `split_problems`
+    of these.
+    """
 
     parts: Callable[[Any, LayerGroups, Sequence[Span]], list[Part]]
     initialize: Callable[[Any, Sequence[Part], Targets, int, float], None]
+    problems: Callable[[Any, Sequence[int]], Iterable[str]] = lambda *_: ()
 
 
 def _transformers(shape: ModelShape, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
@@ -54,13 +58,19 @@ def _initialize_transformers(
 
 MAKERS: Mapping[type[Architecture], Maker] = {
     ModelShape: Maker(_transformers, _initialize_transformers),
-    ModuleArchitecture: Maker(module_parts, initialize_module),
+    ModuleArchitecture: Maker(module_parts, initialize_module, module_split_problems),
 }
 
 
 def architecture_of(deck: Deck, vocabulary: int) -> Architecture:
-    """The architecture that a deck asks for, with the vocabulary already settled."""
-    return ModelShape.of(deck, vocabulary) if deck.model.module is None else ModuleArchitecture.of(deck)
+    """The architecture that a deck asks for, with the vocabulary already settled. HpctrainError with all that
+    keeps a module from being it.
+    """
+    if deck.model.module is None:
+        return ModelShape.of(deck, vocabulary)
+    architecture = ModuleArchitecture.of(deck)
+    require_order(deck, architecture)
+    return architecture
 
 
 def build_parts(architecture: Architecture, groups: LayerGroups, spans: Sequence[Span]) -> list[Part]:
@@ -77,6 +87,11 @@ def initialize_parts(
     alike: what mistakes one for another shows.
     """
     MAKERS[type(architecture)].initialize(architecture, parts, targets, seed, roughness)
+
+
+def split_problems(architecture: Architecture, split: Sequence[int]) -> Iterable[str]:
+    """What keeps a model from being cut into parts of so many blocks: ends of sentences."""
+    return MAKERS[type(architecture)].problems(architecture, split)
 
 
 def build_model(architecture: Architecture, groups: LayerGroups) -> Part:

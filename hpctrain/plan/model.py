@@ -38,7 +38,7 @@ def rehearse(
                 of_chunk.forward(stage.residency)
             elif action.kind == "W":
                 for late in of_chunk.late:
-                    _add(late)
+                    add(late)
             else:
                 of_chunk.backward(stage.residency, action.kind == "I")
         stage.synchronizer.finish()
@@ -86,7 +86,7 @@ class _Passes:
             with _there(residency, throughout):
                 for held, added, at_once in steps:
                     with _there(residency, held):
-                        _add(at_once if waiting else added)
+                        add(at_once if waiting else added)
 
 
 def _met(part: Part, recompute: Recomputed) -> Iterator[_Layer]:
@@ -129,7 +129,7 @@ def _there(residency: Residency, parameter: Parameter | None) -> AbstractContext
     return nullcontext() if parameter is None else residency.held(parameter)
 
 
-def _add(parameters: Iterable[Parameter]) -> None:
+def add(parameters: Iterable[Parameter]) -> None:
     """One addition to each gradient."""
     for parameter in parameters:
         if parameter.requires_grad:

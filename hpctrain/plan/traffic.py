@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,7 @@ from hpctrain.pipeline.action import Action, Schedule
 from hpctrain.pipeline.execute import Executor, PreparedBatch
 from hpctrain.pipeline.split import spans_of
 from hpctrain.plan.model import rehearse
+from hpctrain.plan.silent import SilentPart
 
 LAYERS = frozenset({"tensor", "context", "pipeline", "expert", "expert_tensor", "context x tensor"})
 """Axes along which layers and stages of the pipeline talk, in every micro-batch."""
@@ -157,7 +158,7 @@ def plan_traffic(deck: Deck, ranks: int, vocabulary: int, ranks_per_node: int = 
             ends and number,
             tuple((*kinds[s.first : s.last], s.embeds, s.predicts) for s in spans),
         )
-        if deck.model.frozen:
+        if deck.model.frozen or deck.model.module is not None:
             kind = number
         if kind not in planned:
             listener = _Listener()
@@ -251,11 +252,11 @@ def _of_module(
     passes: int,
     listener: _Listener,
 ) -> list[Moved] | None:
-    """What a module that users bring moves: what it keeps goes round, and where tensor ranks split it, so do
-    activations, unless the module cannot compute without values.
+    """What a module that users bring moves: what it keeps goes round, stages pass on what they do, and where
+    tensor ranks split it, so do activations, unless the module cannot compute without values.
     """
     of_layers: list[Moved] = []
-    if mesh.group("tensor").size > 1:
+    if mesh.group("tensor").size > 1 or mesh.group("pipeline").size > 1:
         try:
             of_layers = _of_all_passes(deck, architecture, mesh, stage, schedule, passes, listener)
         except Exception:  # noqa: BLE001  (whatever a user's code does where there are no values)
@@ -321,8 +322,11 @@ def _run(
         stage.groups,
         (deck.batch.micro_size, architecture.sequence),
     )
+    models: Sequence[Any] = stage.models
+    if deck.model.module is not None and groups.tensor.size == 1:
+        models = [SilentPart(part, len(objective.figures)) for part in stage.models]
     executor = Executor(
-        stage.models,
+        models,
         mesh.group("pipeline"),
         groups.weight_gradients,
         mesh.ledger,

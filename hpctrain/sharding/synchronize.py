@@ -88,10 +88,13 @@ class GradientSynchronizer:
         """Wait until all gradients are summed."""
         for bucket in self.buckets:
             assert bucket.final, f"no gradient of {bucket.missing().shard.name}"
+        # By name: on the two stages they may lie in buckets in other orders.
+        tied = [(bucket, *each) for bucket in self.buckets for each in self._tied[bucket]]
+        for bucket, segment, ends in sorted(tied, key=lambda each: each[1].parameter.shard.name):
+            gradient = segment.view(bucket.gradients)
+            gradient.add_(_from_other_end(ends, gradient))
+        for bucket in self.buckets:
             if self._tied[bucket]:
-                for segment, ends in self._tied[bucket]:
-                    gradient = segment.view(bucket.gradients)
-                    gradient.add_(_from_other_end(ends, gradient))
                 self._start(bucket)
         self._complete(0)
         self._outer.before_update(self.buckets)
@@ -201,7 +204,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
             held.setdefault(bucket.sharding.group, []).extend(of_all)
     fingerprints = _Fingerprints()
     names = {name for group, parts in held.items() for name in _differing(parts, group, fingerprints)}
-    names.update(name for bucket in buckets for name in _differing_ends(bucket, fingerprints))
+    names.update(_differing_ends(buckets, fingerprints))
     differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
     if differing:
         raise HpctrainError(
@@ -224,12 +227,13 @@ def _differing(
     ]
 
 
-def _differing_ends(bucket: Bucket, fingerprints: _Fingerprints) -> Iterator[str]:
+def _differing_ends(buckets: Sequence[Bucket], fingerprints: _Fingerprints) -> Iterator[str]:
     """Names of the parameters that the first and the last stage of the pipeline hold with other values.
 
     Slices are cut in other places on the two: the sums over all of them are compared.
     """
-    for segment, values, offset in bucket.owned(bucket.own_values):
+    owned = [(bucket, *each) for bucket in buckets for each in bucket.owned(bucket.own_values)]
+    for bucket, segment, values, offset in sorted(owned, key=lambda each: each[1].parameter.shard.name):
         ends = segment.replication.ends
         if ends is not None:
             own = fingerprints.of(values, offset).unsqueeze(0)

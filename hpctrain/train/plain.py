@@ -13,7 +13,7 @@ from hpctrain.engine.build import Engine
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.arguments import ModuleCall
 from hpctrain.model.foreign.initial import HOST, seeded
-from hpctrain.model.foreign.part import seed_draws
+from hpctrain.model.foreign.passage import seed_draws
 from hpctrain.model.inputs import Inputs
 from hpctrain.objective.objective import LossOf
 from hpctrain.train.outputs import outputs_of

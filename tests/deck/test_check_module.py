@@ -56,7 +56,7 @@ def test_sizes_of_our_families_are_refused(key: str) -> None:
     assert problems(f"model.{key}") == ["is of our own families (leave it out; a module has arguments)"]
 
 
-@pytest.mark.parametrize("key", ["context", "pipeline", "expert", "replicas"])
+@pytest.mark.parametrize("key", ["context", "expert", "replicas"])
 def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
     (told,) = problems(f"layout.{key}=2", "communication.local_steps=4" * (key == "replicas"))[:1]
     assert told.endswith("(1 would do with model.module)")
@@ -65,11 +65,9 @@ def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "layout.schedule=zb-h1",
         "memory.activations=disk",
         "memory.activation_format=int8",
         "communication.compress=int8",
-        "stability.verify_layout=true",
         "machine.compile=true",
         "run.noise_scale_steps=5",
         "optimizer.name=muon",
@@ -99,6 +97,21 @@ def test_sequences_are_cut_over_several_ranks_evenly() -> None:
     assert told.startswith(
         "batch.sequence = 32: must be a multiple of layout.tensor = 3 under layout.sequence_parallel ("
     )
+
+
+def test_stages_are_cut_between_blocks() -> None:
+    told = 'cuts a module between blocks, and model.blocks does not say which those are ("layers.*")'
+    assert problems("layout.pipeline=2") == [told]
+    blocks = "model.blocks=layers.*", "layout.pipeline=2"
+    assert parse_deck(DECK, [*blocks, "layout.split=[3, 0]", "layout.schedule=zb-h1"]).layout.split == (3, 0)
+    for split in ("[0, 3]", "[1, 2, 3]", "[2, -1]"):
+        (told,) = problems(*blocks, f"layout.split={split}")
+        assert told.startswith("must have a number of at least 1 for each of the 2 parts of layout.pipe")
+    pieces = "layout.sequence_parallel=true", "layout.tensor=2", "model.plan=its own"
+    (told,) = problems(*blocks, *pieces)
+    assert told.startswith("gives stages of a module pieces of the sequence")
+    (told,) = problems(*blocks, "layout.schedule=zb-v", "layout.chunks=1")
+    assert told == 'must be 2 with layout.schedule = "zb-v"'
 
 
 def test_what_is_no_target_is_refused() -> None:

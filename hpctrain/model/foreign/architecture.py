@@ -38,7 +38,8 @@ class ModuleArchitecture(Architecture):
     `buffers` says whose buffers ranks have after a step; those that are kept and are fractions are in the
     format `storage`, as its parameters are. `rows` are the forms of what a sample has, by name, and `inputs`
     which of these it is called with (None: see `call_of`). `told` are the notes.
-    Tensor ranks split it by `plan`, which is JSON; a loss of a user's own has `whole_logits`.
+    Tensor ranks split it by `plan`, which is JSON; a loss of a user's own has `whole_logits`. A
+    micro-batch has `micro_size` samples; `cut` says that a pipeline cuts it between blocks.
     """
 
     target: str
@@ -53,6 +54,8 @@ class ModuleArchitecture(Architecture):
     told: tuple[str, ...] = ()
     plan: str = "null"
     whole_logits: bool = False
+    micro_size: int = 1
+    cut: bool = False
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -74,6 +77,7 @@ class ModuleArchitecture(Architecture):
             raise HpctrainError(problems)
         number, notes = len(blocks_in(module, keys.blocks)), _notes(deck, module)
         made = ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, notes)
+        made = replace(made, micro_size=deck.batch.micro_size, cut=deck.layout.pipeline > 1)
         return replace(made, plan=json.dumps(keys.plan), whole_logits=keys.loss is not None)
 
     @property
@@ -95,6 +99,11 @@ class ModuleArchitecture(Architecture):
     def block_count(self) -> int:
         """See Architecture."""
         return self.number
+
+    @property
+    def begins_with_block(self) -> bool:
+        """See Architecture: the first part is left where its last block ends."""
+        return True
 
     def sketch(self) -> nn.Module:
         """A new one on "meta", to plan with: a copy where it has any, as building takes time and may warn."""
@@ -183,6 +192,7 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         near = nearest(pattern, [*lists, *names])
         known = f"did you mean {near}?" if near else f"there are {', '.join(lists or names[:8]) or 'none'}"
         yield "model.blocks", f"no part of the module has such a name ({known})"
+    yield from _parts_problems(deck, len(blocks_in(module, pattern)))
     parameters = list(module.named_parameters())
     if not any(each.requires_grad for _, each in parameters):
         yield "model.module", "has no parameter to train"
@@ -202,6 +212,19 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
             f'is to be said of a module that keeps {counted(len(kept), "buffer")} ({some}): "first" takes '
             'those of the first data rank after each step, "average" their mean',
         )
+
+
+def _parts_problems(deck: Deck, number: int) -> Iterator[tuple[str, str]]:
+    """What keeps so many blocks from making the parts of a pipeline."""
+    layout, blocks = deck.layout, f"model.blocks names {counted(number, 'block')}"
+    parts = layout.pipeline * layout.chunks
+    if layout.pipeline == 1 or not number:
+        return
+    if number < parts - 1:
+        made = f"layout.pipeline x layout.chunks = {layout.pipeline} x {layout.chunks}"
+        yield "layout.pipeline", f"{made} needs {parts - 1} blocks or more, but {blocks}"
+    elif isinstance(layout.split, tuple) and sum(layout.split) != number:
+        yield "layout.split", f"adds up to {sum(layout.split)}, but {blocks}"
 
 
 def _notes(deck: Deck, module: nn.Module) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -21,6 +21,8 @@ class ModuleBuffers:
 
     Those that belong to its state are, after each step, the same on all data ranks: the `first` one's, or
     fractions their `average`. The others are made again by whoever builds the module, and stay each rank's.
+    Of a module that a pipeline cuts, those `elsewhere` stay without memory, and another part keeps those that
+    are `kept_elsewhere`.
     """
 
     def __init__(
@@ -29,11 +31,16 @@ class ModuleBuffers:
         groups: LayerGroups,
         whose: Literal["first", "average"] | None,
         storage: torch.dtype,
+        elsewhere: Collection[str] = (),
+        kept_elsewhere: Collection[str] = (),
     ) -> None:
         self.module, self.groups, self.whose = module, groups, whose
-        self.kept = list(kept_buffers(module))
+        of_state = kept_buffers(module)
+        self.kept = [name for name in of_state if name not in kept_elsewhere]
         for name, buffer in list(module.named_buffers()):
-            in_format = name in self.kept and buffer.is_floating_point()
+            if name in elsewhere:
+                continue
+            in_format = name in of_state and buffer.is_floating_point()
             made = groups.data.empty(tuple(buffer.shape), storage if in_format else buffer.dtype)
             home, last = _home(module, name)
             home._buffers[last] = made
@@ -43,7 +50,8 @@ class ModuleBuffers:
         """Take the values of a module that was built with memory, and its tensors that are no buffers."""
         values = dict(twin.named_buffers())
         for name, buffer in self.module.named_buffers():
-            buffer.copy_(values[name])
+            if not buffer.is_meta:
+                buffer.copy_(values[name])
         others = dict(twin.named_modules())
         for name, module in self.module.named_modules():
             for attribute, value in vars(module).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 
 from torch import nn
@@ -20,13 +21,21 @@ class ModuleLayer(Layer):
     """Some of a module's parameters, which are there together; `matrices` are those of its linear layers.
 
     What the module has besides is in what one of them `keeps`. What they save and compute is what `traced`
-    found, for a micro-batch (None: what a token computes), or why nothing was found.
+    found, for a micro-batch (None: what a token computes), or why nothing was found. Backward adds to
+    `borrowed` parameters of another layer, too.
     """
 
     traced: Callable[[Saving | None], LayerTrace | str]
 
-    def __init__(self, kind: str, parameters: Sequence[Parameter], matrices: Sequence[Matrix]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        parameters: Sequence[Parameter],
+        matrices: Sequence[Matrix],
+        borrowed: Sequence[Parameter] = (),
+    ) -> None:
         super().__init__()
+        self.borrowed = tuple(borrowed)
         self.kind, self._matrices = kind, list(matrices)
         self.keeps: object = None
         for number, parameter in enumerate(parameters):
@@ -37,9 +46,16 @@ class ModuleLayer(Layer):
         if self.own:
             yield [list(each) for _, each in groupby(self.own, lambda parameter: parameter.shard.name)]
 
+    @cached_property
+    def held(self) -> list[Parameter]:
+        """See Layer."""
+        return [*self.own[:1], *self.borrowed]
+
     def backward_order(self) -> Iterator[tuple[Parameter | None, list[Parameter]]]:
         """See Layer."""
         yield None if self.is_block or not self.own else self.own[0], self.own[::-1]
+        if self.borrowed:
+            yield self.borrowed[0], list(self.borrowed)
 
     @property
     def late(self) -> set[Parameter]:

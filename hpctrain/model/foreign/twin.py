@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
@@ -37,7 +37,14 @@ class Traced(Protocol):
     def names(self) -> Mapping[Parameter, list[str]]:
         """All parameters."""
 
-    def __call__(self, inputs: Inputs) -> Any:
+    def __call__(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
+        """See Part."""
+
+    def hidden_shape(self, micro_size: int) -> tuple[int, int, int]:
+        """See Part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
         """See Part."""
 
     def predict(self, last: Any, compute: Callable[..., Computed]) -> Computed:
@@ -85,7 +92,12 @@ def _trace_of(
     def loss(outputs: Any) -> Any:
         return part.predict(outputs, at.objective.losses(inputs, torch.ones(())))
 
-    run, of_loss = partial(part, inputs), loss if at.objective is not None else None
+    hidden = None
+    if not span.embeds:
+        hidden = torch.empty(part.hidden_shape(at.micro_size), dtype=part.dtype, device=META)
+        hidden.requires_grad_()
+    of_loss = loss if at.objective is not None and span.predicts else None
+    run = partial(part, inputs, hidden)
     return trace(part.module, part.blocks, run, of_loss, at.tokens, architecture.storage, at.gpu)
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.inputs import Inputs
 from hpctrain.train.step import TrainState
 from tests.engines import Trainer, by_rank_0, reference, trainer
@@ -133,8 +134,7 @@ def plain_loop(
             parameter.grad = torch.zeros_like(parameter)
         total = 0.0
         for each in read:
-            named_call = {"use_cache": False} if not isinstance(model, models.Gpt) else {}
-            made = loss(model(each.tokens, **named_call), each.targets) / count
+            made = loss(call_of(model, ("tokens",))(each.fields), each.targets) / count
             made.backward()
             total += made.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, keys.clip)
