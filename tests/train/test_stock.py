@@ -24,3 +24,16 @@ def test_data_ranks(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", STOCK)
 def test_parameters_that_are_cut(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, "layout.zero=3"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", STOCK)
+def test_pipeline_stages(world: World, kind: str, schedule: str) -> None:
+    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", f"layout.schedule={schedule}"))
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("kind", STOCK)
+def test_pipeline_stages_of_tensor_ranks(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", "layout.tensor=2"))
