@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from math import prod
 from textwrap import shorten
 from typing import Any
@@ -19,6 +20,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import tensors_of
 from hpctrain.model.foreign.on_meta import OnMeta, ToldAsHost, kernels_of
 from hpctrain.parallel.saved import Storage
+from hpctrain.parallel.shard import Parameter
 
 _LONGEST = 200  # characters of what an error says
 
@@ -63,9 +65,12 @@ def trace(
     and of a `loss` of what that gives; parameters become of the format `storage`. The module is worth nothing
     afterwards.
     """
-    for parameter in module.parameters():
-        shape = tuple(parameter.shape)
-        parameter.data = torch.empty(shape, dtype=storage, device="meta")
+    for _, each in groupby(module.parameters(), _name_of):
+        together = list(each)  # the parts of a packed weight, which are used as one
+        sizes = [parameter.numel() for parameter in together]
+        flat = torch.empty(sum(sizes), dtype=storage, device="meta")
+        for parameter, part in zip(together, flat.split(sizes), strict=True):
+            parameter.data = part.view(parameter.shape)
     tracer = _Tracer(module, blocks)
     try:
         with (
@@ -85,6 +90,11 @@ def trace(
     found = Trace(tuple(tracer.found(tokens)))
     del outputs, losses  # which keep what is counted
     return found
+
+
+def _name_of(parameter: nn.Parameter) -> object:
+    """The name that parts of one tensor have in common; of any other parameter it itself."""
+    return parameter.shard.name if isinstance(parameter, Parameter) else id(parameter)
 
 
 class _Kept:

@@ -20,6 +20,7 @@ from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.find import build_module
+from hpctrain.plan.memory import plan_memory
 from hpctrain.plan.traffic import plan_traffic
 from tests.engines import Trainer, by_rank_0, reference, trainer
 from tests.model.foreign import models
@@ -393,3 +394,14 @@ def test_masks_are_equal_on_tensor_ranks(world: World) -> None:
 @pytest.mark.parametrize("kind", ["llama", "neox", "phi3"])
 def test_an_own_plan_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, *TENSOR, plan=OWN_PLAN), steps=5)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "phi3"])
+def test_activations_are_planned_of_split_modules(world: World, kind: str) -> None:
+    for layout in (TENSOR, (*PIECES, "memory.recompute=full")):
+        deck = deck_of(kind, *layout)
+        (stage,) = plan_memory(deck, world.size, 61).stages
+        training = trainer(world, deck)
+        training.train(1)
+        assert stage.memory.activation == pytest.approx(training.activations.bytes or 0, rel=0.1), layout
