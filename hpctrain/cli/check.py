@@ -24,6 +24,10 @@ def command(deck: Path, overrides: tuple[str, ...], ranks: int | None) -> None:
     Two steps of the model in miniature, by the run's own step: initial parameters, losses, every gradient,
     norms and parameters after the update, each beside those of one rank. Of a tensor that differs it says by
     how much, how it is split, and which sum too many or too few would explain it. Exits with 1 if one does.
+
+    A module that users bring is compared in fp64 with its own code in plain torch, too, with the arguments in
+    [model.miniature] if there are any, and run by itself to find state, random numbers and losses that no
+    other number of ranks would go with.
     """
     from hpctrain.comm.relaunch import on_ranks
     from hpctrain.comm.verb import run_verb
