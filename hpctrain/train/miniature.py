@@ -108,13 +108,9 @@ def _smoothed(deck: Deck) -> Deck:
 
 
 def _miniature_of_module(deck: Deck) -> Deck:
-    """In double precision, with the arguments that are for this; where layers draw random numbers of ranks'
-    pieces alone, without dropout.
-    """
+    """In double precision, with the arguments that are for this."""
     model, layout = deck.model, deck.layout
     arguments = dict(model.arguments or {}) | dict(model.miniature or {})
-    if layout.tensor > 1 or layout.pipeline > 1:
-        arguments |= {name: 0.0 for name, value in arguments.items() if _drops(name, value)}
     sequence = min(deck.batch.sequence, _SEQUENCE * layout.tensor)
     small = _smoothed(deck).with_keys(
         model={"arguments": arguments},
@@ -133,11 +129,6 @@ def _miniature_of_module(deck: Deck) -> Deck:
     tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)]
     vocabulary = min(max(tables, default=2), model.vocabulary or sys.maxsize)
     return small.with_keys(model={"vocabulary": vocabulary})
-
-
-def _drops(name: str, value: object) -> bool:
-    """Whether an argument is a share of what is dropped."""
-    return isinstance(value, float) and re.search("drop", name) is not None
 
 
 def _base(deck: Deck, hidden: int) -> dict[str, object]:

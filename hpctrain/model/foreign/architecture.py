@@ -134,7 +134,8 @@ class ModuleArchitecture(Architecture):
         """A new one, on a device. Errors as in `build_module`."""
         try:
             with device:
-                return build_module(self.target, json.loads(self.arguments))
+                built = build_module(self.target, json.loads(self.arguments))
+            return without_dropout(built) if self.storage == torch.float64 else built
         except HpctrainError as error:
             if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
                 raise
@@ -175,6 +176,19 @@ def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
         return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
     return {name: each for name, each in module.named_modules() if name and has(name)}
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """The same module, which drops nothing from now on, as comparisons in double precision have it: other
+    layouts draw other masks.
+    """
+    for each in module.modules():
+        if isinstance(each, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout):
+            each.p = 0.0
+        for name, value in vars(each).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(each, name, 0.0)
+    return module
 
 
 def kept_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
