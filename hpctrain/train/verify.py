@@ -187,9 +187,8 @@ def _compute(trainer: Trainer) -> dict[str, _Computed]:
         sums.pieces.clear()
         data = engine.mesh.coordinate("data")
         watched = not step and data < _WATCHED
-        with outputs_of(
-            [part.module for part in engine.models if isinstance(part, ModulePart) and watched]
-        ) as given:
+        parts = [part for part in engine.models if isinstance(part, ModulePart) and watched]
+        with outputs_of({part.module: part.computing for part in parts}) as given:
             result = trainer.train_step()
         if not sums.pieces:  # the update was skipped
             sums.before_update()

@@ -62,6 +62,14 @@ def test_layers_go_where_measured_times_tell(staged: Path, launch: Launch) -> No
 
 
 TURNS = ("layout.schedule=interleaved",)
+
+
+def test_the_check_compares_what_each_stage_computes(staged: Path, launch: Launch) -> None:
+    layout = changes(*STAGED, *FEWER, "layout.pipeline=2", "layout.schedule=zb-v")
+    told = hpctrain(launch, 2, "check", "code/deck.toml", *layout)
+    assert "outputs" in told and "computes the same" in told, told
+
+
 WRONG = {
     "in all blocks": (
         ("layout.pipeline=2", "layout.chunks=2", *TURNS, "model.arguments={layers=4}"),

@@ -102,6 +102,10 @@ class ModulePart(nn.Module):
                 tensor.register_hook(partial(self._begin_backward, hidden))
         return outputs
 
+    def computing(self) -> bool:
+        """Whether what its module does now is this part's to compute: another one's is stood in for."""
+        return self.passage.computing
+
     def run_layer(self, layer: Layer, inputs: Inputs, x: Tensor) -> Tensor:
         """See Part: not by itself, as what a block takes only the module knows."""
         raise NotImplementedError

@@ -29,6 +29,9 @@ def seed_draws(source: DropoutSource, place: str = "") -> None:
 class Passage:
     """Passes of a module all of which a part computes."""
 
+    computing = True
+    """Whether what is done now is the part's to compute, not that of a part before."""
+
     def run(self, call: Callable[[], Any], source: DropoutSource | None, hidden: Tensor | None) -> Any:
         """What the part gives of one micro-batch."""
         assert hidden is None
@@ -63,13 +66,13 @@ class PiecePassage(Passage):
         self.parameters = parameters
         self._source: DropoutSource | None = None
         self._within = True  # a call, or a backward pass
-        self._count = 0
+        self._count = self._position = 0
         self._here: dict[Source, Tensor] = {}
         self._blank: dict[Spec, Tensor] = {}
 
     def run(self, call: Callable[[], Any], source: DropoutSource | None, hidden: Tensor | None) -> Any:
         """See Passage: on a part that does not predict one flat tensor, [elements, 1, 1]."""
-        self._source, self._count, anchor = source, 0, None
+        self._source, self._count, self._position, anchor = source, 0, 0, None
         if hidden is not None:
             *tensors, anchor = _Unpack.apply(hidden, self.specs)
             self._here = dict(zip(self.arriving, tensors, strict=True))
@@ -102,8 +105,14 @@ class PiecePassage(Passage):
             self._keep(number, call, result)
             if not self.piece.span.predicts and call.position == 2 * self.piece.span.last - 1:
                 raise _Left
+        self._position = call.position + call.is_block
         self._seed(f"after {name}")
         return result
+
+    @property
+    def computing(self) -> bool:  # type: ignore[override]
+        """See Passage."""
+        return self._position >= 2 * self.piece.span.first
 
     def _seed(self, place: str) -> None:
         if self._source is not None:
@@ -167,8 +176,8 @@ class _Unpack(torch.autograd.Function):
         for spec in specs:
             piece = flat[start : start + spec.elements].view(spec.shape)
             start += spec.elements
-            if spec.dtype != hidden.dtype:
-                tensors.append(piece.to(spec.dtype))
+            if spec.dtype != hidden.dtype or hidden.is_meta:
+                tensors.append(piece.to(spec.dtype, copy=True))
                 continue
             # Of the same memory, yet no view to autograd: the module may go on with it as with a result.
             own = torch.empty(0, dtype=spec.dtype, device=hidden.device)
