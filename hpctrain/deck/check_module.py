@@ -56,6 +56,7 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
         if getattr(table, name) != usual:
             yield Problem(key, f"{why}, and does not go with model.module (leave it out)", _WITH)
     yield from _tensor(deck)
+    yield from _in_blocks(deck)
     recompute = deck.memory.recompute
     if recompute not in {"none", "full"}:
         sentence = 'is of our own families; of a module whole blocks are computed again ("full" would do)'
@@ -66,10 +67,14 @@ def module_problems(deck: Deck) -> Iterator[Problem]:
     if deck.precision.compute == "fp8":
         sentence = 'multiplies in layers of our own families ("bf16" would do with model.module)'
         yield Problem("precision.compute", sentence, _WITH)
-    if deck.optimizer.name in IN_BLOCKS:
+
+
+def _in_blocks(deck: Deck) -> Iterator[Problem]:
+    """What keeps whole matrices of a module from being updated."""
+    if deck.optimizer.name in IN_BLOCKS and deck.layout.tensor > 1:
         would = either([f'"{name}"' for name in ("adamw", "sgd", "lion", "schedule-free")])
-        sentence = f"updates blocks of our own families' matrices ({would} would do with model.module)"
-        yield Problem("optimizer.name", sentence, _WITH)
+        sentence = f"updates whole matrices, which a plan may have cut in parts ({would} would do)"
+        yield Problem("optimizer.name", sentence, ("layout.tensor", *_WITH))
 
 
 def _tensor(deck: Deck) -> Iterator[Problem]:

@@ -52,8 +52,8 @@ class Adafactor:
         shape = shard.shape
         leading, whole = (1,) * (len(shape) - 2), (1,) * (len(shape) - 2) + shape[-2:]
         means: dict[str, Sequence[int] | None] = {MEAN: None} if self.momentum else {}
-        if len(shape) == 1:
-            return {**means, SQUARE: (1,), UPDATES: whole}
+        if len(shape) < 2:
+            return {**means, SQUARE: (1,) * len(shape), UPDATES: whole}
         return {
             **means,
             ROW: (*leading, 1, shape[-1]),

@@ -38,8 +38,8 @@ class AdamMini:
 
     def block(self, shard: Shard) -> Block:
         """See BlockRule: as many rows as a rank holds, where all hold as many; experts one by one."""
-        if len(shard.shape) == 1:
-            return Block(shard.shape, _WORK * shard.shape[0])
+        if len(shard.shape) < 2:
+            return Block(shard.shape, _WORK * prod(shard.shape))
         *leading, rows, columns = shard.shape
         local = shard.local[-2]
         if shard.local[-1] == columns and rows % local == 0 and local % shard.unit == 0:

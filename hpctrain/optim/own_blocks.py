@@ -175,7 +175,7 @@ class OwnBlocks:
 
     def _one(self, flat: Tensor, number: int, shape: Sequence[int]) -> Tensor:
         elements = prod(shape)
-        return flat[number * elements : (number + 1) * elements].view(*shape)
+        return flat[number * elements : (number + 1) * elements].view(torch.Size(shape))
 
 
 def single(part: Elements) -> Elements:

@@ -70,7 +70,6 @@ def test_axes_that_come_later_are_refused_in_a_sentence(key: str) -> None:
         "communication.compress=int8",
         "machine.compile=true",
         "run.noise_scale_steps=5",
-        "optimizer.name=muon",
         "precision.compute=fp8",
         "memory.recompute=sqrt",
         "memory.recompute=full",
@@ -125,3 +124,10 @@ def test_keys_of_modules_are_refused_without_one() -> None:
     ours = ("model.module=", "model.preset=gpt2-124m", "model.arguments=")
     assert problems(*ours, "model.blocks=layers.*") == [sentence]
     assert problems(*ours, "model.buffers=first") == [sentence]
+
+
+def test_matrices_that_a_plan_cuts_are_not_updated_whole() -> None:
+    plan = 'model.plan={"a" = "column"}', "layout.tensor=2"
+    assert any("cut in parts" in told for told in problems("optimizer.name=muon", *plan))
+    for right in (("optimizer.name=adamw", *plan), ("optimizer.name=adafactor",)):
+        parse_deck(DECK, right)

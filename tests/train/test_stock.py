@@ -7,8 +7,10 @@ and a regression are in tests/train/test_datasets.py.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hpctrain.comm.world import World
+from tests.engines import by_rank_0, reference, trainer
 from tests.model.foreign.test_split import assert_equal_steps, deck_of
 
 STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox")
@@ -37,3 +39,20 @@ def test_pipeline_stages(world: World, kind: str, schedule: str) -> None:
 @pytest.mark.parametrize("kind", STOCK)
 def test_pipeline_stages_of_tensor_ranks(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", "layout.tensor=2"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", ["muon", "adam-mini"])
+def test_whole_matrices_are_updated_on_stages(world: World, name: str) -> None:
+    changes = [f"optimizer.name={name}"]
+    if name == "muon":
+        changes += ["optimizer.matrices=['transformer.h.*.weight']", "optimizer.epsilon="]
+        changes += ["optimizer.newton_schulz=fp32", "optimizer.newton_schulz_steps=1"]
+    deck = deck_of("gpt2", *changes, "layout.pipeline=2")
+
+    def alone() -> list[list[float]]:
+        return [[each.loss, each.grad_norm] for each in reference(world, deck).train(4)]
+
+    expected = torch.tensor(by_rank_0(world, alone))
+    found = torch.tensor([[each.loss, each.grad_norm] for each in trainer(world, deck).train(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)

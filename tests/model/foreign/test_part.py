@@ -224,6 +224,16 @@ CHANGES = {
     "sgd": ("optimizer.epsilon=", "optimizer.name=sgd", "optimizer.momentum=0.9", "layout.zero=3"),
     "lion": ("optimizer.epsilon=", "optimizer.name=lion", "learning_rate.peak=1e-4", "layout.zero=1"),
     "schedule-free": ("optimizer.name=schedule-free", "learning_rate.decay=constant", "layout.zero=2"),
+    "muon": (
+        *("optimizer.epsilon=", "optimizer.name=muon", "optimizer.matrices=['layers.*.weight']"),
+        *("optimizer.newton_schulz=fp32", "optimizer.newton_schulz_steps=1", "layout.zero=3"),
+    ),
+    # Without the bias of keys, whose gradient is rounding, of which it makes as much as of any other.
+    "adafactor": (
+        *("optimizer.name=adafactor", "optimizer.epsilon=", "layout.zero=2"),
+        "model.frozen=['layers.*.attention.qkv.bias']",
+    ),
+    "adam-mini": ("optimizer.name=adam-mini", "layout.zero=1"),
     "z-loss": ("stability.z_loss=0.01", "layout.zero=3"),
     "dropout": ("model.arguments={dropout = 0.2}", "layout.zero=3", "memory.recompute=full"),
     "on disk": ("memory.optimizer=disk", "memory.parameters=disk", "layout.zero=3"),
