@@ -40,8 +40,9 @@ class Given(TypedDict, total=False):
 
     `build` (model.module) gives the module, called with `arguments` (model.arguments); `plan` (model.plan)
     says how it is split over tensor ranks, `blocks` (model.blocks) which submodules follow each other; `loss`
-    (model.loss) gives a sum and a count of (outputs, batch); `data` (data.dataset) gives a dataset, and
-    `collate` (data.collate) a batch of its items. `changes` are other keys: {"batch.micro_size": 4}.
+    (model.loss) gives a sum and a count of (outputs, batch), `initial` (model.initial) changes initial
+    values; `data` (data.dataset) gives a dataset, and `collate` (data.collate) a batch of its items.
+    `changes` are other keys: {"batch.micro_size": 4}.
     """
 
     build: Function
@@ -49,6 +50,7 @@ class Given(TypedDict, total=False):
     plan: Mapping[str, Any] | str
     blocks: str
     loss: Function
+    initial: Function
     data: Function
     collate: Function
     changes: Mapping[str, Any]
@@ -60,6 +62,7 @@ _KEYS = {
     "plan": "model.plan",
     "blocks": "model.blocks",
     "loss": "model.loss",
+    "initial": "model.initial",
     "data": "data.dataset",
     "collate": "data.collate",
 }

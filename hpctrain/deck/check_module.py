@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.deck.check_layout import schedule_problems
-from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES
+from hpctrain.deck.module import MODULE_KEYS, ONLY_OF_MODULES, TARGETS
 from hpctrain.deck.optimizer import IN_BLOCKS
 from hpctrain.deck.problem import Problem, multiples
 from hpctrain.deck.schema import Deck, fields
@@ -38,7 +38,7 @@ _DEFAULTS = {
 def module_problems(deck: Deck) -> Iterator[Problem]:
     """All that is wrong with a deck that has a module, whatever the module is."""
     assert deck.model.module is not None
-    for key in ("module", "loss"):
+    for key in TARGETS:
         if not is_target(getattr(deck.model, key)):
             yield Problem(f"model.{key}", 'must be "FILE.py:FUNCTION" or "PACKAGE:FUNCTION"')
     for name in fields("model"):

@@ -7,11 +7,14 @@ from typing import Any
 
 from hpctrain.deck.target import found_from
 
-_OWN = ("module", "arguments", "miniature", "blocks", "loss", "buffers", "plan")
+_OWN = ("module", "arguments", "miniature", "blocks", "loss", "initial", "buffers", "plan")
 MODULE_KEYS = (*_OWN, "frozen", "vocabulary", "from")
 """The keys of [model] that a deck with a module may have; those up to "plan" are for no other deck."""
 
 ONLY_OF_MODULES = _OWN
+
+TARGETS = "module", "loss", "initial"
+"""Those of them that name a function."""
 
 STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "heads": 1}
 """Values of keys that are required of a transformer, which nobody reads of a deck with a module."""
@@ -19,7 +22,7 @@ STAND_INS: Mapping[str, Any] = {"family": "gpt2", "layers": 1, "hidden": 2, "hea
 
 def fill_module(model: dict[str, Any], deck_name: str) -> None:
     """What a deck with a module has in its table `model`, in place."""
-    for name in ("module", "loss"):
+    for name in TARGETS:
         if isinstance(model.get(name), str):
             model[name] = found_from(model[name], deck_name)
     for name, value in STAND_INS.items():

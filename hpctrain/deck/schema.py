@@ -242,6 +242,12 @@ class Model(Section):
         derived="next-token cross-entropy of its logits",
         min_length=3,
     )
+    initial: str | None = key(
+        "What changes the initial values of the module that it is called with, named as module is.",
+        None,
+        derived="those that the module gives itself",
+        min_length=3,
+    )
     buffers: Literal["first", "average"] | None = key(
         "Whose its buffers are after a step, of data ranks: the first one's, or their mean.",
         None,

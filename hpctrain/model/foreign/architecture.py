@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.data.dataset import dataset_of
 from hpctrain.data.items import FieldForm
+from hpctrain.deck.find import find_function
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 from hpctrain.model.architecture import Architecture
@@ -40,6 +41,7 @@ class ModuleArchitecture(Architecture):
     which of these it is called with (None: see `call_of`). `told` are the notes.
     Tensor ranks split it by `plan`, which is JSON; a loss of a user's own has `whole_logits`. A
     micro-batch has `micro_size` samples; `cut` says that a pipeline cuts it between blocks.
+    `initial` names what changes its initial values.
     """
 
     target: str
@@ -56,6 +58,7 @@ class ModuleArchitecture(Architecture):
     whole_logits: bool = False
     micro_size: int = 1
     cut: bool = False
+    initial: str | None = None
 
     @staticmethod
     def of(deck: Deck) -> ModuleArchitecture:
@@ -78,6 +81,7 @@ class ModuleArchitecture(Architecture):
         number, notes = len(blocks_in(module, keys.blocks)), _notes(deck, module)
         made = ModuleArchitecture(keys.module, arguments, keys.blocks, number, *rest, notes)
         made = replace(made, micro_size=deck.batch.micro_size, cut=deck.layout.pipeline > 1)
+        made = replace(made, initial=keys.initial)
         return replace(made, plan=json.dumps(keys.plan), whole_logits=keys.loss is not None)
 
     @property
@@ -207,6 +211,11 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         known = f"did you mean {near}?" if near else f"there are {', '.join(lists or names[:8]) or 'none'}"
         yield "model.blocks", f"no part of the module has such a name ({known})"
     yield from _parts_problems(deck, len(blocks_in(module, pattern)))
+    if deck.model.initial is not None:
+        try:
+            find_function(deck.model.initial)
+        except HpctrainError as error:
+            yield "model.initial", error.problems[0]
     parameters = list(module.named_parameters())
     if not any(each.requires_grad for _, each in parameters):
         yield "model.module", "has no parameter to train"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.deck.find import find_function, users_code
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.initialize import fill_normal
@@ -52,6 +53,10 @@ def initialize_module(
     """See `initialize_parts`."""
     with seeded(seed):
         twin = architecture.build(HOST)
+        if architecture.initial is not None:
+            short = architecture.initial.rpartition("/")[2]
+            with users_code(f"model.initial: {short} fails"):
+                find_function(architecture.initial)(twin)
     values = dict(twin.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
         shard, whole = parameter.shard, values[parameter.shard.name]

@@ -152,3 +152,13 @@ class Twice(nn.Module):
 
 def twice(hidden: int = 16, dropout: float = 0.0) -> nn.Module:
     return Twice(hidden, dropout)
+
+
+def thirds(module: nn.Module) -> None:
+    """Initial values of a user's own: as the module has them, by three, and random ones for norms."""
+    for name, parameter in module.named_parameters():
+        parameter.data = torch.rand_like(parameter) if "norm" in name else parameter.data / 3
+
+
+def refuses(module: nn.Module) -> None:
+    raise ValueError("not these")

@@ -19,6 +19,7 @@ from torch.nn import functional
 from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import call_of
 from hpctrain.model.inputs import Inputs
 from hpctrain.train.step import TrainState
@@ -339,3 +340,25 @@ def test_masks_are_of_the_sample_and_the_step(world: World) -> None:
     assert not torch.equal(first, logits(state, 1))
     assert not torch.equal(first, logits(TrainState(step=1), 0))
     assert torch.equal(logits(state, 0, False), logits(state, 1, False))
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_function_changes_initial_values(world: World) -> None:
+    """The same on all layouts."""
+    zero = f"layout.zero={3 if world.size > 1 else 0}"
+    own = whole_parameters(trainer(world, deck_of("gpt", zero)))
+    changed = trainer(world, deck_of("gpt", zero, f"model.initial={MODELS}:thirds"))
+    here = whole_parameters(changed)
+    alone = by_rank_0(
+        world,
+        lambda: whole_parameters(reference(world, deck_of("gpt", f"model.initial={MODELS}:thirds"))),
+    )
+    assert all(torch.equal(value, alone[name]) for name, value in here.items())
+    assert torch.equal(here["embed.weight"], own["embed.weight"] / 3)
+    assert len(here["layers.0.norm1.weight"].unique()) == 32
+    with pytest.raises(
+        HpctrainError, match=r"model\.initial: models\.py:refuses fails: ValueError: not these"
+    ):
+        trainer(world, deck_of("gpt", f"model.initial={MODELS}:refuses"))
+    with pytest.raises(HpctrainError, match=r"model\.initial=.* has no third \(did you mean thirds"):
+        trainer(world, deck_of("gpt", f"model.initial={MODELS}:third"))
