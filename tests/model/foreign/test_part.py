@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,17 @@ def test_what_is_frozen_stays(world: World, frozen: str, recompute: str) -> None
 
 @pytest.mark.mpi(min_size=1, max_size=1)
 def test_blocks_that_are_computed_again_keep_their_input_alone(world: World) -> None:
-    kept = {}
-    for recompute in ("none", "full"):
-        training = trainer(world, deck_of("gpt", f"memory.recompute={recompute}"))
+    """Besides what one of them saves while it is computed again."""
+    kept: dict[tuple[str, int], int] = {}
+    for recompute, layers in product(("none", "full"), (3, 5)):
+        overrides = f"memory.recompute={recompute}", f"model.arguments={{layers = {layers}}}"
+        training = trainer(world, deck_of("gpt", *overrides))
         training.train(1)
-        kept[recompute] = training.activations.bytes or 0
-    inputs = 3 * 2 * 32 * 32 * 4  # blocks, samples, tokens, features, bytes
-    assert inputs < kept["full"] < kept["none"] / 3
+        kept[recompute, layers] = training.activations.bytes or 0
+    of_two = 2 * 2 * 32 * 32 * 4  # blocks, samples, tokens, features, bytes
+    assert kept["full", 5] - kept["full", 3] == of_two
+    assert kept["none", 5] - kept["none", 3] > 10 * of_two
+    assert kept["full", 3] < kept["none", 3] / 2
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
