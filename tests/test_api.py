@@ -68,8 +68,8 @@ def script(tmp_path: Path, launch: Launch) -> Callable[..., CompletedProcess[str
 def test_a_script_trains_and_goes_on(
     tmp_path: Path, launch: Launch, script: Callable[..., CompletedProcess[str]]
 ) -> None:
-    done = script(2, 'run("deck.toml", **MINE, changes={"layout.zero": 2}); print("after", "it")')
-    assert done.returncode == 0 and done.stdout.count("after it") == 2, done.stderr
+    done = script(2, 'run("deck.toml", **MINE, changes={"layout.zero": 2}); print("after-it")')
+    assert done.returncode == 0 and done.stdout.count("after-it") == 2, done.stderr
     for going_on in (
         lambda: launch(
             1, "-m", "hpctrain", "resume", "runs/squares", "--set", "run.steps=6", "--set", "layout.zero=0"
@@ -97,7 +97,7 @@ def test_a_world_serves_several_verbs(script: Callable[..., CompletedProcess[str
 
 WRONG = {
     "lambda": ('run("deck.toml", build=lambda: Mlp())', "build: <function <lambda>", "at the top of a file"),
-    "name": ('run("deck.toml", los=loss)', "los: nothing of that name is taken", "blocks, loss, data"),
+    "name": ('run("deck.toml", los=loss)', "los: nothing of that name is taken", "blocks, loss, initial"),
     "deck": ('run("dekc.toml", **MINE)', "dekc.toml", "hpctrain: error"),
     "twice": ('run("deck.toml", **MINE); run("deck.toml", **MINE)', "ended by an earlier run", "one world"),
     "value": ('run("deck.toml", **MINE, changes={"batch.micro_size": 0})', "=0: must", "at least 1"),
