@@ -20,10 +20,9 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.table import fitted
 from hpctrain.train.difference import TOLERANCE, LayoutDifference
 from hpctrain.train.layout import choose_layout
-from hpctrain.train.miniature import miniature_of
 from hpctrain.train.probe import Finding
 from hpctrain.train.startup import check_deck_file
-from hpctrain.train.verify import compare, probe_module
+from hpctrain.train.verify import compare_miniature
 from hpctrain.units import format_seconds
 from hpctrain.words import counted
 
@@ -54,10 +53,7 @@ def check(world: World, path: Path, overrides: Sequence[str], show: Callable[[st
     world.compare_calls(deck.communication.check)
     deck = with_functions(deck, world)
     mesh = make_mesh(deck, world)
-    with world.agreement():
-        small = miniature_of(deck, mesh)
-    noticed = probe_module(small, world)
-    found = compare(small, world, mesh)
+    small, noticed, found = compare_miniature(deck, world, mesh)
     if world.rank == 0:
         lines = _told(deck, small, noticed, found, world.size, began)
         show("\n".join([*([chose] if chose else []), *lines]))

@@ -87,7 +87,8 @@ def tiny_trainer(deck: Deck, world: World, mesh: Mesh) -> Trainer:
 
 
 def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
-    """Differences of initial parameters, losses, gradients and norms of a miniature deck's first two steps.
+    """Differences of initial parameters, losses, gradients and norms of a miniature deck's first two steps;
+    of a module also of what its parts give in the first.
 
     Collective; the same list on all ranks, in the order of the computation: parameters, then of each step
     the loss, gradients from the last layer to the first, their norm, and parameters at the end.
@@ -126,11 +127,15 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     return differences
 
 
-def compare_miniature(deck: Deck, world: World, mesh: Mesh) -> tuple[Deck, list[LayoutDifference]]:
-    """The miniature of a deck, and what `compare` finds of it. Collective; errors as in `miniature_of`."""
+def compare_miniature(
+    deck: Deck, world: World, mesh: Mesh
+) -> tuple[Deck, list[Finding], list[LayoutDifference]]:
+    """The miniature of a deck, and what `probe_module` and `compare` find of it. Collective; errors as in
+    `miniature_of`.
+    """
     with world.agreement():
         small = miniature_of(deck, mesh)
-    return small, compare(small, world, mesh)
+    return small, probe_module(small, world), compare(small, world, mesh)
 
 
 def probe_module(small: Deck, world: World) -> list[Finding]:
@@ -152,10 +157,12 @@ def probe_module(small: Deck, world: World) -> list[Finding]:
 
 
 def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
-    """Compare and raise LayoutError on all ranks at the first tensor that differs; else a sentence. Errors as
-    of `compare_miniature`.
+    """Compare and raise LayoutError on all ranks at the first tensor that differs, or HpctrainError for what
+    a module does that no layout goes with; else a sentence. Errors as of `compare_miniature`.
     """
-    _, differences = compare_miniature(deck, world, mesh)
+    _, noticed, differences = compare_miniature(deck, world, mesh)
+    if wrong := [f"layout check: {each.sentence}" for each in noticed if each.fails]:
+        raise HpctrainError(wrong)
     for difference in differences:
         if difference.fails:
             raise LayoutError(f"layout check: {difference}")

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.engine.build import make_mesh
 from hpctrain.errors import HpctrainError
 from hpctrain.train.check import check
+from hpctrain.train.verify import verify_layout
 
 MODULES = Path(__file__).with_name("wrong_modules.py")
 DECK = """
@@ -92,6 +95,14 @@ def test_faults_are_told(world: World, mpi_tmp_path: Path, kind: str) -> None:
     code, text = told(world, mpi_tmp_path, name, more=more)
     assert code == 1, text
     assert sentence in text, text
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_run_that_verifies_its_layout_is_told_too(world: World, mpi_tmp_path: Path) -> None:
+    told(world, mpi_tmp_path, "Counter")
+    deck = read_deck(mpi_tmp_path / "deck.toml")
+    with pytest.raises(HpctrainError, match=r"layout check: two forward passes .* no checkpoint: passes"):
+        verify_layout(deck, world, make_mesh(deck, world))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
