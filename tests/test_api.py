@@ -88,11 +88,11 @@ def test_a_world_serves_several_verbs(script: Callable[..., CompletedProcess[str
         2,
         'world = World.start(); assert check("deck.toml", **MINE, world=world); '
         'run("deck.toml", **MINE, world=world); run("deck.toml", **MINE, world=world, fresh=True); '
-        'world.finish(); print("rank", world.rank)',
+        'world.finish(); print(f"rank-{world.rank}")',
     )
     assert done.returncode == 0, done.stderr
     assert "this layout computes the same model" in " ".join(done.stdout.split())
-    assert "rank 0" in done.stdout and "rank 1" in done.stdout
+    assert "rank-0" in done.stdout and "rank-1" in done.stdout
 
 
 WRONG = {
