@@ -41,12 +41,7 @@ def name_of(measured: Measured, deck: Deck) -> str:
 
 def are_measured(deck: Deck, device: torch.device) -> bool:
     """Whether it is measured what computes products on a device."""
-    return (
-        deck.machine.products == "auto"
-        and deck.model.module is None
-        and deck.precision.compute != "fp8"
-        and on_host(device)
-    )
+    return deck.machine.products == "auto" and deck.precision.compute != "fp8" and on_host(device)
 
 
 def tokens_of(deck: Deck) -> int:

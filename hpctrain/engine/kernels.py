@@ -38,12 +38,12 @@ from hpctrain.engine.sizes import axis_sizes
 from hpctrain.engine.stage import make_groups
 from hpctrain.errors import HpctrainError
 from hpctrain.files import parse_json, read_text
-from hpctrain.model.build import build_parts, layer_kinds
+from hpctrain.model.build import architecture_of, build_parts, layer_kinds
+from hpctrain.model.part import Layer, Span
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.kernel_times import MEASUREMENT, Measured, candidates, measure, quickest
 from hpctrain.parallel.kernels import KERNELS, PASSES, Pass
-from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.saved_policy import SavedPolicy
 from hpctrain.parallel.vocabulary import VocabularyHead, chunk_rows
 from hpctrain.sharding.replication import Axes
@@ -122,21 +122,23 @@ def with_kept_kernels(deck: Deck, ranks: int) -> Deck:
 def products_of(deck: Deck, mesh: Axes, device: torch.device) -> list[Measured]:
     """The different products of a micro-batch in the whole model, as a rank computes them, but small ones."""
     assert deck.model.vocabulary is not None
-    groups, shape = make_groups(deck, mesh, SavedPolicy(), device), ModelShape.of(deck, deck.model.vocabulary)
-    spans = alone(layer_kinds(shape)).values()
-    layers = (layer for span in spans for part in build_parts(shape, groups, [span]) for layer in part.layers)
+    groups = make_groups(deck, mesh, SavedPolicy(), device)
+    made = architecture_of(deck, deck.model.vocabulary)
+    spans = [Span.all_of(made.block_count)]
+    if isinstance(made, ModelShape):  # one layer of each kind has all that there is
+        spans = list(alone(layer_kinds(made)).values())
+    layers = (layer for span in spans for part in build_parts(made, groups, [span]) for layer in part.layers)
     found = dict.fromkeys(each for layer in layers for each in _products(layer, tokens_of(deck)))
     return [each for each in found if each.flops >= LEAST_FLOPS]
 
 
-def _products(layer: torch.nn.Module, tokens: int) -> Iterator[Measured]:
+def _products(layer: Layer, tokens: int) -> Iterator[Measured]:
     """The passes of a layer's Products."""
-    for module in layer.modules():
-        if isinstance(module, SplitLinear | VocabularyHead):
-            head = isinstance(module, VocabularyHead)
-            outputs, inputs = module.product.shape
-            rows = chunk_rows(tokens, outputs, gpu=False) if head else tokens
-            other: Pass = "forward" if head else "logits"
+    for each in layer.multipliers:
+        head = isinstance(each, VocabularyHead)
+        other: Pass = "forward" if head else "logits"
+        for outputs, inputs in each.product.shapes:
+            rows = chunk_rows(tokens, outputs, gpu=False) if head else layer.rows(each, tokens)
             for kind in PASSES:
                 if kind != other:
                     yield Measured(kind, rows, outputs, inputs)

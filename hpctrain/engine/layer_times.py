@@ -168,9 +168,8 @@ class Replay:
                 compute_all(held.pop(key))
             else:
                 hidden, end, gradient = ends.pop(key)
-                self.queue.deferring = action.kind == "I"
-                end.backward(gradient)
-                self.queue.deferring = False
+                with self.queue.backward(deferring=action.kind == "I"):
+                    end.backward(gradient)
                 if action.kind == "I":
                     held[key] = self.queue.take()
                 del hidden, end

@@ -71,7 +71,7 @@ class Recompute(SavedPolicy):
             return compute(*given, **named)
 
         def around() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._again()
+            return nullcontext(), _EachTime(self._again)
 
         if self.watch is not None:
             compute = partial(_keeping, [self.watch(each) for each in tensors_of((given, named))], compute)
@@ -113,6 +113,22 @@ class Recompute(SavedPolicy):
             return compute(*inputs, *shared)
         result: Tensor = _Again.apply(compute, self.within, *inputs, *shared)
         return result
+
+
+class _EachTime(AbstractContextManager[None]):
+    """What `make` makes, anew each time that it is entered: a block that takes a gradient in its forward pass
+    is computed again for that, too.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 def _keeping(_: Sequence[Held], compute: Callable[..., Any], *given: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.inputs import Inputs
-from hpctrain.parallel.linear import Multiplying
+from hpctrain.parallel.linear import Multiplying, SplitLinear
 from hpctrain.parallel.operations import Core, Elementwise, Matrix
 from hpctrain.parallel.residency import Residency
 from hpctrain.parallel.saved import Saving, Storage, Waiting
@@ -95,6 +95,15 @@ class Layer(nn.Module, ABC):
     def late(self) -> set[Parameter]:
         """Those whose gradients may be computed later than the rest of backward."""
         return {p for layer in self.modules() if isinstance(layer, Multiplying) for p in layer.late}
+
+    @property
+    def multipliers(self) -> list[SplitLinear | VocabularyHead]:
+        """What of it has one Product each."""
+        return [each for each in self.modules() if isinstance(each, SplitLinear | VocabularyHead)]
+
+    def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:  # noqa: ARG002
+        """How many rows one of these multiplies of a micro-batch of so many tokens."""
+        return tokens
 
     @property
     def matrices(self) -> list[Matrix]:

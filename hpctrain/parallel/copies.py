@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from torch import nn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from hpctrain.parallel.linear import SplitLinear
 from hpctrain.parallel.product import Product
 from hpctrain.parallel.vocabulary import VocabularyHead
 
 
-def products(layers: Iterable[nn.Module]) -> Iterator[Product]:
+class Multiplies(Protocol):
+    """A layer that has Products."""
+
+    @property
+    def multipliers(self) -> Sequence[SplitLinear | VocabularyHead]:
+        """What of it has one each."""
+
+
+def products(layers: Iterable[Multiplies]) -> Iterator[Product]:
     """The Products of some layers."""
     for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, SplitLinear | VocabularyHead):
-                yield module.product
+        for each in layer.multipliers:
+            yield each.product
 
 
-def copied_bytes(layers: Iterable[nn.Module]) -> int:
+def copied_bytes(layers: Iterable[Multiplies]) -> int:
     """Bytes of the copies that are there by now."""
     return sum(product.copied_bytes for product in products(layers))
 
 
-def planned_copies(layers: Iterable[nn.Module]) -> int:
+def planned_copies(layers: Iterable[Multiplies]) -> int:
     """Bytes of those that a step makes."""
     return sum(product.copy_bytes for product in products(layers))

@@ -151,15 +151,21 @@ class SplitLinear(Multiplying):
             gradient.add_(output_gradient.reshape(-1, output_gradient.shape[-1]).sum(0))
             self.added(self.biases)
 
+    def met(self) -> None:
+        """A backward pass has come to it."""
+
     def added(self, parameters: Sequence[Parameter]) -> None:
         """Tell that one addition to each of their gradients is complete."""
         for parameter in parameters:
             parameter.added()
 
 
-class _Column(torch.autograd.Function):
+class ColumnFunction(torch.autograd.Function):
+    """The passes of a ColumnLinear: of its input, itself, whether it is trained, and all its parameters."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ColumnLinear, training: bool, *_: Tensor) -> Tensor:
+        """See ColumnLinear."""
         ctx.layer = layer
         output, kept = layer.product.forward_kept(x, layer.bias(), layer.pieces, layer.compact(training))
         ctx.save_for_backward(*tensors_of(kept))
@@ -167,7 +173,9 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the input; what is of parameters is added to their buffers."""
         layer: ColumnLinear = ctx.layer
+        layer.met()
         groups, product, pieces = layer.groups, layer.product, layer.pieces
         kept = operand_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
@@ -211,6 +219,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer: RowLinear = ctx.layer
+        layer.met()
         groups, product = layer.groups, layer.product
         kept = operand_of(ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
@@ -253,7 +262,7 @@ class ColumnLinear(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s or s/t, b, k] -> [s, b, sum of split_sizes]."""
-        result: Tensor = _Column.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
+        result: Tensor = ColumnFunction.apply(x, self, torch.is_grad_enabled(), *self.weights, *self.biases)
         return result
 
     @property

@@ -54,6 +54,11 @@ class Product:
         """(n, k)."""
         return sum(weight.shard.local[0] for weight in self.weights), self.weights[0].shard.local[1]
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Those (n, k) of the matrices that kernels multiply with."""
+        return [self.shape]
+
     def weight(self) -> Tensor:
         """All weights as one matrix [n, k]."""
         return joined([parameter.detach() for parameter in self.weights])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +21,35 @@ class Computation:
 class WeightGradientQueue:
     """Holds weight-gradient computations back while `deferring`; `take` hands them over.
 
-    `watch`, if set, is called with every tensor that a computation held back needs.
+    `running` says that what autograd does is a backward pass of the run. `watch`, if set, is called with
+    every tensor that a computation held back needs.
     """
 
     def __init__(self) -> None:
-        self.deferring = False
+        self.deferring = self.running = False
         self.watch: Callable[[Tensor], object] | None = None
         self._waiting: list[Computation] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @contextmanager
+    def backward(self, deferring: bool = False) -> Iterator[None]:
+        """A backward pass of the run goes by within."""
+        self.running, self.deferring = True, deferring
+        try:
+            yield
+        finally:
+            self.running = self.deferring = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What autograd does within is no backward pass of the run: a module's own."""
+        running, self.running = self.running, False
+        try:
+            yield
+        finally:
+            self.running = running
 
     def submit(self, compute: Callable[[], None], *tensors: Tensor) -> None:
         """Compute now, or keep for `take` while deferring. `tensors` are what the computation holds."""

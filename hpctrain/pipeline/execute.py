@@ -181,9 +181,8 @@ class _Pass:
             return None
         hidden, end = self.ends.pop(key)
         queue = self.executor.queue
-        queue.deferring = action.kind == "I"
-        end.backward(gradient)
-        queue.deferring = False
+        with queue.backward(deferring=action.kind == "I"):
+            end.backward(gradient)
         if action.kind == "I":
             self.held[key] = queue.take()
         if hidden is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.work import Work
+from hpctrain.errors import HpctrainError
 from hpctrain.memory.activations import Held, Watch
 from hpctrain.parallel.residency import Residency, Result
 from hpctrain.parallel.shard import Parameter
@@ -109,18 +110,26 @@ class Gatherer(Residency):
         self.leave(bucket)
         entered: list[bool] = []
 
-        def enter(_: Tensor) -> None:
+        def enter(_: tuple[Tensor, ...]) -> None:
+            if torch.is_grad_enabled():
+                name = parameter.shard.name
+                raise HpctrainError(
+                    "layout.zero = 3: the loss takes a gradient through blocks, and is to be differentiated "
+                    f"with it, after which {name} is not there any more (layout.zero = 2 can)"
+                )
             if not entered:
                 entered.append(True)
                 self.enter(bucket)
 
         def leave(_: Sequence[Tensor | None]) -> None:
             if entered:
+                entered.clear()  # another pass may come, as where a loss takes a gradient
                 self.leave(bucket)
 
         for tensor in tensors_of(result):
-            if tensor.requires_grad:
-                tensor.register_hook(enter)
+            if tensor.grad_fn is not None:
+                # Not of the tensor: what is done with it may ask for its gradient, and for no more.
+                tensor.grad_fn.register_prehook(enter)
         # Hooks of what is no result of this pass, such as another parameter, would stay for the next one.
         if learning := [tensor for tensor in inputs if tensor.grad_fn is not None]:
             torch.autograd.graph.register_multi_grad_hook(learning, leave)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,9 +12,11 @@ from torch import nn
 from hpctrain.model.foreign.architecture import ModuleArchitecture, blocks_in
 from hpctrain.model.foreign.buffers import ModuleBuffers
 from hpctrain.model.foreign.cut import Passing, Piece
-from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks, matrices_in
+from hpctrain.model.foreign.layers import ModuleBlock, ModuleLayer, OutsideOfBlocks
 from hpctrain.model.foreign.order import order_of, watched
+from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.passage import Passage, PiecePassage
+from hpctrain.model.foreign.whole import WholeLinear, compute_whole, layers_in, multiplied
 from hpctrain.model.part import Span
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.shard import Parameter, Shard
@@ -46,17 +48,19 @@ def hold_all(
     """All of a module; what is outside of blocks, or in several, is in the first layer. Gradients of those
     that are `parted` are partial on tensor ranks.
     """
-    names = _own_parameters(module, partial(_whole, parted))
+    names = _own_parameters(module, partial(_whole, parted, {*multiplied(module)}))
+    whole = compute_whole(module, groups)
     blocks = blocks_in(module, architecture.pattern)
     within = [set(block.parameters()) for block in blocks.values()]
     several = {p for number, own in enumerate(within) for p in own if any(p in o for o in within[:number])}
     outside = _outside(module, blocks.values())
     several |= {p for each in outside for p in each.parameters(recurse=False)}
     free = [p for p in names if p in several]
+    make = partial(_layer, whole, architecture.sequence)
     layers = (
-        OutsideOfBlocks("outside", free, matrices_in(outside)),
-        *_blocks(blocks, kinds_of(blocks), several),
-        OutsideOfBlocks("result", (), ()),
+        make(OutsideOfBlocks, "outside", free, outside),
+        *_blocks(blocks, kinds_of(blocks), several, make),
+        make(OutsideOfBlocks, "result", (), ()),
     )
     buffers = ModuleBuffers(module, groups, architecture.buffers, architecture.storage)
     return Held(names, layers, blocks, buffers)
@@ -75,7 +79,8 @@ def hold_piece(
     """
     piece = Piece(order_of(architecture), span)
     home = groups.data.empty((), architecture.storage).zero_()
-    names = _own_parameters(module, partial(_of_piece, piece, parted, lent, home))
+    names = _own_parameters(module, partial(_of_piece, piece, parted, {*multiplied(module)}, lent, home))
+    whole = compute_whole(module, groups)
     borrowed = tuple(each for each in lent.values() if each in names)
     every = blocks_in(module, architecture.pattern)
     blocks = {name: each for number, (name, each) in enumerate(every.items()) if piece.has_block(number)}
@@ -87,10 +92,11 @@ def hold_piece(
     several |= {*before, *behind}
     calls = watched(module, every)
     of_before, of_behind = _modules_of_piece(module, piece, every, calls)
+    make = partial(_layer, whole, architecture.sequence)
     layers = (
-        OutsideOfBlocks("outside", before, matrices_in(of_before)),
-        *_blocks(blocks, kinds_of(every), several),
-        OutsideOfBlocks("result", behind, matrices_in(of_behind), borrowed),
+        make(OutsideOfBlocks, "outside", before, of_before),
+        *_blocks(blocks, kinds_of(every), several, make),
+        make(OutsideOfBlocks, "result", behind, of_behind, borrowed),
     )
     buffers = ModuleBuffers(
         module,
@@ -105,12 +111,18 @@ def hold_piece(
     return Held(names, layers, blocks, buffers, passage, calls)
 
 
-def _whole(parted: Collection[nn.Parameter], name: str, theirs: nn.Parameter) -> nn.Parameter:
+def _whole(
+    parted: Collection[nn.Parameter],
+    late: Collection[nn.Parameter],
+    name: str,
+    theirs: nn.Parameter,
+) -> nn.Parameter:
     """The Parameter in the place of one of a module's: itself, where it is ours already."""
     if isinstance(theirs, Parameter):
         return theirs
     shape, axes = tuple(theirs.shape), frozenset({"tensor"} if theirs in parted else ())
-    own = Parameter(Shard.whole(name, shape, axes), decayed=len(shape) > 1)
+    kind = LateParameter if theirs in late else Parameter
+    own = kind(Shard.whole(name, shape, axes), decayed=len(shape) > 1)
     if not theirs.requires_grad:
         own.requires_grad_(False)
         own.decayed = False
@@ -120,6 +132,7 @@ def _whole(parted: Collection[nn.Parameter], name: str, theirs: nn.Parameter) ->
 def _of_piece(
     piece: Piece,
     parted: Collection[nn.Parameter],
+    late: Collection[nn.Parameter],
     lent: Mapping[str, Parameter],
     home: torch.Tensor,
     name: str,
@@ -133,7 +146,7 @@ def _of_piece(
         # Two parts of a stage add in an order that the schedule decides.
         lent[name].uses, lent[name].apart = 2, True
         return lent[name]
-    own = _whole(parted, name, theirs)
+    own = _whole(parted, late, name, theirs)
     assert isinstance(own, Parameter)
     if piece.shares(positions):
         own.shard = replace(own.shard, stage_copy=span.tied_stage, stage_copies=span.tied_stages)
@@ -187,13 +200,29 @@ def kinds_of(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     return kinds
 
 
+def _layer(
+    whole: Mapping[nn.Module, WholeLinear],
+    sequence: int,
+    make: type[ModuleLayer],
+    kind: str,
+    parameters: Sequence[Parameter],
+    modules: Sequence[nn.Module],
+    borrowed: Sequence[Parameter] = (),
+) -> ModuleLayer:
+    """A layer of these, which computes these modules."""
+    return make(kind, parameters, modules, layers_in(modules, whole), sequence, borrowed)
+
+
 def _blocks(
-    blocks: Mapping[str, nn.Module], kinds: Mapping[str, str], several: Collection[nn.Parameter]
+    blocks: Mapping[str, nn.Module],
+    kinds: Mapping[str, str],
+    several: Collection[nn.Parameter],
+    make: Callable[..., ModuleLayer],
 ) -> Iterator[ModuleLayer]:
     """The layers of blocks, without what is of several."""
     for name, block in blocks.items():
         own = [p for p in block.parameters() if isinstance(p, Parameter) and p not in several]
-        yield ModuleBlock(kinds[name], own, matrices_in(list(block.modules())))
+        yield make(ModuleBlock, kinds[name], own, list(block.modules()))
 
 
 def _modules_of_piece(

@@ -8,17 +8,19 @@ from itertools import groupby
 
 from torch import nn
 
-from hpctrain.model.foreign.parallel import SplitParameter
+from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.trace import LayerTrace
 from hpctrain.model.part import Layer
-from hpctrain.parallel.linear import Multiplying
+from hpctrain.parallel.linear import Multiplying, SplitLinear
 from hpctrain.parallel.operations import Matrix
 from hpctrain.parallel.saved import Saving, Storage
 from hpctrain.parallel.shard import Parameter
+from hpctrain.parallel.vocabulary import VocabularyHead
 
 
 class ModuleLayer(Layer):
-    """Some of a module's parameters, which are there together; `matrices` are those of its linear layers.
+    """Some of a module's parameters, which are there together; `modules` are those that it computes, and
+    `multipliers` what has a Product of these, or in the place of these.
 
     What the module has besides is in what one of them `keeps`. What they save and compute is what `traced`
     found, for a micro-batch (None: what a token computes), or why nothing was found. Backward adds to
@@ -31,12 +33,15 @@ class ModuleLayer(Layer):
         self,
         kind: str,
         parameters: Sequence[Parameter],
-        matrices: Sequence[Matrix],
+        modules: Sequence[nn.Module],
+        multipliers: Sequence[SplitLinear],
+        sequence: int,
         borrowed: Sequence[Parameter] = (),
     ) -> None:
         super().__init__()
-        self.borrowed = tuple(borrowed)
-        self.kind, self._matrices = kind, list(matrices)
+        self.borrowed, self.sequence = tuple(borrowed), sequence
+        self.kind, self._matrices = kind, matrices_in(modules)
+        self._multipliers = [*multipliers]  # no parts by themselves
         self.keeps: object = None
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
@@ -60,7 +65,19 @@ class ModuleLayer(Layer):
     @property
     def late(self) -> set[Parameter]:
         """See Layer."""
-        return {parameter for parameter in self.own if isinstance(parameter, SplitParameter)}
+        return {parameter for parameter in self.own if isinstance(parameter, LateParameter)}
+
+    @property
+    def multipliers(self) -> list[SplitLinear | VocabularyHead]:
+        """See Layer."""
+        return [*self._multipliers]
+
+    def rows(self, multiplier: SplitLinear | VocabularyHead, tokens: int) -> int:
+        """See Layer: as many as were found."""
+        found = self.traced(None)
+        known = {} if isinstance(found, str) else found.rows
+        per_sample = known.get(multiplier.product.weights[0].shard.name)
+        return tokens if per_sample is None else tokens // self.sequence * per_sample
 
     @property
     def matrices(self) -> list[Matrix]:

@@ -25,8 +25,8 @@ from hpctrain.parallel.shard import Parameter
 from hpctrain.parallel.vocabulary import VocabularyEmbedding
 
 
-class SplitParameter(Parameter):
-    """One that a layer of these adds the gradient of, perhaps several times in a pass."""
+class LateParameter(Parameter):
+    """One that a layer of these adds the gradient of, perhaps several times in a pass, or after it."""
 
 
 class TransposedProduct(Product):
@@ -41,6 +41,21 @@ class TransposedProduct(Product):
     def shape(self) -> tuple[int, int]:
         """See Product."""
         return sum(self._sizes), self.weights[0].shard.local[0]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """See Product."""
+        return [each.shape for each in self._each]
+
+    @property
+    def copied_bytes(self) -> int:
+        """See Product."""
+        return sum(each.copied_bytes for each in self._each)
+
+    @property
+    def copy_bytes(self) -> int:
+        """See Product."""
+        return sum(each.copy_bytes for each in self._each)
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Product: by what the transposed matrices have for their input gradients."""
@@ -63,7 +78,34 @@ class TransposedProduct(Product):
             each.add_weight_gradient(inputs, piece)
 
 
-class Column(ColumnLinear):
+class Replacing(SplitLinear):
+    """A layer in the place of a module's."""
+
+    linear: Linear
+
+    @property
+    def weight(self) -> Parameter:
+        """What a module may ask the format of."""
+        return self.weights[0]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See Multiplying."""
+        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
+
+    def met(self) -> None:
+        """HpctrainError in a backward pass that is not the run's: it would add to gradients, too."""
+        if not self.groups.weight_gradients.running or torch.is_grad_enabled():
+            raise HpctrainError(
+                f"model.plan: {self.weights[0].shard.name} is split, and a gradient is taken through it "
+                "in the module or its loss, which what is split cannot give (leave it out of the plan)"
+            )
+
+    def added(self, parameters: Sequence[Parameter]) -> None:
+        """Autograd tells."""
+
+
+class Column(Replacing, ColumnLinear):
     """See ColumnLinear, of activations [b, s or s/t, k], with a packed weight's parts as one each.
 
     Where there are `outputs`, it gathers so many features over `tensor`.
@@ -71,27 +113,17 @@ class Column(ColumnLinear):
 
     def __init__(
         self,
-        weights: Sequence[SplitParameter],
-        biases: Sequence[SplitParameter],
+        weights: Sequence[LateParameter],
+        biases: Sequence[LateParameter],
         groups: LayerGroups,
         tensor: Group,
         linear: Linear,
         outputs: int = 0,
     ) -> None:
         SplitLinear.__init__(self, groups, shared_input=False)
-        _take(self, weights, biases, linear)
+        take_parameters(self, weights, biases, linear)
         self.split_sizes = [weight.shard.local[linear.transposed] for weight in weights]
         self.tensor, self.outputs, self.linear = tensor, outputs, linear
-
-    @property
-    def weight(self) -> Parameter:
-        """What a module may ask the format of."""
-        return self.weights[0]
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        """See Multiplying."""
-        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s or s/t, k] -> [b, s, sum of split_sizes, or outputs]. HpctrainError for other features."""
@@ -99,34 +131,21 @@ class Column(ColumnLinear):
         y = super().forward(x) if self.pieces is None else turned(super().forward(turned(x)))
         return whole_features(self.tensor, y, self.outputs) if self.outputs else y
 
-    def added(self, parameters: Sequence[Parameter]) -> None:
-        """Autograd tells."""
 
-
-class Row(RowLinear):
+class Row(Replacing, RowLinear):
     """See RowLinear, of activations [b, s, k/t], or with a `whole_input` [b, s, k]."""
 
     def __init__(
         self,
-        weight: SplitParameter,
-        bias: SplitParameter | None,
+        weight: LateParameter,
+        bias: LateParameter | None,
         groups: LayerGroups,
         linear: Linear,
         whole_input: bool,
     ) -> None:
         SplitLinear.__init__(self, groups, shared_input=False)
-        _take(self, [weight], [] if bias is None else [bias], linear)
+        take_parameters(self, [weight], [] if bias is None else [bias], linear)
         self.whole_input, self.linear = whole_input, linear
-
-    @property
-    def weight(self) -> Parameter:
-        """What a module may ask the format of."""
-        return self.weights[0]
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        """See Multiplying."""
-        return [Matrix(self.linear.outputs, self.linear.inputs, self.cut)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, k/t or k] -> [b, s or s/t, n]. HpctrainError for other features."""
@@ -137,9 +156,6 @@ class Row(RowLinear):
         _require_features(self, x, taken, "row", hint)
         own = own_features(self.groups.tensor, x) if self.whole_input else x
         return super().forward(own) if self.pieces is None else turned(super().forward(turned(own)))
-
-    def added(self, parameters: Sequence[Parameter]) -> None:
-        """Autograd tells."""
 
 
 def _require_features(layer: SplitLinear, x: Tensor, taken: int, style: str, hint: str) -> None:
@@ -152,10 +168,10 @@ def _require_features(layer: SplitLinear, x: Tensor, taken: int, style: str, hin
         )
 
 
-def _take(
+def take_parameters(
     layer: SplitLinear,
-    weights: Sequence[SplitParameter],
-    biases: Sequence[SplitParameter],
+    weights: Sequence[LateParameter],
+    biases: Sequence[LateParameter],
     linear: Linear,
 ) -> None:
     """Have a layer compute with these."""
@@ -170,7 +186,7 @@ def _take(
 class _Lookup(VocabularyEmbedding):
     """Of tokens [b, s] the rows [b, s or s/t, h]; those of `padding` learn nothing."""
 
-    def __init__(self, table: SplitParameter, groups: LayerGroups, padding: int | None) -> None:
+    def __init__(self, table: LateParameter, groups: LayerGroups, padding: int | None) -> None:
         super().__init__(table, groups)
         self.padding = padding
 
@@ -198,7 +214,7 @@ class SplitLookup(nn.Embedding):
         return rows
 
 
-def split_lookup(embedding: nn.Embedding, table: SplitParameter, groups: LayerGroups) -> None:
+def split_lookup(embedding: nn.Embedding, table: LateParameter, groups: LayerGroups) -> None:
     """Have an embedding, in place, look up in a table that is split; what its class makes of it stays."""
     kind = type(embedding)
     split = SplitLookup if kind is nn.Embedding else type(kind.__name__, (kind, SplitLookup), {})

@@ -20,6 +20,7 @@ from hpctrain.model.foreign.cut import Passing
 from hpctrain.model.foreign.holding import hold_all, hold_piece
 from hpctrain.model.foreign.layers import ModuleLayer
 from hpctrain.model.foreign.order import order_of
+from hpctrain.model.foreign.parallel import LateParameter
 from hpctrain.model.foreign.split import SplitOutputs, split_module
 from hpctrain.model.foreign.twin import traced
 from hpctrain.model.inputs import Inputs
@@ -91,7 +92,8 @@ class ModulePart(nn.Module):
         if self.module.training != recording:
             self.module.train(recording)
         told = ", ".join(f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._call.names)
-        with users_code(f"{self.title} fails with {told}"), ExitStack() as there:
+        apart = self.groups.weight_gradients.apart()
+        with users_code(f"{self.title} fails with {told}"), apart, ExitStack() as there:
             self._there = there
             self._have(self.layers[0])
             if len(self.layers) == 2:
@@ -139,7 +141,7 @@ class ModulePart(nn.Module):
 
     def _run_block(self, layer: ModuleLayer, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """What a block gives, computed again in backward where that is wished."""
-        compute = partial(self.groups.saved_policy.call, forward, *given, **named)
+        compute = partial(self.groups.saved_policy.call, partial(self._apart, forward), *given, **named)
         if layer.own:
             inputs = list(tensors_of((given, named)))
             result = self.residency.surround(layer.own[0], compute, inputs, tensors_of)
@@ -149,12 +151,22 @@ class ModulePart(nn.Module):
             self._have(self.layers[-1])
         return result
 
+    def _apart(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a block gives, perhaps in the midst of a backward pass."""
+        with self.groups.weight_gradients.apart():
+            return forward(*given, **named)
+
     def _meet(self, parameter: Tensor) -> None:
         """A backward pass has come to all uses of a parameter, even if with no gradient."""
         assert isinstance(parameter, Parameter)
         if not self._ends:  # another part's, of one that both use
             return
         self._met.add(parameter)
+        if parameter.grad is not None and isinstance(parameter, LateParameter) and parameter.lookups is None:
+            # What is used in other ways, too, is complete when its layers are.
+            assert parameter.gradient is not None
+            parameter.gradient.add_(parameter.grad)
+            parameter.grad = None
         if parameter.grad is None:
             self.groups.weight_gradients.submit(parameter.added)
         elif parameter.lookups is not None and self.span.embeds:
@@ -165,7 +177,7 @@ class ModulePart(nn.Module):
 
     def _begin_backward(self, hidden: Tensor | None, gradient: Tensor) -> None:  # noqa: ARG002
         """A backward pass comes from what the module gave: have its end told."""
-        if not self._ends:
+        if self.groups.weight_gradients.running and not self._ends:
             self._ends = True
             end = partial(self._end_backward, hidden)
             torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -14,7 +14,7 @@ from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.across import cut, entered, joined
 from hpctrain.model.foreign.experts import spread_experts
-from hpctrain.model.foreign.parallel import Column, Row, SplitParameter, split_lookup
+from hpctrain.model.foreign.parallel import Column, LateParameter, Row, split_lookup
 from hpctrain.model.foreign.plan import LINEAR, Plan, Wish, attribute_of, divisor
 from hpctrain.model.foreign.sizes import Linear, part_sizes
 from hpctrain.parallel.groups import LayerGroups
@@ -28,7 +28,7 @@ class SplitHead:
     """A head whose logits are split over the vocabulary: the first `rows` of a rank's `table` are any."""
 
     groups: LayerGroups
-    table: SplitParameter
+    table: LateParameter
     rows: int
 
 
@@ -69,7 +69,7 @@ class _Splitting:
         alone = planned_group(("tensor",), 0, 1, Ledger())
         self.inside = replace(groups, tensor=alone, sequence_parallel=False)
         self.gathered = tuple(f"{name}." for name in plan.of_style("gather"))
-        self.tables: dict[nn.Parameter, SplitParameter] = {}
+        self.tables: dict[nn.Parameter, LateParameter] = {}
         self.names = {each: name for name, each in module.named_parameters()}
         self.done = Split()
         for name, wish in plan.wishes.items():
@@ -177,7 +177,7 @@ class _Splitting:
         if not self.whole_logits:
             self.done.head = SplitHead(self.groups, table, table.shard.extent[0])
 
-    def _table(self, old: nn.Module) -> SplitParameter:
+    def _table(self, old: nn.Module) -> LateParameter:
         """Our rows of the matrix of an embedding or a head, one where these are tied."""
         theirs = old.get_parameter("weight")
         if theirs not in self.tables:
@@ -189,9 +189,9 @@ class _Splitting:
     def _name(self, old: nn.Module, attribute: str) -> str:
         return self.names[old.get_parameter(attribute)]
 
-    def _parameter(self, old: nn.Module, attribute: str, shard: Shard) -> SplitParameter:
+    def _parameter(self, old: nn.Module, attribute: str, shard: Shard) -> LateParameter:
         trained = old.get_parameter(attribute).requires_grad
-        own = SplitParameter(shard, decayed=len(shard.shape) > 1 and trained)
+        own = LateParameter(shard, decayed=len(shard.shape) > 1 and trained)
         own.requires_grad_(trained)
         return own
 

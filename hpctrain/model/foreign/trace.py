@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -35,6 +35,7 @@ class LayerTrace:
     `saved`: what autograd saves of it, `kept`: what is kept of it where blocks are computed again, each
     storage once; `again`: bytes that are there besides while it is computed again. `products`: elements of
     parameters that a token is multiplied with; `core`: FLOPs of a token's forward pass in other products.
+    `rows` are those that matrices were multiplied with, of the most of them, by the parameters' names.
     """
 
     saved: tuple[Storage, ...]
@@ -42,6 +43,7 @@ class LayerTrace:
     again: int
     products: int
     core: int
+    rows: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,12 @@ class _Tracer:
         self._calls = 0
         self._events: list[_Event] = []
         self._after = 0 if blocks else None
-        self._parameters = {_key(parameter) for parameter in module.parameters()}
-        self._there = self._parameters | {_key(buffer) for buffer in module.buffers()}
+        self._parameters = {_key(parameter): _name_of(parameter) for parameter in module.parameters()}
+        self._there = {*self._parameters} | {_key(buffer) for buffer in module.buffers()}
         for each in module.modules():
             self._there |= {_key(value) for value in vars(each).values() if isinstance(value, Tensor)}
         self._flops: list[tuple[int, Call | None, bool, int]] = []
+        self._rows: list[tuple[int, Call | None, str, int]] = []
         for number, block in enumerate(blocks, 1):
             vars(block)["forward"] = partial(self._within, number, block.forward)
 
@@ -165,8 +168,13 @@ class _Tracer:
             flops = int(flop_registry[packet](*args, **named, out_val=made))
         else:
             return
-        with_parameter = any(_key(tensor) in self._parameters for tensor in tensors_of(args))
-        self._flops.append((len(self._events), self.present, with_parameter, flops))
+        at, with_parameter = (len(self._events), self.present), False
+        for tensor in tensors_of(args):
+            name = self._parameters.get(_key(tensor))
+            with_parameter |= name is not None
+            if isinstance(name, str) and tensor.dim() > 1:
+                self._rows.append((*at, name, flops // (2 * tensor.numel())))
+        self._flops.append((*at, with_parameter, flops))
 
     def found(self, tokens: int) -> Iterator[LayerTrace]:
         """Of each layer, of so many tokens."""
@@ -201,6 +209,10 @@ class _Tracer:
         products, core = [0] * (self.last + 1), [0] * (self.last + 1)
         for at, call, with_parameter, flops in self._flops:
             (products if with_parameter else core)[self._layer(at, call)] += flops
+        rows: list[dict[str, int]] = [{} for _ in range(self.last + 1)]
+        for at, call, name, number in self._rows:
+            of_layer = rows[self._layer(at, call)]
+            of_layer[name] = max(of_layer.get(name, 0), number)
         for layer in range(self.last + 1):
             yield LayerTrace(
                 tuple(saved[layer].values()),
@@ -208,6 +220,7 @@ class _Tracer:
                 again[layer],
                 products[layer] // (2 * tokens),
                 core[layer] // tokens,
+                rows[layer],
             )
 
     def _layer(self, at: int, call: Call | None) -> int:
