@@ -16,8 +16,10 @@ Result = TypeVar("Result")
 class Residency:
     """Parameters that are always there. Whoever keeps them elsewhere overrides all methods.
 
-    A parameter stands for all that computes together with it.
+    A parameter stands for all that computes together with it. `gathers` says that some are not there always.
     """
+
+    gathers = False
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:  # noqa: ARG002

@@ -149,10 +149,10 @@ class Bucket:
             if self.values is not self._common:
                 self.sharding.pool.give(self.values)
             self.values = None
-        # One element seen as many: of the right shape, yet without memory.
-        one = torch.zeros((), dtype=self.dtype, device=self.sharding.group.device)
+        # One element seen as many: of the right shape, yet without memory. Who computes with it sees it.
+        none = torch.full((), torch.nan, dtype=self.dtype, device=self.sharding.group.device)
         for segment in self.segments:
-            segment.parameter.data = one.expand(segment.parameter.shard.local)
+            segment.parameter.data = none.expand(segment.parameter.shard.local)
 
     def start_refresh(self) -> Work[Tensor] | None:
         """Start to bring the other ranks' slices, which they have updated, into whole values."""

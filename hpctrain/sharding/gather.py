@@ -31,6 +31,8 @@ class Gatherer(Residency):
     `watch`, if set, is told of what autograd saves where layers are surrounded, but for parameters.
     """
 
+    gathers = True
+
     def __init__(self, buckets: Sequence[Bucket], lasting: Collection[Parameter] = ()) -> None:
         cut = [bucket for bucket in buckets if bucket.sharding.zero == 3]
         self.watch: Watch | None = None

@@ -126,6 +126,12 @@ def _whole(
     if not theirs.requires_grad:
         own.requires_grad_(False)
         own.decayed = False
+        return own
+    # What a module has asked to be done with gradients is so, of each micro-batch.
+    for hook in (getattr(theirs, "_backward_hooks", None) or {}).values():
+        own.register_hook(hook)
+    for hook in (getattr(theirs, "_post_accumulate_grad_hooks", None) or {}).values():
+        own.register_post_accumulate_grad_hook(hook)
     return own
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.find import users_code
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import META, ModuleArchitecture, plan_of
 from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.foreign.block import RunningBlock
 from hpctrain.model.foreign.cut import Passing
 from hpctrain.model.foreign.holding import hold_all, hold_piece
 from hpctrain.model.foreign.layers import ModuleLayer
@@ -65,9 +67,9 @@ class ModulePart(nn.Module):
         self.names, self.layers, self.passage = held.names, held.layers, held.passage
         self.kept, self.layers[0].keeps = held.buffers, held.buffers if held.buffers.kept else None
         self._there = ExitStack()
-        forwards = {name: each.forward for name, each in (*held.calls.items(), *held.blocks.items())}
-        for name, layer in zip(held.blocks, self.layers[1:-1], strict=True):
-            forwards[name] = partial(self._run_block, layer, forwards[name])
+        forwards: dict[str, Callable[..., Any]] = {name: each.forward for name, each in held.calls.items()}
+        for (name, block), layer in zip(held.blocks.items(), self.layers[1:-1], strict=True):
+            forwards[name] = partial(self._run, RunningBlock(name, block, layer, groups, self._present))
         for name, forward in forwards.items():
             # Who looks for its forward method finds this one first.
             vars(self.module.get_submodule(name))["forward"] = partial(self.passage.called, name, forward)
@@ -78,6 +80,7 @@ class ModulePart(nn.Module):
         self.example = architecture.example
         self._met: set[Parameter] = set()
         self._ends = False
+        self._mode: bool | None = None
         for parameter in self.names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._meet)
@@ -89,7 +92,8 @@ class ModulePart(nn.Module):
     def forward(self, inputs: Inputs, hidden: Tensor | None = None) -> Any:
         """See Part: what the module gives for the fields that it takes; fractions are in its own format."""
         recording = torch.is_grad_enabled()
-        if self.module.training != recording:
+        if self._mode != recording:  # a new one has not been told either
+            self._mode = recording
             self.module.train(recording)
         told = ", ".join(f"{name} of shape {list(inputs.fields[name].shape)}" for name in self._call.names)
         apart = self.groups.weight_gradients.apart()
@@ -98,7 +102,9 @@ class ModulePart(nn.Module):
             self._have(self.layers[0])
             if len(self.layers) == 2:
                 self._have(self.layers[-1])
+            before = [parameter._version for parameter in self.names] if recording else []
             outputs = self.passage.run(partial(self._call, inputs.fields), inputs.dropout, hidden)
+            self._require_unwritten(before)
         for tensor in tensors_of(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._begin_backward, hidden))
@@ -139,22 +145,28 @@ class ModulePart(nn.Module):
         for parameter in layer.held:
             self._there.enter_context(self.residency.held(parameter))
 
-    def _run_block(self, layer: ModuleLayer, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a block gives, computed again in backward where that is wished."""
-        compute = partial(self.groups.saved_policy.call, partial(self._apart, forward), *given, **named)
-        if layer.own:
-            inputs = list(tensors_of((given, named)))
-            result = self.residency.surround(layer.own[0], compute, inputs, tensors_of)
-        else:
-            result = compute()
-        if layer is self.layers[-2]:
+    def _present(self) -> Residency:
+        """How parameters are there: who cuts them says so later."""
+        return self.residency
+
+    def _run(self, block: RunningBlock, *given: Any, **named: Any) -> Any:
+        """What a block gives; behind the last one all that follows is there."""
+        result = block(*given, **named)
+        if block.layer is self.layers[-2]:
             self._have(self.layers[-1])
         return result
 
-    def _apart(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """What a block gives, perhaps in the midst of a backward pass."""
-        with self.groups.weight_gradients.apart():
-            return forward(*given, **named)
+    def _require_unwritten(self, before: Sequence[int]) -> None:
+        """HpctrainError where the module has changed a parameter, and that would be lost."""
+        lost = self.residency.gathers or self.architecture.storage not in {torch.float32, torch.float64}
+        for (parameter, (name, *_)), version in zip(self.names.items(), before, strict=bool(before)):
+            if lost and parameter._version != version:
+                form = str(self.architecture.storage).removeprefix("torch.")
+                why = "with layout.zero = 3" if self.residency.gathers else f"in {form}"
+                raise HpctrainError(
+                    f"{self.title} writes into its parameter {name} while it computes, which is lost "
+                    f"{why}, as what is updated is elsewhere (fp32 and layout.zero = 2 keep it)"
+                )
 
     def _meet(self, parameter: Tensor) -> None:
         """A backward pass has come to all uses of a parameter, even if with no gradient."""

@@ -27,6 +27,11 @@ class Linear:
         return None
 
 
+def is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether a module has asked something to be done with its gradient, which is to come from autograd."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def lookup_problem(module: nn.Module) -> str:
     """Why a module is no embedding that can be split by rows; "" where it is one.
 

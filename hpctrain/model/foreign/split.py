@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.across import cut, entered, joined
 from hpctrain.model.foreign.experts import spread_experts
 from hpctrain.model.foreign.parallel import Column, LateParameter, Row, split_lookup
 from hpctrain.model.foreign.plan import LINEAR, Plan, Wish, attribute_of, divisor
-from hpctrain.model.foreign.sizes import Linear, part_sizes
+from hpctrain.model.foreign.sizes import Linear, is_hooked, part_sizes
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import Rows, rows_shard
 from hpctrain.parallel.shard import Shard
@@ -190,6 +191,11 @@ class _Splitting:
         return self.names[old.get_parameter(attribute)]
 
     def _parameter(self, old: nn.Module, attribute: str, shard: Shard) -> LateParameter:
+        if is_hooked(old.get_parameter(attribute)):
+            raise HpctrainError(
+                f"model.plan: {shard.name} has gradient hooks, and what is split has no gradient of "
+                "autograd's (leave it out of the plan)"
+            )
         trained = old.get_parameter(attribute).requires_grad
         own = LateParameter(shard, decayed=len(shard.shape) > 1 and trained)
         own.requires_grad_(trained)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.model.foreign.parallel import LateParameter, take_parameters
-from hpctrain.model.foreign.sizes import Linear
+from hpctrain.model.foreign.sizes import Linear, is_hooked
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import ColumnFunction, ColumnLinear, SplitLinear
 
@@ -106,4 +106,6 @@ class _Whole(ColumnFunction):
 
 def _linear(module: nn.Module) -> Linear | None:
     """The sizes of a module that is a linear layer and nothing else."""
-    return None if "forward" in vars(module) else Linear.of(module)
+    if "forward" in vars(module) or any(map(is_hooked, module.parameters(recurse=False))):
+        return None
+    return Linear.of(module)

@@ -1,0 +1,78 @@
+"""How a block of a module runs: gathered, perhaps computed again in backward, and so that neither changes
+what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.foreign.layers import ModuleLayer
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.residency import Residency
+
+
+class RunningBlock:
+    """Runs in the place of a block's forward method, whose parameters are those of a layer.
+
+    What is computed again leaves buffers as they are. HpctrainError where the block changes what it was
+    given, and that is needed as it was.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        layer: ModuleLayer,
+        groups: LayerGroups,
+        residency: Callable[[], Residency],
+    ) -> None:
+        self.name, self.block, self.layer, self.groups = name, block, layer, groups
+        self.residency, self.forward = residency, block.forward
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """What the block gives."""
+        inputs, policy = list(tensors_of((given, named))), self.groups.saved_policy
+        compute = partial(policy.call, partial(self._compute, []), *given, **named)
+        residency = self.residency()
+        needed = torch.is_grad_enabled() and (policy.computes_again or residency.gathers)
+        versions = _versions(inputs) if needed else []
+        if self.layer.own:
+            result = residency.surround(self.layer.own[0], compute, inputs, tensors_of)
+        else:
+            result = compute()
+        if needed and _versions(inputs) != versions:
+            why = 'memory.recompute = "full"' if policy.computes_again else "layout.zero = 3"
+            raise HpctrainError(
+                f"{self.name} changes what it is given in place, which {why} cannot undo "
+                "(x = x + y makes another one, where x += y changes it)"
+            )
+        return result
+
+    def _compute(self, before: list[bool], *given: Any, **named: Any) -> Any:
+        """What it gives; after the first time in the midst of a backward pass."""
+        with self.groups.weight_gradients.apart(), self._kept() if before else nullcontext():
+            before.append(True)
+            return self.forward(*given, **named)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Its buffers are afterwards what they were."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.data.copy_(value)  # as if nothing had been written, for autograd too
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How many times each was changed in place."""
+    return [tensor._version for tensor in tensors]
