@@ -47,7 +47,7 @@ class Recompute(SavedPolicy):
     ) -> None:
         self.recompute, self.store, self.within = recompute, store, within
         self.keeps_core = recompute != "selective"
-        self.computes_again = recompute == "full"
+        self.repeats = recompute == "full"
         self.watch: Watch | None = None
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:

@@ -25,12 +25,12 @@ class LayerPass:
 class SavedPolicy:
     """Keeps all that autograd saves. Whoever keeps less, or keeps it elsewhere, overrides these methods.
 
-    `computes_again` says that `call` does so in backward, `keeps_core` that the core of attention keeps its
-    output, for its own backward.
+    `repeats` says that what is given to `call` may be computed again, `keeps_core` that the core of attention
+    keeps its output, for its own backward.
     """
 
     keeps_core = True
-    computes_again = False
+    repeats = False
 
     def run(self, layers: Sequence[LayerPass], x: Tensor, shared: Sequence[Tensor] = ()) -> Tensor:  # noqa: ARG002
         """All layers, one after the other, of x. `shared` are tensors that every layer uses besides."""

@@ -48,9 +48,9 @@ class Sentences:
         return [np.where(hidden, 4, words), np.where(hidden, words, -100)]
 
 
-def padded(items):
+def padded(items, length=None):
     """Of one length in a batch: of the longest in it."""
-    longest = max(len(words) for words, _ in items)
+    longest = length or max(len(words) for words, _ in items)
     shape = len(items), longest
     batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.full(shape, -100),
              "attention_mask": torch.zeros(shape, dtype=torch.int64)}  # fmt: skip
@@ -59,6 +59,11 @@ def padded(items):
         batch["labels"][row, : len(words)] = torch.as_tensor(labels)
         batch["attention_mask"][row, : len(words)] = 1
     return batch
+
+
+def padded_to_twelve(items):
+    """All batches of one length, as stages of a pipeline need them."""
+    return padded(items, 12)
 
 
 class ResNet(nn.Module):

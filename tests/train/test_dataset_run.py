@@ -1,12 +1,13 @@
 """Runs on datasets that users bring take the steps of a plain torch loop over the same samples.
 
-Of engine/corpus.py, objective/choose.py and model/foreign/arguments.py, too.
+Of engine/corpus.py, objective/choose.py, model/foreign/arguments.py and model/foreign/buffers.py, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,12 @@ from hpctrain.comm.world import World
 from hpctrain.data.order import SampleOrder
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
+from hpctrain.deck.sources import toml_value
 from hpctrain.engine.build import build_engine, make_mesh
 from hpctrain.engine.corpus import open_corpus, settle_vocabulary
 from hpctrain.train.verify import ROUGHNESS
-from tests.engines import Trainer
+from tests.engines import Trainer, by_rank_0
+from tests.model.foreign.test_split import whole_parameters
 from tests.train import sets
 
 STEPS = 10
@@ -31,11 +34,13 @@ DECK = """
 [run]
 steps = 20
 seed = 7
+evaluate_sequences = 2
 [model]
 module = "{file}:{module}"
 {model}
 [data]
 dataset = "{file}:{dataset}"
+validation = 0.1
 {data}
 [batch]
 global_size = 8
@@ -53,7 +58,7 @@ bucket_bytes = 2000
 
 
 class Kind(NamedTuple):
-    """A module, a dataset, how one is called with what the other gives, and the loss of it."""
+    """A module, a dataset, how one is called with what the other gives, and the loss of it; and a plan."""
 
     module: Callable[[], nn.Module]
     dataset: Callable[[], Any]
@@ -62,6 +67,28 @@ class Kind(NamedTuple):
     batch: Callable[[list[Any]], dict[str, Tensor]]
     call: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     loss: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, float]]
+    plan: Mapping[str, Any] = MappingProxyType({})
+
+
+VIT_PLAN = {
+    "vit.layers.*.attention": "gather",
+    "vit.layers.*.attention.[qkv]_proj": {"split": "column", "unit": 8},
+    "vit.layers.*.attention.o_proj": "row",
+    "vit.layers.*.mlp.fc1": "column",
+    "vit.layers.*.mlp.fc2": "row",
+}
+BERT_PLAN = {
+    "bert.embeddings.word_embeddings": "vocabulary",
+    "cls.predictions.decoder": "vocabulary",
+    "bert.encoder.layer.*.attention.self": "gather",
+    "bert.encoder.layer.*.attention.self.query": {"split": "column", "unit": 8},
+    "bert.encoder.layer.*.attention.self.key": {"split": "column", "unit": 8},
+    "bert.encoder.layer.*.attention.self.value": {"split": "column", "unit": 8},
+    "bert.encoder.layer.*.attention.output.dense": "row",
+    "bert.encoder.layer.*.intermediate.dense": "column",
+    "bert.encoder.layer.*.output.dense": "row",
+}
+MLP_PLAN = {"layers.0": "column", "layers.1": "row", "last": "gathered column"}
 
 
 def stacked(items: list[Any]) -> dict[str, Tensor]:
@@ -91,17 +118,17 @@ KINDS = {
         sets.Regression, sets.Points, f'blocks = "layers.*"\nloss = "{SETS}:weighted"',
         'inputs = ["x", "weight", "scale"]', stacked,
         lambda module, batch: module(batch["x"], batch["weight"], scale=batch["scale"])["made"],
-        weighted,
+        weighted, MLP_PLAN,
     ),
     "vit": Kind(
         sets.vit, sets.Images, 'blocks = "vit.layers.*"', "", stacked,
-        lambda module, batch: module(pixel_values=batch["pixel_values"]).logits, classes,
+        lambda module, batch: module(pixel_values=batch["pixel_values"]).logits, classes, VIT_PLAN,
     ),
     "bert": Kind(
         sets.bert, sets.Sentences, 'blocks = "bert.encoder.layer.*"', f'collate = "{SETS}:padded"',
         sets.padded,
         lambda module, batch: module(batch["input_ids"], attention_mask=batch["attention_mask"]).logits,
-        classes,
+        classes, BERT_PLAN,
     ),
 }  # fmt: skip
 
@@ -109,7 +136,8 @@ KINDS = {
 def deck_of(kind: str, *overrides: str) -> Deck:
     own = KINDS[kind]
     names = {"module": own.module.__name__, "dataset": own.dataset.__name__}
-    return parse_deck(DECK.format(file=SETS, model=own.model, data=own.data, **names), overrides)
+    model = f"{own.model}\nplan = {toml_value(dict(own.plan))}" if own.plan else own.model
+    return parse_deck(DECK.format(file=SETS, model=model, data=own.data, **names), overrides)
 
 
 def trainer(world: World, deck: Deck) -> Trainer:
@@ -120,16 +148,16 @@ def trainer(world: World, deck: Deck) -> Trainer:
 
 
 def plain_loop(
-    training: Trainer, kind: str, steps: int = STEPS
+    training: Trainer, kind: str, weights: Mapping[str, Tensor], data_ranks: int
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Losses and norms of torch's AdamW in double precision, and the state at the end, from a trainer's
-    weights, over micro-batches of the order of samples.
+    """Losses and norms of torch's AdamW in double precision, and the state at the end, from these weights,
+    over micro-batches of the order of samples. Statistics are those of data ranks' own micro-batches.
     """
     own, deck = KINDS[kind], training.deck
     module, dataset = own.module().double().train(), own.dataset()
     named = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        for name, value in training.parameters().items():
+        for name, value in weights.items():
             named[name].copy_(value)
     trained = list(module.parameters())
     groups = [
@@ -138,15 +166,27 @@ def plain_loop(
     ]
     keys, size, micro = deck.optimizer, deck.batch.global_size, deck.batch.micro_size
     optimizer = torch.optim.AdamW(groups, betas=(keys.beta1, keys.beta2), eps=keys.epsilon)
-    held_out = max(1, int(deck.data.validation * len(dataset)))
+    held_out = int(deck.data.validation * len(dataset))
     order = SampleOrder(len(dataset) - held_out, deck.run.seed)
     figures = []
-    for step in range(steps):
+    for step in range(STEPS):
         samples = order.at(np.arange(step * size, (step + 1) * size)).tolist()
         batches = [
             own.batch([dataset[index] for index in samples[k : k + micro]]) for k in range(0, size, micro)
         ]
-        sums, counts = zip(*(own.loss(own.call(module, batch), batch) for batch in batches), strict=True)
+        sums, counts, of_ranks = [], [], []
+        before = {name: value.clone() for name, value in module.named_buffers()}
+        for rank in range(data_ranks):
+            for name, value in module.named_buffers():
+                value.data.copy_(before[name])  # of which autograd is not to know
+            for batch in batches[rank::data_ranks]:
+                total, count = own.loss(own.call(module, batch), batch)
+                sums.append(total)
+                counts.append(count)
+            of_ranks.append({name: value.clone().double() for name, value in module.named_buffers()})
+        for name, value in module.named_buffers():
+            each = torch.stack([buffers[name] for buffers in of_ranks])
+            value.data.copy_(each.mean(0) if deck.model.buffers == "average" else each[0])
         loss = torch.stack(sums).sum() / sum(counts)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -156,25 +196,31 @@ def plain_loop(
             group["lr"] = training.engine.learning_rate.at(step, size)
         optimizer.step()
         figures.append([loss.item(), norm.item()])
-    return figures, module.state_dict()
+    state = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+    return figures, {name: value.detach() for name, value in (*module.named_parameters(), *state.items())}
 
 
 def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
-    training = trainer(world, deck_of(kind, *overrides))
-    figures, expected = plain_loop(training, kind)
+    deck = deck_of(kind, *overrides)
+    training = trainer(world, deck)
+    weights = whole_parameters(training, world)
+    data_ranks = world.size // (deck.layout.pipeline * deck.layout.tensor)
+    figures, expected = by_rank_0(world, lambda: plain_loop(training, kind, weights, data_ranks))
     found = [[result.loss, result.grad_norm] for result in training.train(STEPS)]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(figures), rtol=1e-5, atol=0.0)
-    here = {name: value.detach().clone() for name, value in training.parameters().items()}
-    here |= {shard.name: value.view(shard.shape) for _, shard, value in kept(training)}
-    for name, value in here.items():
+    every = whole_parameters(training, world)
+    for name, value in (*every.items(), *kept(training).items()):
         theirs = expected[name]
         assert (value - theirs).abs().max() <= 1e-5 * theirs.abs().max(), name
+    names = {name for of_rank in world.everyone.all_gather_object([*kept(training)]) for name in of_rank}
+    assert names | every.keys() == expected.keys()
     assert training.state.samples == STEPS * 8
 
 
-def kept(training: Trainer) -> list[Any]:
-    part: Any = training.engine.models[0]
-    return list(part.kept.state())
+def kept(training: Trainer) -> dict[str, Tensor]:
+    """The buffers that this rank keeps."""
+    parts: Any = training.engine.models
+    return {shard.name: value.view(shard.shape) for part in parts for _, shard, value in part.kept.state()}
 
 
 @pytest.mark.mpi(min_size=1, max_size=1)
@@ -183,21 +229,58 @@ def test_one_rank_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> No
     assert_equal_steps(world, kind)
 
 
+ON_TWO = {
+    "data": (),
+    "ZeRO-3": ("layout.zero=3", "memory.recompute=full"),
+    "ZeRO-1": ("layout.zero=1", "batch.micro_size=4"),
+    "1F1B": ("layout.pipeline=2",),
+    "ZB-H1": ("layout.pipeline=2", "layout.schedule=zb-h1"),
+    "tensor": ("layout.tensor=2",),
+}
+FIXED = f"data.collate={SETS}:padded_to_twelve"
+
+
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize(
-    "layout", [(), ("layout.zero=3", "memory.recompute=full"), ("layout.zero=1", "batch.micro_size=4")]
-)
-@pytest.mark.parametrize("kind", ["Regression", "vit", "bert"])
-def test_data_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: tuple[str, ...]) -> None:
-    assert_equal_steps(world, kind, *layout)
+@pytest.mark.parametrize("layout", ON_TWO)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
+    changes = ON_TWO[layout]
+    if layout == "tensor" and not KINDS[kind].plan:
+        pytest.skip("it has no layers that a plan splits")
+    if kind == "bert" and "layout.pipeline=2" in changes:
+        changes = *changes, FIXED
+    assert_equal_steps(world, kind, *changes)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_statistics_are_averaged(world: World) -> None:
+    assert_equal_steps(world, "ResNet", "model.buffers=average")
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_are_cut_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
+    assert_equal_steps(world, kind, "layout.zero=3")
+
+
+@pytest.mark.mpi(min_size=4, max_size=4)
+@pytest.mark.parametrize("kind", [kind for kind, own in KINDS.items() if own.plan])
+def test_stages_of_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
+    more = [FIXED] if kind == "bert" else []
+    if kind == "Regression":
+        # Between its blocks features are to be whole.
+        more = [f"model.plan={toml_value({'layers.0': 'gathered column', 'layers.1': 'row of whole input'})}"]
+    assert_equal_steps(world, kind, "layout.pipeline=2", "layout.tensor=2", *more)
 
 
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("kind", ["Regression", "vit"])
 def test_evaluation_counts_every_sample_once(world: World, kind: str) -> None:
     """Of seven held out in micro-batches of two or three, where one rank has a row that does not count."""
-    training = trainer(world, deck_of(kind, "batch.global_size=6", "batch.micro_size=3"))
-    corpus = open_corpus(training.deck.with_keys(data={"validation": 0.1}), world)
+    training = trainer(
+        world, deck_of(kind, "batch.global_size=6", "batch.micro_size=3", "run.evaluate_sequences=6")
+    )
+    corpus = open_corpus(training.deck, world)
     assert corpus.validation is not None
     count = corpus.validation.source.count
     assert count in {7, 9}

@@ -13,7 +13,7 @@ from hpctrain.comm.world import World
 from tests.engines import by_rank_0, reference, trainer
 from tests.model.foreign.test_split import assert_equal_steps, deck_of
 
-STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox")
+STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox", "opt")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

@@ -4,8 +4,7 @@ what it computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.architecture import kept_buffers
 from hpctrain.model.foreign.arguments import tensors_of
+from hpctrain.model.foreign.buffers import changed_once
 from hpctrain.model.foreign.layers import ModuleLayer
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.residency import Residency
@@ -22,7 +23,7 @@ from hpctrain.parallel.residency import Residency
 class RunningBlock:
     """Runs in the place of a block's forward method, whose parameters are those of a layer.
 
-    What is computed again leaves buffers as they are. HpctrainError where the block changes what it was
+    HpctrainError where the block changes what it was
     given, and that is needed as it was.
     """
 
@@ -36,41 +37,32 @@ class RunningBlock:
     ) -> None:
         self.name, self.block, self.layer, self.groups = name, block, layer, groups
         self.residency, self.forward = residency, block.forward
+        self.buffers = [*kept_buffers(block)] if groups.saved_policy.repeats else []
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """What the block gives."""
         inputs, policy = list(tensors_of((given, named))), self.groups.saved_policy
-        compute = partial(policy.call, partial(self._compute, []), *given, **named)
+        once = changed_once(self.block, self.buffers, self.forward)
+        compute = partial(policy.call, partial(self._apart, once), *given, **named)
         residency = self.residency()
-        needed = torch.is_grad_enabled() and (policy.computes_again or residency.gathers)
+        needed = torch.is_grad_enabled() and (policy.repeats or residency.gathers)
         versions = _versions(inputs) if needed else []
         if self.layer.own:
             result = residency.surround(self.layer.own[0], compute, inputs, tensors_of)
         else:
             result = compute()
         if needed and _versions(inputs) != versions:
-            why = 'memory.recompute = "full"' if policy.computes_again else "layout.zero = 3"
+            why = 'memory.recompute = "full"' if policy.repeats else "layout.zero = 3"
             raise HpctrainError(
                 f"{self.name} changes what it is given in place, which {why} cannot undo "
                 "(x = x + y makes another one, where x += y changes it)"
             )
         return result
 
-    def _compute(self, before: list[bool], *given: Any, **named: Any) -> Any:
-        """What it gives; after the first time in the midst of a backward pass."""
-        with self.groups.weight_gradients.apart(), self._kept() if before else nullcontext():
-            before.append(True)
-            return self.forward(*given, **named)
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Its buffers are afterwards what they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.block.buffers()]
-        try:
-            yield
-        finally:
-            for buffer, value in buffers:
-                buffer.data.copy_(value)  # as if nothing had been written, for autograd too
+    def _apart(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What it gives, perhaps in the midst of a backward pass."""
+        with self.groups.weight_gradients.apart():
+            return forward(*given, **named)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,32 @@ class ModuleBuffers:
         for buffer, piece in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
             own = piece.view(buffer.shape)
             buffer.copy_(own if buffer.is_floating_point() else own.round())
+
+
+def changed_once(block: nn.Module, names: Collection[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """One pass of a block, which may be computed again: then it finds in these buffers what it found at
+    first, and does not change them any more.
+    """
+    found: list[Tensor] = []
+
+    def compute(*given: Any, **named: Any) -> Any:
+        buffers = [block.get_buffer(name) for name in names]
+        if not found:
+            found.extend(buffer.clone() for buffer in buffers)
+            return forward(*given, **named)
+        now = [buffer.clone() for buffer in buffers]
+        _put(found, buffers)
+        try:
+            return forward(*given, **named)
+        finally:
+            _put(now, buffers)
+
+    return compute if names else forward
+
+
+def _put(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)  # a backward pass may have saved it, and does not use its values
 
 
 def _home(module: nn.Module, name: str) -> tuple[nn.Module, str]:

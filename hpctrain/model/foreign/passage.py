@@ -128,7 +128,8 @@ class PiecePassage(Passage):
             if not spec.is_of(tensor):
                 raise HpctrainError(
                     f"{call.name} gave {spec} in the pass by which stages were made, and now "
-                    f"{Spec(tuple(tensor.shape), tensor.dtype, True)}"
+                    f"{Spec(tuple(tensor.shape), tensor.dtype, True)} (what passes between stages has one "
+                    "form in all passes, and is whole on tensor ranks)"
                 )
             self._here[source] = tensor.clone() if spec.changed else tensor
 

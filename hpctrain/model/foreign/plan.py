@@ -291,16 +291,28 @@ def _tied(parts: _Parts, plan: Plan) -> Iterator[str]:
     owners: dict[int, dict[str, None]] = {}
     for name, each in parts.parameters.items():
         owners.setdefault(id(each), {})[parts.owner(name)] = None
-    for parameter, every in owners.items():
-        if len(every) < 2:
+    for parameter, found in owners.items():
+        if len(found) < 2:
             continue
-        styles = {each: plan.wishes[each].style for each in every if each in plan.wishes}
+        styles = {each: plan.wishes[each].style for each in found if each in plan.wishes}
+        every = [each for each in found if not _around_head(parts, styles, each, parameter)]
         cut = {each for each, style in styles.items() if style in {*LINEAR, "vocabulary", "expert"}}
         if not cut or ({*styles.values()} == {"vocabulary"} and len(styles) == len(every)):
             continue
         names = " and ".join(name for name, each in parts.parameters.items() if id(each) == parameter)
         others = [each for each in every if styles.get(each) != "vocabulary"]
         yield f'{names} are one parameter: {" and ".join(others)} must be planned "vocabulary", too'
+
+
+def _around_head(parts: _Parts, styles: Mapping[str, str], outer: str, bias: int) -> bool:
+    """Whether a module has the bias of a head in it as its own, too, as masked language models of
+    transformers do: it gets a rank's rows with the head.
+    """
+    return any(
+        style == "vocabulary" and head.startswith(f"{outer}." if outer else "") and head != outer
+        for head, style in styles.items()
+        if id(getattr(parts.modules[head], "bias", None)) == bias
+    )
 
 
 def _regions(plan: Plan) -> Iterator[str]:

@@ -173,6 +173,8 @@ class _Splitting:
             shard = table.shard
             rows = Rows(shard.shape[0], shard.start[0], shard.local[0])
             biases = [self._parameter(old, "bias", rows_shard(self._name(old, "bias"), rows, ()))]
+            for home in self.module.modules():  # one around the head may have it, too
+                home._parameters |= {n: biases[0] for n, p in home._parameters.items() if p is old.bias}
         whole_of = linear.outputs if self.whole_logits else 0
         self._replace(name, Column([table], biases, groups, self.groups.tensor, linear, whole_of))
         if not self.whole_logits:

@@ -18,6 +18,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.deck.sources import toml_value
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.find import build_module
 from hpctrain.plan.memory import plan_memory
@@ -59,6 +60,18 @@ NEOX = {
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
     "initializer_range": 0.1,
+    **TOKENS,
+}
+OPT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "init_std": 0.1,
+    "dropout": 0.0,
     **TOKENS,
 }
 OWN_PLAN = "its own"
@@ -132,6 +145,16 @@ NEOX_PLAN = {
     "gpt_neox.layers.*.*_layernorm": "sequence",
     "gpt_neox.final_layer_norm": "sequence",
 }
+OPT_PLAN = {
+    "model.decoder.embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+    "model.decoder.layers.*.self_attn": "gather",
+    "model.decoder.layers.*.self_attn.[qkv]_proj": {"split": "column", "unit": 8},
+    "model.decoder.layers.*.self_attn.num_heads": "divided",
+    "model.decoder.layers.*.self_attn.out_proj": "row",
+    "model.decoder.layers.*.fc1": "column",
+    "model.decoder.layers.*.fc2": "row",
+}
 TWICE_PLAN = {
     "embed": "vocabulary",
     "head": "vocabulary",
@@ -158,6 +181,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "qwen3": ("transformers:Qwen3ForCausalLM", "model.layers.*", LLAMA | {"head_dim": 8}, QWEN3_PLAN),
     "phi3": ("transformers:Phi3ForCausalLM", "model.layers.*", LLAMA | TOKENS, PHI3_PLAN),
     "neox": ("transformers:GPTNeoXForCausalLM", "gpt_neox.layers.*", NEOX, NEOX_PLAN),
+    "opt": ("transformers:OPTForCausalLM", "model.decoder.layers.*", OPT, OPT_PLAN),
     "tied": (
         "transformers:LlamaForCausalLM",
         "model.layers.*",
@@ -188,6 +212,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
 }
 TENSOR = ("layout.tensor=2",)
 PIECES = (*TENSOR, "layout.sequence_parallel=true")
+NO_PIECES = OWN_PLAN, OPT_PLAN
 
 
 def deck_of(kind: str, *overrides: str, plan: Any = None) -> Deck:
@@ -254,9 +279,15 @@ def test_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str) ->
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("kind", [kind for kind, (*_, plan) in KINDS.items() if plan != OWN_PLAN])
+@pytest.mark.parametrize("kind", [name for name, (*_, plan) in KINDS.items() if plan not in NO_PIECES])
 def test_pieces_of_sequences_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, *PIECES))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_pieces_of_sequences_are_not_flattened(world: World) -> None:
+    with pytest.raises(HpctrainError, match=r"gathers activations \[batch, sequence, features\], and the"):
+        trainer(world, deck_of("opt", *PIECES)).train(1)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
