@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch import ROOT, clean_environment, launcher
-from tests.warm import Server
+from tests.warm import FOREIGN, Server
 
 if TYPE_CHECKING:
     from hpctrain.comm.world import World
@@ -94,7 +94,7 @@ def mpi_tmp_path(tmp_path: Path, world: World) -> Path:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Server]:
     """What starts programs without loading again what they all load."""
-    server = Server()
+    server = Server(*FOREIGN)
     yield server
     server.close()
 

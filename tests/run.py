@@ -25,14 +25,14 @@ sys.path.insert(0, str(ROOT))
 from tests.launch import is_open_mpi, launcher  # noqa: E402
 from tests.mpi_plugin import CLAIMS  # noqa: E402
 from tests.tally import KINDS, VARIABLE, count  # noqa: E402
-from tests.warm import Server  # noqa: E402
+from tests.warm import FOREIGN, Server  # noqa: E402
 
 SLOWEST = ("--durations=12", "--durations-min=5")
 """What each part tells of its slowest tests."""
 
 SHARED = ("--dist", "worksteal", "-n")
 """Before the number of processes that share the tests without MPI."""
-LOADED = ("pytest", "transformers", "torch.distributed.tensor")
+LOADED = ("pytest", "transformers", *FOREIGN)
 """What ranks need not load anew, beside what every program does."""
 LOADED_ALREADY = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 """What pytest warns of then, as far as its plug-ins use the same modules."""

@@ -27,6 +27,11 @@ MOST = 1 << 20
 """Bytes that are taken at a time."""
 OWN_END, QUICK_END = "own-end", "quick-end"
 LOADED = ("hpctrain.cli.main", "hpctrain.cli.run", "hpctrain.train.run")
+FOREIGN = (
+    *("torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils"),
+    *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
+)
+"""What modules that users bring load as soon as one is built on torch's device "meta": four seconds of it."""
 
 
 class Server:
