@@ -1,7 +1,7 @@
 """Classes of transformers, untouched, take the steps of a plain torch loop on every layout.
 
-With plans on tensor ranks they are in tests/model/foreign/test_split.py; images, masked sentences, a ResNet
-and a regression are in tests/train/test_datasets.py.
+Images, masked sentences, a ResNet and a regression are in tests/train/test_dataset_run.py, modules of our own
+and pieces of sequences in tests/model/foreign.
 """
 
 from __future__ import annotations
@@ -13,32 +13,39 @@ from hpctrain.comm.world import World
 from tests.engines import by_rank_0, reference, trainer
 from tests.model.foreign.test_split import assert_equal_steps, deck_of
 
+STEPS = 10
 STOCK = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "neox", "opt")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("kind", STOCK)
 def test_data_ranks(world: World, kind: str) -> None:
-    assert_equal_steps(world, deck_of(kind))
+    assert_equal_steps(world, deck_of(kind), STEPS)
 
 
 @pytest.mark.mpi(min_size=2, max_size=4)
 @pytest.mark.parametrize("kind", STOCK)
 def test_parameters_that_are_cut(world: World, kind: str) -> None:
-    assert_equal_steps(world, deck_of(kind, "layout.zero=3"))
+    assert_equal_steps(world, deck_of(kind, "layout.zero=3"), STEPS)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", STOCK)
+def test_tensor_ranks(world: World, kind: str) -> None:
+    assert_equal_steps(world, deck_of(kind, "layout.tensor=2"), STEPS)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("kind", STOCK)
 def test_pipeline_stages(world: World, kind: str, schedule: str) -> None:
-    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", f"layout.schedule={schedule}"))
+    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", f"layout.schedule={schedule}"), STEPS)
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("kind", STOCK)
 def test_pipeline_stages_of_tensor_ranks(world: World, kind: str) -> None:
-    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", "layout.tensor=2"))
+    assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", "layout.tensor=2"), STEPS)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)

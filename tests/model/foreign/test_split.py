@@ -273,7 +273,7 @@ def assert_equal_steps(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt", "tied", "experts", "twice", "gemma3"])  # others: test_stock.py
 def test_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
     assert_equal_steps(world, deck_of(kind, *TENSOR))
 
@@ -312,10 +312,16 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
-@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "phi3", "twice"])
-@pytest.mark.parametrize("layout", MORE)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("gpt", layout) for layout in MORE),
+        *(("llama", "zero 3"), ("phi3", "zero 1")),
+        *((kind, "zero 3, recomputed") for kind in ("gpt2", "twice")),
+    ],
+)
 def test_data_and_tensor_ranks_take_the_steps_of_a_plain_loop(world: World, kind: str, layout: str) -> None:
-    assert_equal_steps(world, deck_of(kind, *MORE[layout]), steps=5)
+    assert_equal_steps(world, deck_of(kind, *MORE[layout]))
 
 
 @pytest.mark.mpi(min_size=4, max_size=4)
@@ -323,16 +329,16 @@ def test_ranks_that_share_heads_take_the_steps_of_a_plain_loop(world: World) -> 
     """Two heads of keys and values on four ranks."""
     groups = {"model.layers.*.self_attn.num_key_value_groups": {"split": "divided", "units": 2}}
     deck = deck_of("llama", "layout.tensor=4", plan=LLAMA_PLAN | groups)
-    assert_equal_steps(world, deck, steps=5)
+    assert_equal_steps(world, deck)
     assert_equal_steps(world, deck_of("llama", "layout.tensor=4", plan=OWN_PLAN), steps=2)
     pieces = "layout.tensor=4", "layout.sequence_parallel=true"
-    assert_equal_steps(world, deck_of("llama", *pieces, plan=LLAMA_PLAN | groups), steps=5)
+    assert_equal_steps(world, deck_of("llama", *pieces, plan=LLAMA_PLAN | groups))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("kind", ["gpt", "gpt2", "phi3", "twice"])
 def test_blocks_are_computed_again(world: World, kind: str) -> None:
-    assert_equal_steps(world, deck_of(kind, *PIECES, "memory.recompute=full", "layout.zero=2"), steps=5)
+    assert_equal_steps(world, deck_of(kind, *PIECES, "memory.recompute=full", "layout.zero=2"))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -424,7 +430,7 @@ def test_masks_are_equal_on_tensor_ranks(world: World) -> None:
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("kind", ["llama", "neox", "phi3"])
 def test_an_own_plan_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:
-    assert_equal_steps(world, deck_of(kind, *TENSOR, plan=OWN_PLAN), steps=5)
+    assert_equal_steps(world, deck_of(kind, *TENSOR, plan=OWN_PLAN))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
