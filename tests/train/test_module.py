@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,6 +14,9 @@ from subprocess import CompletedProcess
 import h5py
 import numpy as np
 import pytest
+
+from tests.launch import clean_environment
+from tests.warm import Server
 
 Launch = Callable[..., "CompletedProcess[str]"]
 
@@ -49,10 +53,20 @@ peak_flops = 1e10
 """
 
 
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory, warm: Server) -> Path:
+    """A token file, made once."""
+    home = tmp_path_factory.mktemp("tokens")
+    (home / "text.txt").write_text("".join(chr(32 + 7 * n * n % 61) for n in range(4000)))
+    environment = clean_environment()
+    command = [*warm.command(environment), "-m", "hpctrain", "prepare", "tokens.h5", "text.txt"]
+    subprocess.run(command, cwd=home, env=environment, check=True, capture_output=True)
+    return home / "tokens.h5"
+
+
 @pytest.fixture
-def folder(tmp_path: Path, launch: Launch) -> Path:
-    (tmp_path / "text.txt").write_text("".join(chr(32 + 7 * n * n % 61) for n in range(4000)))
-    assert not launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode
+def folder(tmp_path: Path, tokens: Path) -> Path:
+    shutil.copy(tokens, tmp_path)
     (tmp_path / "code").mkdir()
     text = MODELS.read_text().replace("VOCABULARY = 61", "VOCABULARY = 257")
     (tmp_path / "code/my_models.py").write_text(text)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.test_module import Launch, folder, hpctrain, losses, tensors
+from tests.train.test_module import Launch, folder, hpctrain, losses, tensors, tokens
 
-__all__ = ["folder"]
+__all__ = ["folder", "tokens"]
 
 MODELS = Path(__file__).parents[1] / "model/foreign"
 STAGED = ("model.module=staged.py:dicts", "model.arguments=", "model.blocks=rows.*", "model.buffers=first")

@@ -4,16 +4,16 @@ refused where a plan cannot be.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import h5py
 import numpy as np
 import pytest
 
-Launch = Callable[..., "CompletedProcess[str]"]
+from tests.train.test_module import Launch, hpctrain, losses, tokens
+
+__all__ = ["tokens"]
 
 DECK = """
 [run]
@@ -68,17 +68,10 @@ peak_flops = 1e10
 
 
 @pytest.fixture
-def folder(tmp_path: Path, launch: Launch) -> Path:
-    (tmp_path / "text.txt").write_text("".join(chr(32 + 7 * n * n % 61) for n in range(4000)))
-    assert not launch(0, "-m", "hpctrain", "prepare", "tokens.h5", "text.txt").returncode
+def folder(tmp_path: Path, tokens: Path) -> Path:
+    shutil.copy(tokens, tmp_path)
     (tmp_path / "deck.toml").write_text(DECK)
     return tmp_path
-
-
-def hpctrain(launch: Launch, ranks: int, *arguments: str, code: int = 0) -> str:
-    done = launch(ranks, "-m", "hpctrain", *arguments)
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    return done.stdout + done.stderr
 
 
 def sets(*keys: str) -> list[str]:
@@ -95,11 +88,6 @@ def model(path: Path) -> dict[str, np.ndarray]:
 
         file.visititems(take)
     return found
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows]
 
 
 def test_a_run_goes_on_with_tensor_ranks_and_without(folder: Path, launch: Launch) -> None:
