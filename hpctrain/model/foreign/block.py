@@ -23,8 +23,7 @@ from hpctrain.parallel.residency import Residency
 class RunningBlock:
     """Runs in the place of a block's forward method, whose parameters are those of a layer.
 
-    HpctrainError where the block changes what it was
-    given, and that is needed as it was.
+    HpctrainError where the block changes what it was given, and that is needed as it was.
     """
 
     def __init__(
