@@ -94,6 +94,8 @@ def _unfit(name: str, deck: Deck, ranks: int, on_host: bool) -> Iterator[str]:
     rival = RIVALS[name]
     if not on_host:
         yield 'computes on the CPU alone; run.device = "cpu" would do'
+    if deck.model.module is not None and rival.module != "torch_data":
+        yield "trains our own families, not model.module; ddp, ddp-kept, ddp-onednn and zero1 would do"
     if rival.axis == "none":
         if ranks > 1:
             yield f"needs one rank; there are {ranks}"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.torch_model import TorchModel
 from hpctrain.bench.torch_training import PeerStep, Place, Training, Update, clip_gradients
 from hpctrain.data.batches import MicroBatch
 from hpctrain.deck.schema import Deck
@@ -28,7 +27,7 @@ def peer(name: str, deck: Deck, place: Place, split: Sequence[int]) -> PeerStep:
     OneDnnLinear. "ddp-kept" differs by the environment of its process alone.
     """
     training = Training(deck, place.rank, place.size)
-    model: nn.Module = training.filled(TorchModel(training.shape))
+    model = training.whole_model()
     if name == "ddp-onednn":
         through_onednn(model)
     if name != "ddp-alone":

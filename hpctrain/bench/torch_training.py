@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.bench.torch_model import TorchModel, loss_of
+from hpctrain.bench.torch_module import TorchModule
 from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.data.synthetic import SyntheticSource
 from hpctrain.deck.schema import Deck
+from hpctrain.model.build import architecture_of
+from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.initialize import deviation, fill_normal
 from hpctrain.model.precision import Precision
 from hpctrain.model.shape import ModelShape
@@ -55,11 +58,25 @@ class Training:
     def __init__(self, deck: Deck, rank: int = 0, ranks: int = 1) -> None:
         assert deck.model.vocabulary is not None
         self.deck, self.share, self.steps = deck, (rank, ranks), 0
-        self.shape = ModelShape.of(deck, deck.model.vocabulary)
+        self.architecture = architecture_of(deck, deck.model.vocabulary)
         self.storage = Precision.of(deck).storage
         source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary, seed=deck.run.seed)
         self._batches = Batches(source, deck.run.seed)
         self._rates = LearningRate(**deck.learning_rate.model_dump())
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of one of our own families."""
+        assert isinstance(self.architecture, ModelShape)
+        return self.architecture
+
+    def whole_model(self) -> nn.Module:
+        """All of the deck's model in plain torch, of tokens [b, s] logits [b, s, V], with the weights that a
+        run begins with.
+        """
+        if isinstance(self.architecture, ModuleArchitecture):
+            return TorchModule(self.architecture, self.deck.run.seed)
+        return self.filled(TorchModel(self.shape))
 
     @property
     def count(self) -> int:

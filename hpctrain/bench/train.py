@@ -37,11 +37,11 @@ from hpctrain.engine.sizes import expert_sizes
 from hpctrain.errors import HpctrainError
 from hpctrain.memory.live import LiveActivations
 from hpctrain.memory.saved import gpt_activation_bytes
+from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.inputs import Inputs
 from hpctrain.model.part import blocks_of
 from hpctrain.model.precision import Precision
-from hpctrain.model.shape import ModelShape
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.plan.engine import build_within_memory
 from hpctrain.report.terminal import stdout_console
@@ -91,7 +91,8 @@ def bench_train(
     """Time a deck's training step on random tokens; the exit code."""
     with world.agreement():
         deck = with_vocabulary(read_deck(path, overrides, read_source=settled_keys))
-        ModelShape.of(deck, deck.model.vocabulary or 0)  # which refuses what is not timed here
+        _require_tokens(deck)
+        architecture_of(deck, deck.model.vocabulary or 0)  # which refuses what cannot be built
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
     mesh = make_mesh(deck, world)
@@ -135,13 +136,14 @@ def bench_train(
     for index, name in enumerate(names):
         memory[index] = afresh.get(name, memory[index])
     peak = max(peak, _mean(world, measure_gemm_flops(dtype, world.device)))
-    flops = count(ModelShape.of(deck, deck.model.vocabulary or 0)).flops_per_token / (peak * world.size)
+    flops = count(architecture_of(deck, deck.model.vocabulary or 0)).flops_per_token / (peak * world.size)
     figures = [
         _figures(row, measured[0], flops, bytes_of, deck)
         for row, bytes_of in zip(measured, memory, strict=True)
     ]
     # Another engine of the deck, for which there may be no memory beside a variant that was to be alone.
-    activations = _activations(deck, world, mesh) if wish.only is None else ""
+    own_family = wish.only is None and deck.model.module is None
+    activations = _activations(deck, world, mesh) if own_family else ""
     if world.rank == 0:
         setting = Setting.of(deck, world, peak, processor_name(), load)
         stdout_console().print("\n".join(figure_lines(setting, figures)), markup=False)
@@ -150,6 +152,13 @@ def bench_train(
         if output is not None:
             write_json(output, asdict(setting) | {"rows": [asdict(row) for row in figures]})
     return 0
+
+
+def _require_tokens(deck: Deck) -> None:
+    """HpctrainError where a deck's module takes no tokens, or has a loss that no peer has."""
+    for key in ("data.dataset", "model.loss"):
+        if deck.value(key) is not None:
+            raise HpctrainError(deck.problem(key, "is not timed here: modules are, with the loss of tokens"))
 
 
 def _rival(name: str, deck: Deck, world: World, peer: PeerProcess) -> Variant:

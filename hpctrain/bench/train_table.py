@@ -11,6 +11,7 @@ from hpctrain.bench.rivals import RIVALS
 from hpctrain.bench.stages import Prediction, sentence, stage_lines
 from hpctrain.comm.world import World
 from hpctrain.deck.schema import Deck
+from hpctrain.model.build import architecture_of
 from hpctrain.model.count import count
 from hpctrain.model.shape import ModelShape
 from hpctrain.table import fitted
@@ -43,10 +44,11 @@ class Setting:
     @staticmethod
     def of(deck: Deck, world: World, gemm_flops: float, processor: str, load: float) -> Setting:
         """Of a deck on all ranks; `load` is that before."""
-        shape = ModelShape.of(deck, deck.model.vocabulary or 0)
+        made = architecture_of(deck, deck.model.vocabulary or 0)
+        name = made.family if isinstance(made, ModelShape) else made.title
         return Setting(
             title=deck.run.title,
-            model=f"{shape.family}, {format_count(count(shape).parameters)} parameters",
+            model=f"{name}, {format_count(count(made).parameters)} parameters",
             precision=deck.precision.words,
             ranks=world.size,
             batch=deck.batch.global_size,

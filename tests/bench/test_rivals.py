@@ -12,6 +12,8 @@ from hpctrain.bench.rivals import RIVALS, rival_problems
 from tests.engines import LLAMA, small_deck
 
 DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
+CLEARED = ("family", "layers", "hidden", "heads", "initial_std")
+MODULE = ("model.module=m.py:f", *(f"model.{key}=" for key in CLEARED))
 OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts=4")}
 
 
@@ -49,6 +51,7 @@ def test_every_peer_can_train_some_deck(name: str, monkeypatch: pytest.MonkeyPat
         (["ddp"], ("model.dropout=0.1",), 2, "model.dropout = 0.1: peers in plain torch have 0.0 alone"),
         (["ddp"], ("communication.emulate=1 Gbit/s",), 2, "delays our messages, and not those of peers"),
         (["ddp"], ("communication.ranks_per_node=2",), 4, "emulates nodes for our ranks, and not for peers"),
+        (["fsdp2"], MODULE, 2, "trains our own families, not model.module; ddp, ddp-kept"),
         (["transformers-eager"], (*LLAMA, "model.experts=4"), 2, "needs one rank; there are 2"),
     ],
 )

@@ -1,4 +1,7 @@
-"""What peers in plain torch train with: our first weights, and linear layers that oneDNN computes."""
+"""What peers in plain torch train with: our first weights, and linear layers that oneDNN computes.
+
+Of bench/torch_training.py, bench/torch_data.py and bench/torch_module.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hpctrain.comm.world import World
 from hpctrain.engine.build import build_engine
 from hpctrain.model.part import Span
 from tests.engines import LLAMA, small_deck
+from tests.model.foreign.test_whole import gpt2
 
 
 @pytest.mark.parametrize("changes", [(), LLAMA, ("model.tied=false",)], ids=["gpt2", "llama", "untied"])
@@ -36,6 +40,19 @@ def test_peers_begin_with_our_weights(world: World, changes: tuple[str, ...]) ->
             assert torch.equal(weights, ours[name.replace("blocks.0", "blocks.2")]), name
     whole = TorchModel(training.shape)
     assert sum(p.numel() for p in whole.parameters()) == sum(p.numel() for p in ours.values())
+
+
+def test_a_module_begins_with_the_weights_of_a_run(world: World) -> None:
+    alone, deck = world.alone(), gpt2()
+    engine = build_engine(deck, alone, Mesh(alone, {}))
+    ours = {p.shard.name: p.detach() for layer in engine.model.layers for p in layer.own}
+    training = Training(deck)
+    module = training.whole_model()
+    theirs = {name.removeprefix("module."): p for name, p in module.named_parameters()}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], value) for name, value in ours.items())
+    tokens = torch.randint(61, (2, 32), generator=torch.Generator().manual_seed(1))
+    assert module(tokens).shape == (2, 32, 61)
 
 
 def test_every_step_has_other_samples_and_its_rate() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.deck.find import find_function, users_code
 from hpctrain.model.foreign.architecture import ModuleArchitecture
@@ -43,6 +43,18 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @torch.no_grad()
+def first_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
+    """A module in host memory, with the values that a run begins with."""
+    with seeded(seed):
+        twin = architecture.build(HOST)
+        if architecture.initial is not None:
+            short = architecture.initial.rpartition("/")[2]
+            with users_code(f"model.initial: {short} fails"):
+                find_function(architecture.initial)(twin)
+    return twin
+
+
+@torch.no_grad()
 def initialize_module(
     architecture: ModuleArchitecture,
     parts: Sequence[Part],
@@ -51,12 +63,7 @@ def initialize_module(
     roughness: float = 0.0,
 ) -> None:
     """See `initialize_parts`."""
-    with seeded(seed):
-        twin = architecture.build(HOST)
-        if architecture.initial is not None:
-            short = architecture.initial.rpartition("/")[2]
-            with users_code(f"model.initial: {short} fails"):
-                find_function(architecture.initial)(twin)
+    twin = first_module(architecture, seed)
     values = dict(twin.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
         shard, whole = parameter.shard, values[parameter.shard.name]

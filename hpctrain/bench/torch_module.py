@@ -1,0 +1,24 @@
+"""A module that users bring as its own code has it, for peers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hpctrain.model.foreign.architecture import ModuleArchitecture
+from hpctrain.model.foreign.arguments import logits_of
+from hpctrain.model.foreign.initial import first_module
+
+
+class TorchModule(nn.Module):
+    """The module of a deck, untouched, with the weights that a run of this seed begins with."""
+
+    def __init__(self, architecture: ModuleArchitecture, seed: int) -> None:
+        super().__init__()
+        self.module = first_module(architecture, seed).float()
+        self._call = architecture.call(self.module)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [b, s, V]."""
+        logits = logits_of(self._call({"tokens": tokens}))
+        assert isinstance(logits, Tensor)
+        return logits
