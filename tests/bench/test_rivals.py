@@ -12,7 +12,7 @@ from hpctrain.bench.rivals import RIVALS, rival_problems
 from tests.engines import LLAMA, small_deck
 
 DATA, TENSOR, PIPELINE = (), ("layout.tensor=2",), ("layout.pipeline=2", "model.layers=4")
-CLEARED = ("family", "layers", "hidden", "heads", "initial_std")
+CLEARED = ("family", "layers", "hidden", "heads", "initial_std", "dropout")
 MODULE = ("model.module=m.py:f", *(f"model.{key}=" for key in CLEARED))
 OF_AXES = {"data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "none": (*LLAMA, "model.experts=4")}
 
