@@ -88,6 +88,9 @@ def _tensor(deck: Deck) -> Iterator[Problem]:
     if deck.layout.sequence_parallel and tensor == 1:
         sentence = "splits the sequence over the tensor ranks and so needs layout.tensor of at least 2, not 1"
         yield Problem("layout.sequence_parallel", sentence, ("layout.tensor",))
+    elif deck.layout.sequence_parallel and deck.data.dataset is not None:
+        sentence = "cuts the sequences of token files, and samples of a dataset have none that is known"
+        yield Problem("layout.sequence_parallel", sentence, ("data.dataset",))
     elif deck.layout.sequence_parallel and sequence % tensor:
         sentence = (
             f"must be a multiple of layout.tensor = {tensor} under layout.sequence_parallel "

@@ -96,6 +96,9 @@ def test_sequences_are_cut_over_several_ranks_evenly() -> None:
     assert told.startswith(
         "batch.sequence = 32: must be a multiple of layout.tensor = 3 under layout.sequence_parallel ("
     )
+    pieces = "layout.tensor=2", "layout.sequence_parallel=true", "model.plan=its own"
+    (told,) = problems(*pieces, "data.tokens=", "batch.sequence=", "data.dataset=m.py:Samples")
+    assert told == "cuts the sequences of token files, and samples of a dataset have none that is known"
 
 
 def test_stages_are_cut_between_blocks() -> None:
