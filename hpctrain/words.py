@@ -45,8 +45,8 @@ def either(choices: Iterable[object]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 batches`: a number and a noun that takes s or es."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun[-1] == 'h' else 's'}"
+    """`1 rank`, `2 batches`, `2 processes`: a number and a noun that takes s or es."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun[-1] in 'hs' else 's'}"
 
 
 def ranges(numbers: Iterable[int], separator: str) -> str:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.words import command, nearest, require
+from hpctrain.words import command, counted, nearest, require
 
 VERBS = ["run", "resume", "deck", "plan", "plot", "status", "inspect", "export", "import", "schedule"]
 
@@ -37,6 +37,11 @@ def test_commands_are_quoted_for_the_shell(folder: str) -> None:
 )
 def test_only_near_names_are_meant(name: str, meant: str | None) -> None:
     assert nearest(name, VERBS) == meant
+
+
+def test_nouns_have_their_plurals() -> None:
+    told = [counted(2, noun) for noun in ("rank", "batch", "process")]
+    assert told == ["2 ranks", "2 batches", "2 processes"] and counted(1, "process") == "1 process"
 
 
 def test_a_missing_package_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpctrain.data.batches import MicroBatch
-from hpctrain.deck.find import find_function, users_code
+from hpctrain.data.items import FieldForm
+from hpctrain.deck.find import article, find_function, users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.arguments import logits_of
 from hpctrain.model.foreign.split import SplitHead, SplitOutputs
@@ -116,10 +118,19 @@ class UsersLoss:
         return micro_batch.present if self.of_samples else int((micro_batch.targets >= 0).sum())
 
     def settle(self, figures: dict[str, float]) -> float:
-        """See Objective: how many were counted for each of those that were expected."""
-        share = figures.pop("counted") or 1.0
-        figures["loss"] /= share
-        return share
+        """See Objective: how many were counted for each of those that were expected. HpctrainError where that
+        is nothing to divide by.
+        """
+        share = figures.pop("counted")
+        if isfinite(figures["loss"]) and not 0 < share < inf:
+            total = "nothing" if share == 0 else "less than nothing" if share < 0 else "no finite number"
+            raise HpctrainError(
+                f"model.loss: the counts that its function gives add up to {total} over a step, "
+                "or over an evaluation, whose losses are divided by that (how many samples, or tokens, a "
+                "sum is of would do)"
+            )
+        figures["loss"] /= share or 1.0
+        return share or 1.0
 
     def losses(self, inputs: Inputs, scale: Tensor) -> LossOf:
         """See Objective."""
@@ -130,12 +141,8 @@ class UsersLoss:
         def losses(outputs: Any) -> Losses:
             with users_code("model.loss fails"):
                 made = self.function(outputs, batch)
-            if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
-                raise HpctrainError(
-                    "model.loss: its function must give a sum, which is a tensor, and a count"
-                )
-            loss = made[0].float() * weight
-            counted = torch.as_tensor(made[1], device=loss.device).detach().reshape(()) * weight
+            total, count = _sum_and_count(made)
+            loss, counted = total.float() * weight, count * weight
             return Losses(loss * scale, (loss.detach(), counted))
 
         return losses
@@ -144,6 +151,34 @@ class UsersLoss:
 def users_loss(target: str, of_samples: bool = False) -> UsersLoss:
     """The objective by the function that a target names; errors as in `find_function`."""
     return UsersLoss(find_function(target), of_samples)
+
+
+def _sum_and_count(made: Any) -> tuple[Tensor, Tensor]:
+    """What a user's loss gave, both without dims; values are not looked at, as that would wait for them."""
+    if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[0], Tensor):
+        raise HpctrainError("model.loss: its function must give a sum, which is a tensor, and a count")
+    total, given = made
+    if total.dim():
+        shape = list(total.shape)
+        raise HpctrainError(
+            f"model.loss: its function must give a sum, and gives losses of shape {shape} (.sum() adds them)"
+        )
+    if total.is_complex():
+        raise HpctrainError("model.loss: its function must give a real sum, and gives a complex one")
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise HpctrainError(
+            "model.loss: its function gives a sum that has no gradient, as it does not follow from what the "
+            "module gives (.detach(), .item() and torch.no_grad() take that away)"
+        )
+    try:
+        count = torch.as_tensor(given, device=total.device).detach()
+    except (TypeError, ValueError, RuntimeError):
+        kind = article(type(given).__name__)
+        raise HpctrainError(f"model.loss: its function must give a sum and a count, not {kind}") from None
+    if count.numel() != 1 or count.is_complex():
+        form = FieldForm.of(count)
+        raise HpctrainError(f"model.loss: its function must give one number for a count, not {form}")
+    return total, count.reshape(())
 
 
 def _cross_entropy(outputs: Any, targets: Tensor, scale: Tensor, z_loss: float) -> Losses:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hpctrain.deck.find import article, call_with, find_function, users_code
 from hpctrain.errors import HpctrainError
+from hpctrain.model.foreign.config import unknown_names
 
 
 def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -18,13 +19,20 @@ def build_module(target: str, arguments: Mapping[str, Any]) -> nn.Module:
     A class of Hugging Face's is made of its config: of the one in the folder `config`, or of the arguments.
     HpctrainError where they do not fit, it fails, or what it gives is no module.
     """
-    function, given = find_function(target), dict(arguments)
+    function: Any = find_function(target)
+    given = dict(arguments)
     short = target.rpartition("/")[2]
     config = getattr(function, "config_class", None) if isclass(function) else None
     if config is None:
         built = call_with(function, given, short, "model.arguments")
     else:
         folder = given.pop("config", None)
+        if hasattr(config, "to_dict"):
+            unknown = [*unknown_names(function, config, given, folder)] if given else []
+            if unknown:
+                raise HpctrainError(
+                    [f"{short}: [model.arguments] does not fit: {sentence}" for sentence in unknown]
+                )
         with users_code(f"{short} fails"):
             built = function(config(**given) if folder is None else config.from_pretrained(folder, **given))
     if not isinstance(built, nn.Module):

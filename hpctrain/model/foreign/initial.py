@@ -8,14 +8,17 @@ does to make them; for that moment a rank has memory for one copy in the formats
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpctrain.deck.find import find_function, users_code
+from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.architecture import ModuleArchitecture
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.model.initialize import fill_normal
@@ -42,15 +45,37 @@ def seeded(seed: int) -> Iterator[None]:
     np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+@dataclass(frozen=True)
+class Forms:
+    """What a module has to train and to keep: shapes of parameters and buffers by name; names by the first
+    one of the same parameter; and the parameters that are trained.
+    """
+
+    shapes: Mapping[str, list[int]]
+    firsts: Mapping[str, str]
+    trained: frozenset[str]
+
+    @staticmethod
+    def of(module: nn.Module) -> Forms:
+        """Those of a module."""
+        known: dict[nn.Parameter, str] = {}
+        named = dict(module.named_parameters(remove_duplicate=False))
+        firsts = {name: known.setdefault(each, name) for name, each in named.items()}
+        every = named | dict(module.named_buffers(remove_duplicate=False))
+        shapes = {name: list(each.shape) for name, each in every.items()}
+        return Forms(shapes, firsts, frozenset(name for name, each in named.items() if each.requires_grad))
+
+
 @torch.no_grad()
 def first_module(architecture: ModuleArchitecture, seed: int) -> nn.Module:
-    """A module in host memory, with the values that a run begins with."""
+    """A module in host memory, with the values that a run begins with. HpctrainError where it, or what
+    changes its values, makes others than it is to have.
+    """
     with seeded(seed):
         twin = architecture.build(HOST)
+        _require_same(Forms.of(architecture.sketch()), Forms.of(twin), f"{architecture.title} gives")
         if architecture.initial is not None:
-            short = architecture.initial.rpartition("/")[2]
-            with users_code(f"model.initial: {short} fails"):
-                find_function(architecture.initial)(twin)
+            _change(twin, architecture.initial)
     return twin
 
 
@@ -62,7 +87,7 @@ def initialize_module(
     seed: int,
     roughness: float = 0.0,
 ) -> None:
-    """See `initialize_parts`."""
+    """See `initialize_parts`. Errors as in `first_module`."""
     twin = first_module(architecture, seed)
     values = dict(twin.named_parameters(remove_duplicate=False))
     for parameter, target, offset in targets:
@@ -78,3 +103,41 @@ def initialize_module(
     for part in parts:
         assert isinstance(part, ModulePart)
         part.kept.fill(twin)
+
+
+def _change(twin: nn.Module, target: str) -> None:
+    """Have a user's function change the values of a module."""
+    short, before = target.rpartition("/")[2], Forms.of(twin)
+    function = find_function(target)
+    with suppress(ValueError):  # of which nobody knows what it takes
+        try:
+            signature(function).bind(twin)
+        except TypeError as error:
+            sentence = f"model.initial: {short} is to take the module, whose values it changes: {error}"
+            raise HpctrainError(sentence) from None
+    with users_code(f"model.initial: {short} fails"):
+        function(twin)
+    _require_same(before, Forms.of(twin), f"model.initial: {short} makes")
+
+
+def _require_same(expected: Forms, found: Forms, doing: str) -> None:
+    """Raise HpctrainError where a module has not the parameters and buffers that it is to have."""
+    if more := sorted(found.firsts.keys() - expected.firsts.keys()):
+        raise HpctrainError(f"{doing} a parameter {more[0]}, which the module is not to have")
+    for name, shape in expected.shapes.items():
+        own, is_parameter = found.shapes.get(name), name in expected.firsts
+        kind = "parameter" if is_parameter else "buffer"
+        if own is None or is_parameter != (name in found.firsts):
+            raise HpctrainError(f"{doing} a module without the {kind} {name}, which it is to have")
+        if own != shape:
+            raise HpctrainError(f"{doing} {name} of shape {own}, in the module {shape}")
+        if is_parameter and found.firsts[name] != (first := expected.firsts[name]):
+            raise HpctrainError(
+                f"{doing} {name} another parameter than {first}, but in the module they are one"
+            )
+        if (name in found.trained) != (name in expected.trained):
+            state = "trained" if name in found.trained else "frozen"
+            raise HpctrainError(
+                f"{doing} {name} {state}, which changes no values (what stays is said by the module, or by "
+                "model.frozen)"
+            )

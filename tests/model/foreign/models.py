@@ -162,3 +162,33 @@ def thirds(module: nn.Module) -> None:
 
 def refuses(module: nn.Module) -> None:
     raise ValueError("not these")
+
+
+def other_shape(module: nn.Module) -> None:
+    module.norm.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def deletes(module: nn.Module) -> None:
+    weight = module.norm.weight
+    del module.norm.weight
+    module.norm.register_buffer("weight", weight)
+
+
+def adds(module: nn.Module) -> None:
+    module.norm.more = nn.Parameter(torch.ones(3))
+
+
+def unties(module: nn.Module) -> None:
+    module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
+
+
+def freezes(module: nn.Module) -> None:
+    module.norm.weight.requires_grad_(False)
+
+
+def other_buffer(module: nn.Module) -> None:
+    module.places = module.places[:1]
+
+
+def takes_nothing() -> None:
+    pass

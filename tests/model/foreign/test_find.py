@@ -1,6 +1,6 @@
 """What a user wrote is found, and built; what is wrong with it is one sentence, with the user's own lines.
 
-Of deck/find.py, too.
+Of deck/find.py and model/foreign/config.py, too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,25 @@ def test_a_class_of_transformers_is_made_of_its_config(tmp_path: Path) -> None:
     transformers.GPT2Config(**sizes).save_pretrained(tmp_path)
     again = build_module("transformers:GPT2LMHeadModel", {"config": str(tmp_path), "n_layer": 2})
     assert len(again.transformer.h) == 2 and again.transformer.wte.weight.shape == (11, 8)
+
+
+def test_names_that_no_config_knows_are_told(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    told = "transformers:GPT2LMHeadModel: [model.arguments] does not fit: GPT2Config has no "
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    assert problems("transformers:GPT2LMHeadModel", **sizes, n_layers=2, heads=2) == (
+        f"{told}n_layers (did you mean n_layer?)",
+        f"{told}heads",
+    )
+    # Of which some are others' names, or stand for others.
+    also = {"hidden_size": 8, "num_labels": 3, "attn_implementation": "eager", "output_attentions": False}
+    assert isinstance(build_module("transformers:GPT2LMHeadModel", {**sizes, **also}), nn.Module)
+    transformers.GPT2Config(**sizes, mine=3).save_pretrained(tmp_path)
+    folder = {"config": str(tmp_path), "local_files_only": True}
+    assert isinstance(build_module("transformers:GPT2LMHeadModel", {**folder, "mine": 4}), nn.Module)
+    assert problems("transformers:GPT2LMHeadModel", **folder, mein=4) == (f"{told}mein (did you mean mine?)",)
+    within = problems("transformers:Gemma3ForConditionalGeneration", text_config={"hiden_size": 8})
+    assert within[0].endswith("text_config: Gemma3TextConfig has no hiden_size (did you mean hidden_size?)")
 
 
 def test_what_is_not_there_is_told_with_what_is_near(file: Path) -> None:

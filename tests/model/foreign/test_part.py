@@ -1,7 +1,7 @@
 """Modules that users bring take the steps of a plain torch loop, on one rank and on data ranks.
 
-Of model/foreign/part.py, model/foreign/architecture.py and sharding/gather.py: what autograd has saved of
-parameters that are gathered again.
+Of model/foreign/part.py, model/foreign/architecture.py, model/foreign/initial.py and sharding/gather.py: what
+autograd has saved of parameters that are gathered again.
 """
 
 from __future__ import annotations
@@ -367,3 +367,22 @@ def test_a_function_changes_initial_values(world: World) -> None:
         trainer(world, deck_of("gpt", f"model.initial={MODELS}:refuses"))
     with pytest.raises(HpctrainError, match=r"model\.initial=.* has no third \(did you mean thirds"):
         trainer(world, deck_of("gpt", f"model.initial={MODELS}:third"))
+
+
+INITIALS = {
+    "other_shape": r"makes norm\.weight of shape \[4, 4\], in the module \[32\]",
+    "deletes": r"makes a module without the parameter norm\.weight",
+    "adds": r"makes a parameter norm\.more, which the module is not to have",
+    "unties": r"makes head\.weight another parameter than embed\.weight, but in the module they are one",
+    "freezes": r"makes norm\.weight frozen, which changes no values",
+    "other_buffer": r"makes places of shape \[1\], in the module \[32\]",
+    "takes_nothing": r"is to take the module, whose values it changes: too many positional arguments",
+}
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("function", INITIALS)
+def test_a_function_that_makes_more_than_values_is_told(world: World, function: str) -> None:
+    told = rf"model\.initial: models\.py:{function} {INITIALS[function]}"
+    with pytest.raises(HpctrainError, match=told):
+        trainer(world, deck_of("gpt", f"model.initial={MODELS}:{function}"))

@@ -1,0 +1,73 @@
+"""A user's loss: what its function may give, and what is wrong with it in a sentence."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.errors import HpctrainError
+from hpctrain.model.inputs import Inputs
+from hpctrain.objective.objective import Losses
+from hpctrain.objective.of_module import UsersLoss
+
+OUTPUTS = torch.tensor([0.5, -1.5], requires_grad=True)
+
+
+def losses_of(made: Any) -> Losses:
+    inputs = Inputs.of_tokens(torch.zeros(3, 2, dtype=torch.int64), torch.arange(3), None)
+    return UsersLoss(lambda *_: made).losses(inputs, torch.tensor(0.25))(OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    "count", [2, 2.0, np.int64(2), np.ones(1) * 2, torch.tensor([2]), torch.tensor(2.0, requires_grad=True)]
+)
+def test_a_count_is_any_number(count: Any) -> None:
+    made = losses_of((OUTPUTS.square().sum(), count))
+    loss, counted = made.figures
+    assert made.total.item() == 0.625 and loss.item() == 2.5 and counted.item() == 2
+    assert counted.shape == () and not counted.requires_grad and made.total.requires_grad
+
+
+def _of_loss(made: Tensor) -> tuple[Tensor, int]:
+    return made, 2
+
+
+WRONG = {
+    "no pair": (OUTPUTS.sum(), "a sum, which is a tensor, and a count"),
+    "vector": (_of_loss(OUTPUTS.square()), r"losses of shape \[2\] \(\.sum\(\) adds them\)"),
+    "of one": (_of_loss(OUTPUTS.sum().reshape(1)), r"losses of shape \[1\]"),
+    "complex": (_of_loss(torch.complex(OUTPUTS, OUTPUTS).sum()), "gives a complex one"),
+    "detached": (_of_loss(OUTPUTS.sum().detach()), "has no gradient, as it does not follow"),
+    "constant": (_of_loss(torch.zeros(())), "has no gradient"),
+    "no count": ((OUTPUTS.sum(), None), "a sum and a count, not a NoneType"),
+    "text": ((OUTPUTS.sum(), "2"), "a sum and a count, not a str"),
+    "counts": ((OUTPUTS.sum(), [1, 1]), r"one number for a count, not int64 \[2\]"),
+    "complex count": ((OUTPUTS.sum(), 2j), "one number for a count, not complex"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_sum_and_no_count_is_told(kind: str) -> None:
+    made, told = WRONG[kind]
+    with pytest.raises(HpctrainError, match=rf"^model\.loss: its function .*{told}"):
+        losses_of(made)
+
+
+def test_a_sum_needs_no_gradient_where_none_is_taken() -> None:
+    with torch.no_grad():
+        assert losses_of((OUTPUTS.sum(), 0)).figures[1].item() == 0
+
+
+def test_what_nothing_can_be_divided_by_is_told() -> None:
+    loss = UsersLoss(lambda *_: None)
+    assert loss.settle(figures := {"loss": 3.0, "counted": 0.5}) == 0.5 and figures == {"loss": 6.0}
+    for counted, told in {0.0: "nothing", -1.0: "less than nothing", nan: "no finite", inf: "no fin"}.items():
+        with pytest.raises(HpctrainError, match=f"counts that its function gives add up to {told}"):
+            loss.settle({"loss": 3.0, "counted": counted})
+        # Of a step that is skipped counts, too, may be anything.
+        loss.settle({"loss": nan, "counted": counted})
