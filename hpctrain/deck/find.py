@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
@@ -21,7 +21,10 @@ from hpctrain.errors import HpctrainError, UsersError
 from hpctrain.words import nearest
 
 _OURS = str(Path(__file__).resolve().parents[1])
-_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), "<frozen"
+_NOT_THEIRS = _OURS, str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), "<frozen"
+
+_OF_WITH = 2
+"""Frames of what fails in the very lines of a `with users_code(...)`: its own, and theirs."""
 
 _PREFIX = "hpctrain_module_"
 """Of the names of modules that are loaded from files."""
@@ -30,16 +33,23 @@ _PREFIX = "hpctrain_module_"
 @contextmanager
 def users_code(doing: str) -> Iterator[None]:
     """What a user wrote runs within: where it fails, a UsersError of what it was `doing`, and of the
-    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is.
+    lines of the user's own that led there. What fails within ours, or for want of memory, stays as it is; but
+    not where a call, or what Python does with a user's object, does not fit that.
     """
     try:
         yield
     except (HpctrainError, MemoryError, torch.OutOfMemoryError):
         raise
+    except SystemExit as left:
+        raise UsersError(
+            f"{doing}: it ends the process (exit code {left.code!r}): what a script does besides, when it is "
+            'started, is to be under `if __name__ == "__main__":`'
+        ) from left
     except Exception as error:
         every = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in every if not frame.filename.startswith(_NOT_THEIRS)]
-        if every[-1].filename.startswith(_OURS):
+        ill_fitting = isinstance(error, TypeError | ValueError | OverflowError) and len(every) <= _OF_WITH
+        if every[-1].filename.startswith(_OURS) and not ill_fitting:
             raise
         told = [
             f"  {frame.filename}, line {frame.lineno}, in {frame.name}: {(frame.line or '').strip()}"
@@ -97,12 +107,13 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise HpctrainError(f"there is no package {error.name} here (a file is named FILE.py)") from None
-        with users_code(f"{name} fails to load"):
+    with users_code(f"{name} fails to load"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                sentence = f"there is no package {error.name} here (a file is named FILE.py)"
+                raise HpctrainError(sentence) from None
             raise
 
 

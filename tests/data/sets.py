@@ -90,3 +90,40 @@ def short(items):
 
 def broken(items):
     return {"x": items[0]["nothing"]}
+
+
+def lonely():
+    return {}
+
+
+class Long:
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        if self.length is None:
+            raise RuntimeError("not yet")
+        return self.length
+
+    def __getitem__(self, index):
+        return {"x": 1}
+
+
+def half():
+    return Long(3.5)
+
+
+def negative():
+    return Long(-3)
+
+
+def unknown():
+    return Long(None)
+
+
+class Unasked:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self):  # noqa: PLE0302
+        return {"x": 1}

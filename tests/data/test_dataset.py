@@ -166,11 +166,15 @@ def test_a_wrong_item_is_told(started: list[Workers], kind: str, count: int) -> 
         ("NoItems", "sets.py:NoItems gives a NoItems, which has no items by number (__getitem__)"),
         ("number", "sets.py:number gives an int, which has no length (__len__)"),
         ("Nothing", "sets.py has no Nothing"),
+        ("half", "sets.py:half: its length fails: TypeError: 'float' object cannot be interpreted"),
+        ("negative", "sets.py:negative: its length fails: ValueError: __len__() should return >= 0"),
+        ("unknown", "sets.py:unknown: its length fails: RuntimeError: not yet"),
+        ("Unasked", "sets.py:Unasked: item 0 fails: TypeError: "),
     ],
 )
 def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
     with pytest.raises(HpctrainError) as caught:
-        UsersDataset(name_of(made_by))
+        assert UsersDataset(name_of(made_by)).first
     assert told in caught.value.problems[0]
     with pytest.raises(HpctrainError, match=r"\[data.arguments\] does not fit: .*'size'"):
         UsersDataset(name_of("Place", size=3))
@@ -181,6 +185,7 @@ def test_what_is_no_dataset_is_told(made_by: str, told: str) -> None:
     [
         ("short", r"data.collate: sets.py:short gives x of shape \[2\] for 1 items, not a row for each"),
         ("broken", r"data.collate: sets.py:broken fails with items 0: KeyError: 'nothing'"),
+        ("lonely", r"data.collate: sets.py:lonely fails with items 0: TypeError: lonely\(\) takes 0"),
     ],
 )
 def test_what_is_no_batch_is_told(collate: str, told: str) -> None:

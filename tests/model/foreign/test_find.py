@@ -6,12 +6,15 @@ Of deck/find.py and model/foreign/config.py, too.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
+from hpctrain.deck.find import users_code
 from hpctrain.errors import HpctrainError
 from hpctrain.model.foreign.find import build_module, find_function
+from hpctrain.words import nearest
 
 FILE = """
 from beside import WIDTH
@@ -131,3 +134,24 @@ def test_a_failure_of_the_users_own_is_told_with_the_users_own_lines(file: Path)
     (file.parent / "torn.py").write_text("def build(:\n")
     (told,) = problems(f"{file.parent}/torn.py:build")
     assert told.startswith(f"{file.parent}/torn.py fails to load: SyntaxError: ")
+    (file.parent / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+    for _ in range(2):
+        assert problems(f"{file.parent}/leaves.py:build") == (
+            f"{file.parent}/leaves.py fails to load: it ends the process (exit code 5): what a script does "
+            'besides, when it is started, is to be under `if __name__ == "__main__":`',
+        )
+
+
+def test_a_package_that_fails_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    (told, line) = problems("broken:build")
+    assert told == "broken fails to load: ZeroDivisionError: division by zero" and "broken.py, line 2" in line
+
+
+def test_what_does_not_fit_a_users_function_is_told_and_what_fails_within_ours_is_not() -> None:
+    told = r"^it fails: TypeError: .* takes 0 positional arguments but 1 "
+    function: Any = lambda: 3  # noqa: E731
+    with pytest.raises(HpctrainError, match=told), users_code("it fails"):
+        function(2)
+    with pytest.raises(TypeError), users_code("it fails"):
+        nearest(3, ["a"])  # type: ignore[arg-type]
