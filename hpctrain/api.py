@@ -13,19 +13,22 @@ and all others find it again: functions and classes are those of a file, not mad
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
 from typing_extensions import Unpack
 
 from hpctrain.comm.library import MPI
 from hpctrain.comm.outcome import print_problems
 from hpctrain.comm.verb import run_verb
 from hpctrain.comm.world import World
-from hpctrain.deck.find import is_of_a_run
+from hpctrain.deck.find import article, is_of_a_run
 from hpctrain.deck.sources import toml_value
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
 
@@ -42,7 +45,7 @@ class Given(TypedDict, total=False):
     says how it is split over tensor ranks, `blocks` (model.blocks) which submodules follow each other; `loss`
     (model.loss) gives a sum and a count of (outputs, batch), `initial` (model.initial) changes initial
     values; `data` (data.dataset) gives a dataset, and `collate` (data.collate) a batch of its items.
-    `changes` are other keys: {"batch.micro_size": 4}.
+    `changes` are other keys: {"batch.micro_size": 4}; None is for what is to be as if no deck had it.
     """
 
     build: Function
@@ -56,6 +59,7 @@ class Given(TypedDict, total=False):
     changes: Mapping[str, Any]
 
 
+_FUNCTIONS = {"build", "loss", "initial", "data", "collate"}
 _KEYS = {
     "build": "model.module",
     "arguments": "model.arguments",
@@ -87,7 +91,7 @@ def run(
     def verb(own: World) -> int:
         from hpctrain.train.run import run_deck
 
-        return run_deck(own, Path(deck), _changes(given), fresh, again)
+        return run_deck(own, _path(deck, "deck"), _changes(given), fresh, again)
 
     _within(world, verb)
 
@@ -102,7 +106,7 @@ def resume(
     def verb(own: World) -> int:
         from hpctrain.train.run import resume as go_on
 
-        return go_on(own, Path(target), _changes({"changes": changes or {}}))
+        return go_on(own, _path(target, "target"), _changes({"changes": {} if changes is None else changes}))
 
     _within(world, verb)
 
@@ -115,7 +119,7 @@ def check(deck: str | Path, *, world: World | None = None, **given: Unpack[Given
     def verb(own: World) -> int:
         from hpctrain.train.check import check as compare
 
-        return compare(own, Path(deck), _changes(given), print)
+        return compare(own, _path(deck, "deck"), _changes(given), print)
 
     return _within(world, verb, EXIT_DIFFERENT) == EXIT_DONE
 
@@ -144,31 +148,104 @@ def _within(world: World | None, verb: Callable[[World], int], *expected: int) -
         return int(end.code or EXIT_DONE)
 
 
+def _path(given: object, what: str) -> Path:
+    """The path of a file or folder. HpctrainError where it is none."""
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise HpctrainError(f"{what}: is to be the path of a file, not {_kind(given)}")
+    return Path(given)
+
+
 def _changes(given: Given) -> list[str]:
     """What is given, as `--set` has it."""
     unknown = sorted(given.keys() - Given.__annotations__.keys())
     if unknown:
         known = ", ".join(Given.__annotations__)
         raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
+    changes = given.get("changes", {})
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        raise HpctrainError(
+            f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {_kind(changes)}'
+        )
     named = {name: value for name, value in given.items() if name in _KEYS}
-    keys: dict[str, Any] = {_KEYS[name]: _written(name, value) for name, value in named.items()}
-    return [f"{name}={toml_value(value)}" for name, value in {**keys, **given.get("changes", {})}.items()]
+    keys = {_KEYS[name]: _written(name, value) for name, value in named.items()}
+    keys |= {key: _plain(f"changes: {key}", value) for key, value in changes.items()}
+    return [f"{name}={'' if value is None else toml_value(value)}" for name, value in keys.items()]
+
+
+def _kind(value: object) -> str:
+    """What an object is, in words."""
+    return "None" if value is None else article(type(value).__name__)
+
+
+def _plain(name: str, value: object) -> Any:
+    """A value as TOML has it; None where the key is to be as if nobody had written it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _within_plain(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_within_plain(name, each) for each in value]
+    if isinstance(value, np.generic):
+        return _plain(name, value.item())
+    raise HpctrainError(
+        f"{name}: {_kind(value)} is nothing that a deck can say (texts, numbers, true and false, lists, and "
+        "dicts of these by name are)"
+    )
+
+
+def _within_plain(name: str, value: object) -> Any:
+    if value is None:
+        raise HpctrainError(f"{name}: None is nothing that a deck can say (leave it out)")
+    return _plain(name, value)
 
 
 def _written(name: str, value: object) -> object:
     """A value as TOML has it; a function by the name by which a run finds it again. HpctrainError where there
     is none.
     """
-    if not callable(value):
-        return dict(value) if isinstance(value, Mapping) else value
-    qualified, home = getattr(value, "__qualname__", ""), inspect.getmodule(value)
-    if home is None or not qualified.replace(".", "_").isidentifier():
+    if name not in _FUNCTIONS or value is None or isinstance(value, str):
+        return _plain(name, value)
+    qualified = getattr(value, "__qualname__", None)
+    if qualified is None or not callable(value):
+        raise HpctrainError(
+            f"{name}: give a function or a class at the top of a file, or its name, not {_kind(value)} "
+            "itself, as what goes on with a run has to make it again"
+        )
+    home = inspect.getmodule(value)
+    file = getattr(home, "__file__", None)
+    begun = home is not None and home.__name__ == "__main__"
+    found = home is not None and qualified.replace(".", "_").isidentifier()
+    if not found or (begun and (file is None or _is_guarded(Path(file), qualified.partition(".")[0]))):
         raise HpctrainError(
             f"{name}: {value!r} is not found again by its name: it has to be a function or class at the top "
-            "of a file, or the name of one"
+            "of a file, or the name of one" + " (and not where that is begun alone)" * (found and begun)
         )
-    file = getattr(home, "__file__", None)
+    assert home is not None
     package = sys.modules.get(home.__name__.partition(".")[0])
-    if file is None or (home.__name__ != "__main__" and hasattr(package, "__path__")):
+    if file is None or (not begun and hasattr(package, "__path__")):
         return f"{home.__name__}:{qualified}"
     return f"{Path(file).resolve()}:{qualified}"
+
+
+def _is_guarded(file: Path, name: str) -> bool:
+    """Whether a file has a function or class under `if __name__ == "__main__":` alone."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+    def places(nodes: Sequence[ast.stmt], guarded: bool) -> Iterator[bool]:
+        for node in nodes:
+            if isinstance(node, kinds):
+                if node.name == name:
+                    yield guarded
+                continue
+            asks = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+            for part in ("body", "handlers", "orelse", "finalbody"):
+                yield from places(getattr(node, part, []), guarded or (asks and part == "body"))
+
+    found = list(places(tree.body, guarded=False))
+    return bool(found) and all(found)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 import hpctrain.api
+from hpctrain.errors import HpctrainError
 
 Launch = Callable[..., "CompletedProcess[str]"]
 
@@ -125,3 +132,82 @@ def test_a_script_that_runs_where_it_is_loaded_is_told(
 def test_there_are_few_names_and_each_says_what_it_is() -> None:
     assert len(hpctrain.api.__all__) <= 12
     assert all(getattr(hpctrain.api, name).__doc__ for name in hpctrain.api.__all__)
+
+
+TOLD = {
+    "an instance": ({"data": SimpleNamespace()}, "data: give a function or a class .* not a SimpleNamespace"),
+    "items": ({"data": [1]}, "data: give a function or a class .* not a list itself"),
+    "a module": (
+        {"build": torch.nn.Linear(2, 2)},
+        "build: give a function or a class .* not a Linear itself",
+    ),
+    "a part": ({"build": partial(int)}, "build: give a function or a class .* not a partial itself"),
+    "a lambda": ({"loss": lambda: 3}, "loss: <function .* is not found again by its name"),
+    "arguments": ({"arguments": {"kind": {3}}}, r"arguments\.kind: a set is nothing that a deck can say"),
+    "none within": ({"arguments": {"kind": None}}, r"arguments\.kind: None is nothing that a deck can say"),
+    "numbers": ({"arguments": {3: 4}}, "arguments: a dict is nothing that a deck can say"),
+    "a list": ({"changes": [1]}, "changes: is to have values by keys, .* not a list"),
+    "no keys": ({"changes": {3: 1}}, "changes: is to have values by keys"),
+    "a value": ({"changes": {"run.steps": object()}}, r"changes: run\.steps: an object is nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_what_no_deck_can_say_is_told(kind: str) -> None:
+    given, told = TOLD[kind]
+    with pytest.raises(HpctrainError, match=told):
+        hpctrain.api._changes(cast(hpctrain.api.Given, given))
+
+
+def test_what_is_given_is_written_as_a_deck_has_it() -> None:
+    changes = {
+        "run.steps": None,
+        "run.dir": Path("a b"),
+        "batch.micro_size": np.int64(2),
+        "optimizer.clip": np.float32(0.5),
+    }
+    given = {"loss": None, "arguments": {"sizes": (1, 2)}, "build": torch.nn.Linear, "changes": changes}
+    assert hpctrain.api._changes(cast(hpctrain.api.Given, given)) == [
+        *("model.loss=", "model.arguments={sizes = [1, 2]}", 'model.module="torch.nn.modules.linear:Linear"'),
+        *("run.steps=", 'run.dir="a b"', "batch.micro_size=2", "optimizer.clip=0.5"),
+    ]
+
+
+@pytest.mark.parametrize("deck", [None, {}, 3, ""])
+def test_a_deck_is_a_path(deck: Any) -> None:
+    with pytest.raises(HpctrainError, match="deck: is to be the path of a file, not "):
+        hpctrain.api._path(deck, "deck")
+    assert hpctrain.api._path("a", "deck") == Path("a")
+
+
+GUARDED = """
+import os
+try:
+    def tried(): ...
+except ImportError:
+    pass
+def both(): ...
+if os.name == "posix":
+    class Chosen: ...
+if __name__ == "__main__":
+    def both(): ...
+    for _ in range(1):
+        def local(): ...
+"""
+
+
+def test_what_is_made_where_a_script_begins_is_not_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    (tmp_path / "train.py").write_text(GUARDED)
+    exec(GUARDED, main.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for name in ("tried", "both", "Chosen"):
+        assert hpctrain.api._written("loss", getattr(main, name)) == f"{tmp_path}/train.py:{name}"
+    with pytest.raises(HpctrainError, match=r"loss: .*local.* \(and not where that is begun alone\)"):
+        hpctrain.api._written("loss", main.local)
+    main.__file__ = None
+    with pytest.raises(HpctrainError, match="is not found again"):
+        hpctrain.api._written("loss", main.both)
