@@ -161,7 +161,7 @@ def _changes(given: Given) -> list[str]:
     if unknown:
         known = ", ".join(Given.__annotations__)
         raise HpctrainError(f"{', '.join(unknown)}: nothing of that name is taken ({known} are)")
-    changes = given.get("changes", {})
+    changes: object = given.get("changes", {})
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise HpctrainError(
             f'changes: is to have values by keys, as {{"batch.micro_size": 4}}, not {_kind(changes)}'

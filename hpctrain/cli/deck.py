@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 
 import click
 
@@ -56,7 +57,7 @@ def command(
     elif deck is None:
         raise click.UsageError("give a DECK, --from or --reference")
     else:
-        found = read_deck(deck, overrides, ranks, _read_source, named_problems)
+        found = read_deck(deck, overrides, ranks, _read_source, partial(named_problems, code=True))
         if found.layout.auto and ranks is not None:
             from hpctrain.plan.search.deck import laid_out
 

@@ -124,4 +124,6 @@ def without_module(deck: Deck) -> Iterator[Problem]:
     """Keys of modules in a deck that has none."""
     for name in ONLY_OF_MODULES:
         if getattr(deck.model, name) is not None:
-            yield Problem(f"model.{name}", "is of a module that you bring, and model.module names none")
+            yield Problem(
+                f"model.{name}", "is of a module that you bring, and model.module names none", _WITH
+            )

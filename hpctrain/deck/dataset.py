@@ -36,7 +36,8 @@ def dataset_problems(deck: Deck) -> Iterator[Problem]:
         usual = {name: field.default for name, field in fields("data").items()}
         for name in ONLY_OF_DATASETS:
             if getattr(deck.data, name) != usual[name]:
-                yield Problem(f"data.{name}", "is of a dataset that you bring, and data.dataset names none")
+                sentence = "is of a dataset that you bring, and data.dataset names none"
+                yield Problem(f"data.{name}", sentence, _WITH)
         return
     for name in ("dataset", "collate"):
         if not is_target(getattr(deck.data, name)):

@@ -65,9 +65,9 @@ def fill(tables: Tables, deck_name: str, source: Mapping[str, object]) -> Filled
             tables[section][name] = value
             filled.source.add(full)
 
-    if isinstance(tables["model"].get("module"), str):
+    if tables["model"].get("module") is not None:
         fill_module(tables["model"], deck_name)
-    if isinstance(tables["data"].get("dataset"), str):
+    if tables["data"].get("dataset") is not None:
         fill_dataset(tables, deck_name)
     tables["run"].setdefault("title", PurePath(deck_name).stem or "deck")
     _follow_others(tables, filled.others)

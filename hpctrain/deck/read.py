@@ -144,8 +144,13 @@ def _deck(
         written.override(argument)
     deck = _Validation(written, readable, read_source, searched).deck(ranks)
     if deck is not None and further is not None and not written.problems:
-        for problem in further(deck, ranks):
-            written.add(deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence))
+        try:
+            for problem in further(deck, ranks):
+                written.add(deck.sources.place(problem.key), deck.problem(problem.key, problem.sentence))
+        except HpctrainError as error:
+            for sentence in error.problems:
+                missing = isinstance(error, InputOutputError)
+                written.add(Place(written.name), sentence, file_missing=missing)
     written.raise_problems()
     assert deck is not None
     return deck

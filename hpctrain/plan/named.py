@@ -7,7 +7,8 @@ A run refuses what does not fit at its start; this tells it beforehand, with the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hpctrain.deck.check_world import data_ranks, world_problems
 from hpctrain.deck.problem import Problem
@@ -16,14 +17,19 @@ from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
 
 
-def named_problems(deck: Deck, ranks: int | None = None, rates: bool = True) -> Iterator[Problem]:
+def named_problems(
+    deck: Deck, ranks: int | None = None, rates: bool = True, code: bool = False
+) -> Iterator[Problem]:
     """Everything in what the deck names that a run would refuse; a missing token file may still be made.
 
-    `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at.
+    `ranks`, where it is known, is that of the run. Without `rates` those of its machine are not looked at;
+    with `code` a user's own is, too, and what a module starts from. HpctrainError with what is wrong with it.
     """
     # What a deck does not name does not cost the import of what could read it.
     if deck.data.dataset is None and os.path.lexists(deck.data.tokens):
         yield from _tokens(deck)
+    if code and deck.model.module is not None:
+        _require_module(deck)
     if deck.model.frozen or deck.optimizer.name == "muon" or deck.precision.fp8_exclude:
         yield from _patterns(deck)
     if deck.layout.schedule not in NAMES:
@@ -43,6 +49,32 @@ def _tokens(deck: Deck) -> Iterator[Problem]:
         yield from (Problem("data.tokens", problem.removeprefix(named)) for problem in error.problems)
     else:
         yield from token_problems(deck, file)
+
+
+def _require_module(deck: Deck) -> None:
+    """Raise HpctrainError with all that keeps a user's code from being run."""
+    from hpctrain.checkpoint.exchange.by_name import open_values
+    from hpctrain.model.build import architecture_of
+    from hpctrain.objective.choose import make_objective
+
+    problems: list[str] = []
+    source = None if deck.model.source is None else Path(deck.model.source)
+    looks: list[Callable[[], object]] = [lambda: architecture_of(deck, 2), lambda: make_objective(deck)]
+    for look in looks:
+        try:
+            look()
+        except HpctrainError as error:
+            problems += error.problems
+    if source is not None:
+        try:
+            if not source.exists():
+                raise HpctrainError("there is no such file or folder")
+            if source.suffix != ".h5":
+                open_values(source)
+        except HpctrainError as error:
+            problems += [deck.problem("model.from", problem) for problem in error.problems]
+    if problems:
+        raise HpctrainError(list(dict.fromkeys(problems)))
 
 
 def _patterns(deck: Deck) -> Iterator[Problem]:

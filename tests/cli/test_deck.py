@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from hpctrain.cli.deck import command
@@ -77,3 +80,93 @@ def test_nothing_asked_for() -> None:
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 2
     assert "give a DECK, --from or --reference" in result.output
+
+
+MODULE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(3, width)])
+
+    def forward(self, x, **more):
+        return self.layers[0](x)
+
+class Data:
+    def __len__(self): return 8
+    def __getitem__(self, index): return {"x": torch.zeros(3), "y": 1}
+
+def loss(outputs, batch): return outputs.sum(), len(outputs)
+"""
+OF_MODULE = """
+[run]
+steps = 2
+[model]
+module = "mine.py:Net"
+blocks = "layers.*"
+loss = "mine.py:loss"
+[data]
+dataset = "mine.py:Data"
+[batch]
+global_size = 8
+"""
+
+
+def of_module(path: str, *overrides: str) -> list[str]:
+    """What is wrong with a deck of a module."""
+    home = Path(path).parent
+    (home / "mine.py").write_text(MODULE)
+    (home / "mine.toml").write_text(OF_MODULE)
+    sets = [word for each in overrides for word in ("--set", each)]
+    result = CliRunner().invoke(command, [str(home / "mine.toml"), *sets])
+    if result.exception is None:
+        return []
+    assert isinstance(result.exception, HpctrainError), result.exception
+    return [each.replace(f"{home}/", "") for each in result.exception.problems]
+
+
+def test_what_a_deck_names_of_a_users_own_is_looked_into(path: str) -> None:
+    assert of_module(path) == []
+    assert of_module(path, "model.blocks=layer", "model.loss=mine.py:los", "model.initial=mine.py:no") == [
+        "--set model.blocks=layer: no part of the module has such a name (did you mean layers?)",
+        "--set model.loss=mine.py:los: mine.py has no los (did you mean loss?)",
+        "--set model.initial=mine.py:no: mine.py has no no",
+    ]
+    missing, loss = of_module(path, "model.module=other.py:Net", "model.loss=mine.py:los")
+    assert missing.endswith("other.py: there is no such file") and "did you mean loss?" in loss
+    (arguments,) = of_module(path, "model.arguments={widht = 3}")
+    assert "[model.arguments] does not fit: got an unexpected keyword argument 'widht'" in arguments
+    dataset, loss = of_module(path, "data.dataset=mine.py:Date", "model.loss=mine.py:los")
+    assert "mine.py has no Date (did you mean Data?)" in dataset and "did you mean loss?" in loss
+    (classes,) = of_module(path, "model.loss=")
+    assert "has no targets or labels in its batches (x, y): model.loss names a function" in classes
+
+
+def test_what_a_module_starts_from_is_looked_into(path: str) -> None:
+    home = Path(path).parent
+    (source,) = of_module(path, f"model.from={home}/nosuch")
+    assert source == "--set model.from=nosuch: there is no such file or folder"
+    (home / "old").mkdir()
+    (home / "old" / "pytorch_model.bin").touch()
+    (pickled,) = of_module(path, f"model.from={home}/old")
+    assert "save_file({name: each.clone()" in pickled and "AutoModel" not in pickled
+    torch.save(dict(torch.nn.Linear(2, 2).named_parameters()), home / "old" / "pytorch_model.bin")
+    program = shlex.split(pickled.partition("them: ")[2])
+    subprocess.run([sys.executable, *program[1:]], check=True, cwd=home)
+    assert of_module(path, f"model.from={home}/old") == []
+    (file,) = of_module(path, f"model.from={home}/old/model.safetensors")
+    assert "give the folder that it is in, old, in which it is model.safetensors" in file
+
+
+def test_a_module_is_called_with_something(path: str) -> None:
+    (named,) = of_module(path, "data.inputs=[]")
+    assert named.endswith("names nothing that the module is called with (a batch of the dataset has x, y)")
+    with_others = MODULE.replace("x, **more", "z, **more")
+    assert with_others != MODULE
+    (Path(path).parent / "others.py").write_text(with_others)
+    (named,) = of_module(path, "model.module=others.py:Net")
+    assert "it takes z, and a batch of the dataset has x, y" in named
+    for key in ("model.module", "data.dataset"):
+        (kind,) = of_module(path, f"{key}=3")
+        assert kind.startswith(f"--set {key}=3: must be ")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.exchange.safetensors_folder import TensorFolder, open_folder
+from hpctrain.checkpoint.exchange.safetensors_folder import (
+    INDEX,
+    PICKLES,
+    SINGLE,
+    TensorFolder,
+    open_folder,
+)
 from hpctrain.checkpoint.extract import BUFFER_BYTES
 from hpctrain.checkpoint.layout import Entry, rectangles_of
 from hpctrain.checkpoint.read import load
@@ -27,7 +35,7 @@ def load_by_name(
     in words, what is left of it. Collective.
 
     `names` are all that a parameter has, under any of which a folder may have it. Errors, the same on all
-    ranks: HpctrainError for names that are missing, and shapes that differ; else as in `open_folder` and
+    ranks: HpctrainError for names that are missing, and shapes that differ; else as in `open_values` and
     `checkpoint.read.load`.
     """
     if path.suffix == ".h5":
@@ -37,7 +45,7 @@ def load_by_name(
         load(structure, world.everyone, wanted, zero_padding=False)
         return ""
     with together(world.everyone):
-        folder = open_folder(path)
+        folder = open_values(path)
         found = {each.dataset: _found(each, folder, names) for each in entries}
         problems = list(dict.fromkeys(_problems(entries, found, folder)))
         if problems:
@@ -48,6 +56,25 @@ def load_by_name(
     mine = {name for entry in entries for name in _names(entry, names)}
     left = sorted(set(folder.tensors) - set().union(*world.everyone.all_gather_object(mine)))
     return f"{counted(len(left), 'tensor')} of it left out ({', '.join(left[:3])})" if left else ""
+
+
+def open_values(path: Path) -> TensorFolder:
+    """As `open_folder`, of what a user has written: with how that is made of a pickle."""
+    if path.is_file() and path.suffix == ".safetensors":
+        raise HpctrainError(f"{path}: give the folder that it is in, {path.parent}, in which it is {SINGLE}")
+    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    pickles = [file for file in files if file.suffix in PICKLES]
+    if pickles and not any(file.name in {SINGLE, INDEX} for file in files):
+        old, new = (json.dumps(str(each)) for each in (pickles[0], pickles[0].with_name(SINGLE)))
+        program = (
+            "import torch; from safetensors.torch import save_file; "
+            f"save_file({{name: each.clone() for name, each in torch.load({old}).items()}}, {new})"
+        )
+        raise HpctrainError(
+            f"{pickles[0]}: weights in a pickle can run code and are not read; have them written anew where "
+            f"you trust them: {shlex.join(['python', '-c', program])}"
+        )
+    return open_folder(path)
 
 
 def _names(entry: Entry, names: Mapping[str, Sequence[str]]) -> Sequence[str]:

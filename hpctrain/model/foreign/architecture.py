@@ -66,16 +66,21 @@ class ModuleArchitecture(Architecture):
         keys = deck.model
         assert keys.module is not None
         arguments = json.dumps(keys.arguments or {}, default=str)
-        read = _rows(deck), deck.data.inputs
+        missing = [deck.problem(key, sentence) for key, sentence in _function_problems(deck)]
+        try:
+            read = _rows(deck), deck.data.inputs
+        except HpctrainError as error:
+            raise HpctrainError([*error.problems, *missing]) from error.__cause__
         rest = deck.batch.sequence, keys.buffers, Precision.of(deck).storage, *read
         bare = ModuleArchitecture(keys.module, arguments, keys.blocks, 0, *rest)
         try:
             module = _on_meta(bare)
         except HpctrainError as error:
             first, *frames = error.problems
-            raise HpctrainError([deck.problem("model.module", first), *frames]) from error.__cause__
+            told = [deck.problem("model.module", first), *frames, *missing]
+            raise HpctrainError(told) from error.__cause__
         found = [*_problems(deck, module), *bare.call_problems(module)]
-        problems = [deck.problem(key, sentence) for key, sentence in found]
+        problems = [*(deck.problem(key, sentence) for key, sentence in found), *missing]
         if problems:
             raise HpctrainError(problems)
         number, notes = len(blocks_in(module, keys.blocks)), _notes(deck, module)
@@ -211,11 +216,6 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
         known = f"did you mean {near}?" if near else f"there are {', '.join(lists or names[:8]) or 'none'}"
         yield "model.blocks", f"no part of the module has such a name ({known})"
     yield from _parts_problems(deck, len(blocks_in(module, pattern)))
-    if deck.model.initial is not None:
-        try:
-            find_function(deck.model.initial)
-        except HpctrainError as error:
-            yield "model.initial", error.problems[0]
     parameters = list(module.named_parameters())
     if not any(each.requires_grad for _, each in parameters):
         yield "model.module", "has no parameter to train"
@@ -235,6 +235,16 @@ def _problems(deck: Deck, module: nn.Module) -> Iterator[tuple[str, str]]:
             f'is to be said of a module that keeps {counted(len(kept), "buffer")} ({some}): "first" takes '
             'those of the first data rank after each step, "average" their mean',
         )
+
+
+def _function_problems(deck: Deck) -> Iterator[tuple[str, str]]:
+    """What keeps a deck's functions besides the module's from being found; see `_problems`."""
+    for key, target in (("model.loss", deck.model.loss), ("model.initial", deck.model.initial)):
+        if target is not None:
+            try:
+                find_function(target)
+            except HpctrainError as error:
+                yield key, error.problems[0]
 
 
 def _parts_problems(deck: Deck, number: int) -> Iterator[tuple[str, str]]:

@@ -85,6 +85,8 @@ def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | N
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
     told = f"a batch of the dataset has {', '.join(there)}"
     if wanted is not None:
+        if not wanted:
+            raise HpctrainError(f"names nothing that the module is called with ({told})")
         if missing := [name for name in wanted if name not in there]:
             raise HpctrainError(f"names {missing[0]}, but {told}")
         named = {name: name for name in wanted if _by_name(taken, name)}
@@ -95,8 +97,12 @@ def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | N
     named = {name: name for name in asked if _by_name(taken, name)}
     if named or len(asked) == 1:
         return ModuleCall(module, () if named else tuple(asked), named, fixed)
-    takes = ", ".join(taken) or "nothing"
+    takes = ", ".join(name for name, each in taken.items() if each.kind not in _ANY) or "nothing"
     raise HpctrainError(f"is to name what the module is called with: it takes {takes}, and {told}")
+
+
+_ANY = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+"""Kinds of what functions take besides, under any name."""
 
 
 def _by_name(taken: Mapping[str, Parameter], name: str) -> bool:
