@@ -30,6 +30,8 @@ def foreign_deck(source: str) -> str:
 
     HpctrainError where it is neither.
     """
+    if not source.strip():
+        raise HpctrainError('--from: names no file (ds_config.json, or a script with arguments: "run.sh")')
     name, content = ("arguments", source) if source.startswith("--") else (Path(source).name, _read(source))
     if content.lstrip().startswith("{"):
         return _text(name, deepspeed.NAME, deepspeed.translated(_configuration(source, content)))

@@ -57,6 +57,8 @@ def translated(configuration: Mapping[str, object]) -> Translated:
     kind = str(given.get("scheduler.type"))
     defaults = dict(DEFAULTS)
     defaults |= _OF_ADAM if "adam" in str(given.get("optimizer.type")).lower() else {}
+    one_bit = str(given.get("optimizer.type")).lower() == "onebitadam"
+    defaults |= {"optimizer.params.freeze_step": 100_000} if one_bit else {}
     defaults |= {"optimizer.params.weight_decay": 0.0} if "optimizer.type" in given else {}
     if kind.startswith("Warmup"):
         defaults |= _OF_WARMUP
@@ -89,6 +91,12 @@ def _flat(table: Mapping[str, object], prefix: str = "", depth: int = 0) -> Iter
 
 def _accumulated(value: object, theirs: Theirs) -> Keys:
     """What follows from the batch and the ranks."""
+    micro, batch = theirs.whole("train_micro_batch_size_per_gpu"), theirs.whole("train_batch_size")
+    if micro and batch and whole(value) > 0 and batch % (micro * whole(value)):
+        made = micro * whole(value)
+        raise UntranslatedError(
+            f"x the micro-batch makes {made}, of which train_batch_size = {batch} is no multiple"
+        )
     if "train_batch_size" in theirs or whole(value) == 1:
         return {}
     raise UntranslatedError(
@@ -105,6 +113,8 @@ def _optimizer(value: object, theirs: Theirs) -> Keys:
         "lion": "lion",
         "muon": "muon",
     }
+    if str(value).lower() == "onebitadam":
+        return {"optimizer.name": "adamw", "communication.compress": "onebit"}
     keys = choice("optimizer.name", names)(value, theirs)
     if str(value).lower() == "adam" and theirs.get("optimizer.params.adam_w_mode") is False:
         raise UntranslatedError("with adam_w_mode = false decays through the gradient; a deck's is decoupled")
@@ -178,6 +188,9 @@ _STEP: dict[str, Rule] = {
     "optimizer.params.weight_decay": as_key("optimizer.weight_decay", number),
     "optimizer.params.momentum": as_key("optimizer.momentum", number),
     "optimizer.params.nesterov": when_on({"optimizer.nesterov": True}),
+    "optimizer.params.freeze_step": as_key("communication.warmup"),
+    "optimizer.params.cuda_aware": needless,
+    "optimizer.params.comm_backend_name": needless,
     "optimizer.params.adam_w_mode": needless,
     "optimizer.params.torch_adam": needless,
     "optimizer.params.bias_correction": only((True,), "the bias of moments is corrected"),

@@ -43,6 +43,7 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
         "--moe-token-drop-policy": "probs",
         "--split": "969, 30, 1",
         "--eval-interval": 1000,
+        "--eval-iters": 100,
         "--lr-decay-style": "linear",
         "--min-lr": 0.0,
         "--lr-warmup-iters": 0,
@@ -301,9 +302,18 @@ def _held_out(value: object, _: Theirs) -> Keys:
 
 def _held_out_sequences(value: object, theirs: Theirs) -> Keys:
     batch = theirs.whole("--global-batch-size")
+    if not batch and "--eval-iters" not in theirs:
+        return {}
     if not batch:
         raise UntranslatedError("is counted in sequences in a deck, and there is no --global-batch-size")
     return {"run.evaluate_sequences": max(1, whole(value) * batch)}
+
+
+def _pieces(value: object, theirs: Theirs) -> Keys:
+    """Of the sequence, which one tensor rank has none of."""
+    size = "--tensor-model-parallel-size"
+    alone = size not in theirs or theirs.whole(size) == 1
+    return {"layout.sequence_parallel": True} if switch(value) and not alone else {}
 
 
 def _of_names(names: Sequence[str], rule: Rule) -> dict[str, Rule]:
@@ -453,7 +463,7 @@ _LAYOUT: dict[str, Rule] = {
     "--cp-comm-type": choice("layout.context_form", {"p2p": "ring", "a2a": "all_to_all"}),
     "--expert-model-parallel-size": as_key("layout.expert"),
     "--expert-tensor-parallel-size": as_key("layout.expert_tensor"),
-    "--sequence-parallel": when_on({"layout.sequence_parallel": True}),
+    "--sequence-parallel": _pieces,
     "--use-distributed-optimizer": lambda _, theirs: (
         {} if "--data-parallel-sharding-strategy" in theirs else {"layout.zero": 1}
     ),

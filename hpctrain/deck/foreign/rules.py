@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Annotated, Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from hpctrain.deck.schema import fields
 from hpctrain.deck.sources import clipped
+from hpctrain.deck.words import wanted
 from hpctrain.words import either
 
 Keys = Mapping[str, object]
@@ -52,6 +57,7 @@ class Theirs:
             return None
 
 
+_MOST_DIGITS = 100
 _UNSET = "is a variable of the shell that the script does not set, or sets in several ways"
 
 Rule = Callable[[object, Theirs], Keys]
@@ -83,6 +89,7 @@ def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Transl
             if name not in rules:
                 raise UntranslatedError(unknown)
             keys = rules[name](value, theirs)
+            _require_possible(keys)
         except UntranslatedError as error:
             found.leave(name, value, str(error) if given else f"{error} (that is its default)")
             continue
@@ -95,6 +102,20 @@ def translate(theirs: Theirs, rules: Mapping[str, Rule], unknown: str) -> Transl
             if before != here and given:
                 found.leave(name, value, f"asks for {key} = {here}, another setting for {before}")
     return found
+
+
+def _require_possible(keys: Keys) -> None:
+    """Raise UntranslatedError where a key cannot be so in any deck."""
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        field = fields(section)[name]
+        kind: Any = field.annotation
+        for mark in field.metadata:
+            kind = Annotated[kind, mark]
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ValidationError:
+            raise UntranslatedError(f"is in a deck {key}, which is {wanted(field)}") from None
 
 
 def number(value: object) -> float:
@@ -111,6 +132,10 @@ def number(value: object) -> float:
 
 def whole(value: object) -> int:
     """Of a whole number, or the text of one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS:
+        return int(value)  # which a fraction may not hold
     found = number(value)
     if found != int(found):
         raise UntranslatedError("is no whole number")

@@ -79,3 +79,9 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(command, ["--from", ARGUMENTS, *others])
         assert result.exit_code == 2
         assert "leave out DECK, --set and --reference" in result.output
+
+
+@pytest.mark.parametrize("source", ["", " "])
+def test_a_file_has_a_name(source: str) -> None:
+    with pytest.raises(HpctrainError, match=r"^--from: names no file"):
+        foreign_deck(source)

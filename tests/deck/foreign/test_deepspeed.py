@@ -113,8 +113,8 @@ def test_settings(configuration: Table, expected: dict[str, object]) -> None:
         ({"train_batch_size": "auto"}, "train_batch_size = auto: is filled in by what starts DeepSpeed"),
         ({"gradient_accumulation_steps": 4}, "follows in a deck from batch.global_size"),
         (
-            {"optimizer": {"type": "OneBitAdam"}},
-            'optimizer.type = OneBitAdam: is not what a deck can say (of "adam"',
+            {"optimizer": {"type": "OneBitLamb"}},
+            'optimizer.type = OneBitLamb: is not what a deck can say (of "adam"',
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
@@ -184,3 +184,21 @@ def test_every_key_is_one_of_a_deck() -> None:
     assert {key for key in made if key.split(".")[1] not in fields(key.split(".")[0])} == set()
     assert len(made) > 25
     assert set(DEFAULTS) <= set(RULES)
+
+
+def test_numbers_that_do_not_fit_are_told() -> None:
+    batch = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    assert translated(batch | {"zero_optimization": {"stage": 7}}).left == {
+        "gradient_accumulation_steps = 3": (
+            "x the micro-batch makes 12, of which train_batch_size = 10 is no multiple"
+        ),
+        "zero_optimization.stage = 7": "is in a deck layout.zero, which is a whole number from 0 to 3",
+    }
+
+
+def test_one_bit_adam_is_adam_whose_sums_are_signs() -> None:
+    table: Table = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}}
+    found = translated(table)
+    assert found.keys["optimizer.name"] == "adamw" and not found.left
+    assert found.keys["communication.compress"] == "onebit" and found.keys["communication.warmup"] == 400
+    assert translated({"optimizer": {"type": "OneBitAdam"}}).keys["communication.warmup"] == 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.deck.foreign.megatron import DEFAULTS, RULES, translated
-from hpctrain.deck.foreign.rules import Theirs, UntranslatedError
+from hpctrain.deck.foreign.rules import Theirs, UntranslatedError, whole
 from hpctrain.deck.foreign.script import arguments_of
 from hpctrain.deck.schema import fields
 
@@ -305,3 +305,27 @@ def test_every_key_is_one_of_a_deck() -> None:
     assert {key for key in made if key.split(".")[1] not in fields(key.split(".")[0])} == set()
     assert len(made) > 60
     assert set(DEFAULTS) <= set(RULES)
+
+
+def test_one_tensor_rank_has_no_pieces_of_sequences() -> None:
+    for size in ("", "--tensor-model-parallel-size 1 "):
+        found = translated(f"{size}--sequence-parallel")
+        assert "layout.sequence_parallel" not in found.keys and "--sequence-parallel" in found.needless
+    assert keys("--tensor-model-parallel-size $TP --sequence-parallel")["layout.sequence_parallel"] is True
+
+
+def test_what_is_evaluated_by_default_is_told() -> None:
+    found = translated("--global-batch-size 8")
+    assert found.keys["run.evaluate_sequences"] == 800 and "run.evaluate_sequences" in found.defaults
+    assert keys("--global-batch-size 8 --eval-iters 10")["run.evaluate_sequences"] == 80
+    assert not left("--num-layers 4")
+
+
+def test_what_no_deck_can_have_is_told() -> None:
+    most = 9999999999999999999999999
+    assert whole(most) == whole(str(most)) == most
+    assert list(left(f"--num-layers {most}")) == [f"--num-layers = {most}"]
+    assert left("--num-layers 0 --lr -1") == {
+        "--num-layers = 0": "is in a deck model.layers, which is a whole number from 1 to 10000",
+        "--lr = -1": "is in a deck learning_rate.peak, which is a number above 0, at most 1000",
+    }
