@@ -151,6 +151,8 @@ def test_what_a_module_starts_from_is_looked_into(path: str) -> None:
     (home / "old" / "pytorch_model.bin").touch()
     (pickled,) = of_module(path, f"model.from={home}/old")
     assert "save_file({name: each.clone()" in pickled and "AutoModel" not in pickled
+    (alone,) = of_module(path, f"model.from={home}/old/pytorch_model.bin")
+    assert alone.endswith(" (model.from is the folder then, old)")
     torch.save(dict(torch.nn.Linear(2, 2).named_parameters()), home / "old" / "pytorch_model.bin")
     program = shlex.split(pickled.partition("them: ")[2])
     subprocess.run([sys.executable, *program[1:]], check=True, cwd=home)

@@ -73,6 +73,8 @@ def open_values(path: Path) -> TensorFolder:
         raise HpctrainError(
             f"{pickles[0]}: weights in a pickle can run code and are not read; have them written anew where "
             f"you trust them: {shlex.join(['python', '-c', program])}"
+            + f" (model.from is the folder then, {path.parent})"
+            * path.is_file()
         )
     return open_folder(path)
 
