@@ -144,7 +144,7 @@ class ModuleArchitecture(Architecture):
         try:
             with device:
                 built = build_module(self.target, json.loads(self.arguments))
-            return without_dropout(built) if self.storage == torch.float64 else built
+            return _to_compare(built) if self.storage == torch.float64 else built
         except HpctrainError as error:
             if device != META or not isinstance(error.__cause__, NotImplementedError | RuntimeError):
                 raise
@@ -187,11 +187,14 @@ def blocks_in(module: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     return {name: each for name, each in module.named_modules() if name and has(name)}
 
 
-def without_dropout(module: nn.Module) -> nn.Module:
-    """The same module, which drops nothing from now on, as comparisons in double precision have it: other
-    layouts draw other masks.
+def _to_compare(module: nn.Module) -> nn.Module:
+    """The same module as comparisons in double precision have it: it drops nothing, as other layouts draw
+    other masks, and experts of transformers are computed one by one, as grouped products are in fp32 at most.
     """
     for each in module.modules():
+        config: Any = getattr(each, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"
         if isinstance(each, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout):
             each.p = 0.0
         for name, value in vars(each).items():

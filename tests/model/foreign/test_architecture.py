@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpctrain.deck.read import parse_deck
 from hpctrain.deck.schema import Deck
@@ -134,3 +136,23 @@ def test_what_cannot_be_trained_is_told(file: Path) -> None:
 
 def test_its_class_is_chosen_by_the_deck(file: Path) -> None:
     assert isinstance(architecture_of(deck_of(file, "Mixed"), 61), ModuleArchitecture)
+
+
+def test_experts_of_transformers_are_computed_in_double_precision() -> None:
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+    }
+    named = "transformers:MixtralForCausalLM", json.dumps(sizes), None, 0, 4, None
+    tokens = torch.arange(4)[None]
+    logits = {}
+    for storage in (torch.float64, torch.float32):
+        torch.manual_seed(1)
+        module = ModuleArchitecture(*named, storage).build(torch.device("cpu")).to(storage)
+        logits[storage] = module(input_ids=tokens).logits
+    assert torch.allclose(logits[torch.float64].float(), logits[torch.float32], atol=1e-5)
