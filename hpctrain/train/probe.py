@@ -6,10 +6,10 @@ the same results; what differs is told with what the module has changed of itsel
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from hpctrain.words import counted
 
 _SEED, _OTHER_SEED = 1, 2
 _COMPARED = (Tensor, int, float, str, list, tuple, dict)
-_MOST_NAMED = 3
+_MOST_NAMED, _DEEPEST = 3, 8
 _EXACT = 1e-6
 """To which sums of losses add up, relative to them; a module may use fp32 within."""
 
@@ -71,6 +71,8 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
     """In-place changes, random numbers from elsewhere, and state."""
     module = call.module
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    # Fractions in the format in which the module gets them, so that it gets these themselves, and no copies.
+    micro = MicroBatch(call.taken(micro.fields))
     before = _attributes(module)
     given = _copied(micro)
     first = _outputs(call, given, _SEED, _SEED)
@@ -83,16 +85,19 @@ def _passes(call: ModuleCall, micro: MicroBatch) -> Iterator[Finding]:
         yield Finding(
             "the forward pass changes its input in place: what comes after it, as the loss, sees others"
         )
-    changed = _changed(before, _attributes(module))
+    after = _attributes(module)
+    changed = _changed(before, after)
     _restore(module, kept)
     again = _outputs(call, _copied(micro), _SEED, _SEED)
+    # What the first pass alone makes, as a weight that is normalized, is no state.
+    changing = _changed(after, _attributes(module))
     if not _equal(first, again):
         what = "draws random numbers that torch.manual_seed does not seed, or keeps state that is no buffer"
         if changed:
             what = f"keeps state that is no buffer, and so in no checkpoint: {_some(changed)}"
         yield Finding(f"two forward passes of the same input, seed and buffers differ: the module {what}")
-    elif changed:
-        sentence = f"a forward pass changes {_some(changed)}, which is no buffer, and so in no checkpoint"
+    elif changing:
+        sentence = f"a forward pass changes {_some(changing)}, which is no buffer, and so in no checkpoint"
         yield Finding(f"{sentence}; what a pass gives did not depend on it here", fails=False)
     else:
         _restore(module, kept)
@@ -136,18 +141,27 @@ def _additive(
     given = [call(each.fields) for each in batches]
     module.train(was)
     whole, *parts = (next(tensors_of(each), torch.empty(0)) for each in given)
-    if any(each.dim() < 2 or not each.is_floating_point() for each in (whole, *parts)):
+    if any(each.dim() < 1 or not each.is_floating_point() for each in (whole, *parts)):
         return
     joined = torch.cat(parts)
     if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=_EXACT, atol=_EXACT):
         return
-    sums = [float(losses(each)(made).figures[0]) for each, made in zip(batches, given, strict=True)]
+    figures = [losses(each)(made).figures for each, made in zip(batches, given, strict=True)]
+    sums = [float(each[0]) for each in figures]
     apart = sum(sums[1:])
     if abs(sums[0] - apart) > _EXACT * max(map(abs, sums)):
         factor = f"{sums[0] / apart:.4g} times" if apart else "not"
         yield Finding(
             f"model.loss is no sum over samples: of {counted(rows, 'sample')} at once it is {sums[0]:.6g}, "
             f"{factor} that of the same one by one: it has to give a sum and a count, no mean"
+        )
+    counts = [float(each[1]) for each in figures if len(each) > 1]
+    apart = sum(counts[1:])
+    if counts and abs(counts[0] - apart) > _EXACT * max(map(abs, counts)):
+        yield Finding(
+            f"the count of model.loss does not grow with samples: of {counted(rows, 'sample')} at once it is "
+            f"{counts[0]:.6g}, and {apart:.6g} of the same one by one: it has to be the count of what the "
+            "sum is of, so that a step's loss does not depend on batch.micro_size"
         )
 
 
@@ -180,22 +194,39 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     for name, each in module.named_modules():
         for attribute, value in vars(each).items():
             if not attribute.startswith("_") and isinstance(value, _COMPARED):
-                found[f"{name}.{attribute}".lstrip(".")] = copy.deepcopy(value)
+                found[f"{name}.{attribute}".lstrip(".")] = _as_it_is(value)
     return found
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    def same(one: Any, other: Any) -> bool:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return torch.equal(one, other)
-        try:
-            return bool(one == other)
-        except (RuntimeError, ValueError):  # of tensors within
-            return True
+def _as_it_is(value: Any, depth: int = 0) -> Any:
+    """A copy of what can be compared in a value, which changes no more."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if not isinstance(value, _COMPARED) or depth == _DEEPEST:
+        return type(value)
+    if isinstance(value, dict):
+        return {key: _as_it_is(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_it_is(each, depth + 1) for each in value]
+    return value
 
-    return [
-        name for name in {**before, **after} if name not in before or not same(before[name], after.get(name))
-    ]
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two such copies are the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and _equal([one], [other])
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or (isinstance(one, float) and isnan(one) and isnan(other))
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    names = {**before, **after}
+    return [name for name in names if name not in before or not _same(before[name], after.get(name))]
 
 
 def _restore(module: nn.Module, kept: Mapping[str, Tensor]) -> None:

@@ -63,15 +63,18 @@ class ModuleCall:
 
     def __call__(self, fields: Mapping[str, Tensor]) -> Any:
         """What the module gives for these."""
+        taken = self.taken({name: fields[name] for name in self.names})
+        named = {name: taken[field] for name, field in self.named.items()}
+        return self.module(*(taken[name] for name in self.placed), **named, **self.fixed)
+
+    def taken(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """These in the formats in which the module takes them."""
         kinds = (parameter.dtype for parameter in self.module.parameters())
         own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
-
-        def taken(name: str) -> Tensor:
-            field = fields[name]
-            return (field.to(own) if field.is_floating_point() else field).contiguous()
-
-        named = {name: taken(field) for name, field in self.named.items()}
-        return self.module(*map(taken, self.placed), **named, **self.fixed)
+        return {
+            name: (field.to(own) if field.is_floating_point() else field).contiguous()
+            for name, field in fields.items()
+        }
 
 
 def call_of(module: nn.Module, there: Collection[str], wanted: Sequence[str] | None = None) -> ModuleCall:
