@@ -91,10 +91,11 @@ def difference_of(
                 f"all of it is {1 / group.size:.4g} times what it should be, as a mean over {over} would be"
             )
             return LayoutDifference(name, error, f"{what}{told}")
+    # Of one number there is always a factor.
+    several = bool(world.everyone.all_reduce(torch.tensor(expected.numel()), "max") > 1)
     factor = _factor(mine, expected, world)
-    if worst(mine / factor) <= explained:
-        told = f"{what}all of it is {factor:.4g} times what it should be"
-        return LayoutDifference(name, error, told, explained=expected.numel() > 1)
+    if several and worst(mine / factor) <= explained:
+        return LayoutDifference(name, error, f"{what}all of it is {factor:.4g} times what it should be")
     none = f"{what}no single missing or doubled sum explains it"
     return LayoutDifference(name, error, none, explained=False)
 

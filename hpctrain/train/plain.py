@@ -22,12 +22,14 @@ from hpctrain.train.trainer import Trainer
 
 class PlainFigures(NamedTuple):
     """The loss of a step, what the parts of a module give for its first micro-batches, and the gradient of
-    each parameter that is trained, by name.
+    each parameter that is trained, by name: as before an update, of each that was expected to be counted. Of
+    what was counted are loss and norm.
     """
 
     loss: float
-    outputs: Sequence[Mapping[str, Tensor]]
+    outputs: Sequence[Mapping[str, Sequence[Tensor]]]
     gradients: Mapping[str, Tensor]
+    norm: float
 
 
 def bare_module(engine: Engine, seed: int) -> nn.Module:
@@ -75,13 +77,14 @@ def plain_figures(trainer: Trainer, weights: Mapping[str, Tensor], watched: int 
     figures = {
         name: total / count for name, total in zip(engine.objective.figures, sums.tolist(), strict=True)
     }
-    divisor = count * engine.objective.settle(figures)
+    counted = engine.objective.settle(figures)
     gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / divisor
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / count
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    return PlainFigures(figures["loss"], outputs, gradients)
+    norm = float(sum(gradient.square().sum() for gradient in gradients.values())) ** 0.5 / counted
+    return PlainFigures(figures["loss"], outputs, gradients, norm)
 
 
 def call_in(engine: Engine, module: nn.Module) -> ModuleCall:

@@ -35,7 +35,7 @@ from hpctrain.parallel.shard import Shard
 from hpctrain.train.difference import LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import MICRO_BATCHES, MICRO_SIZE, miniature_of
-from hpctrain.train.outputs import outputs_of
+from hpctrain.train.outputs import in_order_of, outputs_of
 from hpctrain.train.plain import bare_module, call_in, losses_of, plain_figures, plain_module
 from hpctrain.train.probe import Finding, probe, shared_memory
 from hpctrain.train.trainer import Trainer
@@ -106,14 +106,19 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
             expected[name] = own.get(name, each)
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer)
-    shapes = {name: each.values.shape for name, each in expected.items()}
-    comparable = _comparable(computed, world.everyone.broadcast_object(shapes), world)
+    shapes = world.everyone.broadcast_object(
+        {name: each.calls or (each.values.shape,) for name, each in expected.items()}
+    )
+    comparable = _comparable(computed, shapes, world)
     nothing = _Computed(torch.empty(0))  # of a tensor that another stage holds
     differences = []
     for name in comparable:
         shared = _share(expected[name].values if world.rank == 0 else None, world)
         scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
         mine = computed.get(name, nothing)
+        if len(mine.calls) > 1:
+            wanted, given = _apart(shared, shapes[name]), _apart(mine.values, mine.calls)
+            mine = mine._replace(values=torch.cat([each.reshape(-1) for each in in_order_of(wanted, given)]))
         if mine.shards:
             shared = shared.view(mine.shards[0].shape)
             shared = torch.cat([shard.take(shared).reshape(-1) for shard in mine.shards])
@@ -174,10 +179,13 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
 
 
 class _Computed(NamedTuple):
-    """What all ranks have, or this rank's pieces of a tensor behind each other."""
+    """What all ranks have, or this rank's pieces of a tensor behind each other; of what a part gives the
+    shapes in its calls.
+    """
 
     values: Tensor
     shards: tuple[Shard, ...] = ()
+    calls: tuple[torch.Size, ...] = ()
 
 
 def _compute(trainer: Trainer) -> dict[str, _Computed]:
@@ -218,13 +226,15 @@ def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) ->
 
 
 def _comparable(
-    computed: dict[str, _Computed], shapes: Mapping[str, torch.Size], world: World
+    computed: dict[str, _Computed], shapes: Mapping[str, tuple[torch.Size, ...]], world: World
 ) -> Sequence[str]:
     """The names of what is expected in some `shapes` and any rank has computed; what a part gives in another
-    shape, as a piece of it, is taken out of what this rank has. Collective.
+    shape, as a piece of it, or in other calls, as those of a rank's experts, is taken out of what this rank
+    has. Collective.
     """
     for name, each in list(computed.items()):
-        if not each.shards and each.values.shape != shapes.get(name):
+        own = each.calls or (each.values.shape,)
+        if not each.shards and sorted(own) != sorted(shapes.get(name, ())):
             del computed[name]
     known = set().union(*world.everyone.all_gather_object(set(computed)))
     return [name for name in shapes if name in known]
@@ -242,13 +252,26 @@ def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], di
         for name, each in _outputs(given, number).items()
     }
     found = {f"gradient of {name}": _Computed(gradient) for name, gradient in own.gradients.items()}
-    return outputs, found | {"loss": _Computed(torch.tensor(own.loss, dtype=torch.float64))}
+    numbers = {"loss": own.loss, "gradient norm": own.norm}
+    found |= {name: _Computed(torch.tensor(each, dtype=torch.float64)) for name, each in numbers.items()}
+    return outputs, found
 
 
-def _outputs(given: Mapping[str, Tensor], data: int) -> dict[str, _Computed]:
-    """What parts of a module give on a data rank."""
+def _outputs(given: Mapping[str, Sequence[Tensor]], data: int) -> dict[str, _Computed]:
+    """What parts of a module give on a data rank, all calls behind each other."""
     where = f" on data rank {data}" if data else ""
-    return {f"output of {name}{where}": _Computed(values) for name, values in given.items()}
+    return {
+        f"output of {name}{where}": _Computed(
+            torch.cat([each.reshape(-1) for each in calls]), calls=tuple(each.shape for each in calls)
+        )
+        for name, calls in given.items()
+    }
+
+
+def _apart(values: Tensor, calls: Sequence[torch.Size]) -> list[Tensor]:
+    """What was given in each of several calls, of all of it."""
+    pieces = values.split([shape.numel() for shape in calls])
+    return [piece.view(shape) for piece, shape in zip(pieces, calls, strict=True)]
 
 
 class _SummedGradients(Hook):
@@ -275,7 +298,7 @@ def _share(whole: Tensor | None, world: World) -> Tensor:
     """Rank 0's tensor, on every rank."""
     described = None if whole is None else (list(whole.shape), str(whole.dtype).removeprefix("torch."))
     shape, dtype = world.everyone.broadcast_object(described)
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if whole is None else whole.cpu()
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype)) if whole is None else whole.cpu().contiguous()
     return world.everyone.broadcast(tensor)
 
 
@@ -288,4 +311,5 @@ def _scale(name: str, expected: Mapping[str, _Computed]) -> float:
     names = {name}
     if name.startswith("gradient"):
         names |= {re.sub(r"\.(query|key)\.", ".value.", name)}
-    return max(float(expected[each].values.double().abs().max()) for each in names)
+    values = [expected[each].values for each in names]
+    return max((float(each.double().abs().max()) for each in values if each.numel()), default=0.0)

@@ -69,6 +69,12 @@ def test_right_modules_raise_no_alarm(world: World, mpi_tmp_path: Path, kind: st
     assert ("passes, which is no buffer" in text) == (kind == "harmless")
 
 
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_what_is_unusual_raises_no_alarm(world: World, mpi_tmp_path: Path) -> None:
+    code, text = told(world, mpi_tmp_path, "Unusual", more=f'loss = "{MODULES}:weighted"')
+    assert code == 0, text
+
+
 STATE = "passes of the same input, seed and buffers differ: the module keeps state that is no buffer"
 SUMS = "it has to give a sum and a count, no mean"
 WRONG = {

@@ -34,6 +34,24 @@ class Right(nn.Module):
         return self.head(self.hidden(tokens))
 
 
+class Unusual(Right):
+    """A part that gives a view, one that is called twice, and a parameter without an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, HIDDEN))
+        self.turned = Turned()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.turned(self.turned(super().hidden(tokens)))
+        return x + self.empty.sum()
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 class OwnGenerator(Right):
     """Masks of a generator of its own: the same on all data ranks, and no seed of the run's is in them."""
 
@@ -151,6 +169,14 @@ def summed(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     targets = batch["targets"].flatten()
     loss = functional.cross_entropy(outputs.flatten(0, 1), targets, ignore_index=-1, reduction="sum")
     return loss, int((targets >= 0).sum())
+
+
+def weighted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The count is a sum of weights."""
+    targets = batch["targets"].flatten()
+    losses = functional.cross_entropy(outputs.flatten(0, 1), targets, ignore_index=-1, reduction="none")
+    weights = (targets >= 0) * (1.5 + targets % 3)
+    return (losses * weights).sum(), weights.sum()
 
 
 def averaged(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
