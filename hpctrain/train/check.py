@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from hpctrain.checkpoint.exchange.source import settled_keys
+from hpctrain.comm.check import MismatchError
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
@@ -50,10 +51,17 @@ def check(world: World, path: Path, overrides: Sequence[str], show: Callable[[st
     deck, chose = choose_layout(world, deck)
     torch.set_num_threads(deck.run.threads)
     world.use_device(deck.run.device)
-    world.compare_calls(deck.communication.check)
+    # What a module calls on a rank is its own to say: where ranks differ, this has a name instead of no end.
+    world.compare_calls(deck.communication.check or deck.model.module is not None)
     deck = with_functions(deck, world)
     mesh = make_mesh(deck, world)
-    small, noticed, found = compare_miniature(deck, world, mesh)
+    try:
+        small, noticed, found = compare_miniature(deck, world, mesh)
+    except MismatchError as error:
+        if deck.model.module is None:
+            raise
+        likely = "likely code of the module that goes another way on other ranks, as a block that is left out"
+        raise MismatchError(f"{'; '.join(error.problems)}: {likely}") from error
     if world.rank == 0:
         lines = _told(deck, small, noticed, found, world.size, began)
         show("\n".join([*([chose] if chose else []), *lines]))

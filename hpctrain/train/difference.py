@@ -22,7 +22,7 @@ _SUMS_OF_EXPERTS = (("expert_data",), ("expert",), ("expert_tensor",))
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """How far one tensor (or the loss, or the norm) is from the one-rank run, and what explains it, if
+    """How far one tensor (or the loss, or the norm) is from what is `beside` it, and what explains it, if
     anything: that all of it is wrong by one sum, or one factor.
     """
 
@@ -30,6 +30,7 @@ class LayoutDifference:
     error: float
     hint: str
     explained: bool = True
+    beside: str = "the one-rank run"
 
     @property
     def fails(self) -> bool:
@@ -38,7 +39,7 @@ class LayoutDifference:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} differs from the one-rank run by {self.error:.1e} of its largest element "
+            f"{self.name} differs from {self.beside} by {self.error:.1e} of its largest element "
             f"(allowed: {TOLERANCE:.0e}); {self.hint}"
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from hpctrain.engine.build import Engine, build_engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.model.foreign.part import ModulePart
 from hpctrain.parallel.shard import Shard
-from hpctrain.train.difference import LayoutDifference, difference_of
+from hpctrain.train.difference import TOLERANCE, LayoutDifference, difference_of
 from hpctrain.train.hook import Hook
 from hpctrain.train.miniature import MICRO_BATCHES, MICRO_SIZE, miniature_of
 from hpctrain.train.outputs import in_order_of, outputs_of
@@ -96,27 +97,35 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
     micro_batches = max(MICRO_BATCHES, mesh.size("pipeline"))
     deck = deck.with_keys(batch={"global_size": micro_batches * MICRO_SIZE * mesh.size("data")})
     expected: dict[str, _Computed] = {}
+    beside: dict[str, str] = {}
     if world.rank == 0:
         alone = world.alone()
         plain = on_one_rank(deck).with_keys(memory={"recompute": "none"})
         whole = tiny_trainer(plain, alone, Mesh(alone, {}))
         outputs, own = _of_own_code(whole, mesh.size("data")) if deck.model.module is not None else ({}, {})
-        for name, each in _compute(whole).items():
+        on_one = _compute(whole)
+        for name, each in on_one.items():
             expected |= outputs if name == "loss" else {}
             expected[name] = own.get(name, each)
+        beside = {name: _beside(expected[name], on_one.get(name)) for name in (*outputs, *own)}
     trainer = tiny_trainer(deck, world, mesh)
     computed = _compute(trainer)
     shapes = world.everyone.broadcast_object(
         {name: each.calls or (each.values.shape,) for name, each in expected.items()}
     )
-    comparable = _comparable(computed, shapes, world)
+    pieces = mesh.size("tensor") if deck.layout.sequence_parallel else 1
+    comparable = _comparable(computed, shapes, world, pieces)
     nothing = _Computed(torch.empty(0))  # of a tensor that another stage holds
     differences = []
     for name in comparable:
         shared = _share(expected[name].values if world.rank == 0 else None, world)
         scale = world.everyone.broadcast_object(_scale(name, expected) if world.rank == 0 else 0.0)
         mine = computed.get(name, nothing)
-        if len(mine.calls) > 1:
+        if mine.cut:
+            number = mesh.coordinate("tensor")
+            given = [each.chunk(pieces, 1)[number] for each in _apart(shared, shapes[name])]
+            shared = torch.cat([each.reshape(-1) for each in given])
+        elif len(mine.calls) > 1:
             wanted, given = _apart(shared, shapes[name]), _apart(mine.values, mine.calls)
             mine = mine._replace(values=torch.cat([each.reshape(-1) for each in in_order_of(wanted, given)]))
         if mine.shards:
@@ -127,7 +136,8 @@ def compare(deck: Deck, world: World, mesh: Mesh) -> list[LayoutDifference]:
         shard = mine.shards[0] if mine.shards else None
         everywhere = not name.startswith("output of ")
         found = difference_of(name, mine.values, shared, scale, world, mesh, shard, everywhere)
-        differences.append(found)
+        told = world.everyone.broadcast_object(beside.get(name, found.beside))
+        differences.append(replace(found, beside=told))
     trainer.engine.close()
     return differences
 
@@ -180,12 +190,13 @@ def verify_layout(deck: Deck, world: World, mesh: Mesh) -> str:
 
 class _Computed(NamedTuple):
     """What all ranks have, or this rank's pieces of a tensor behind each other; of what a part gives the
-    shapes in its calls.
+    shapes in its calls, and whether these are pieces of the sequence.
     """
 
     values: Tensor
     shards: tuple[Shard, ...] = ()
     calls: tuple[torch.Size, ...] = ()
+    cut: bool = False
 
 
 def _compute(trainer: Trainer) -> dict[str, _Computed]:
@@ -226,15 +237,24 @@ def _by_name(around: tuple[str, str], pieces: Iterable[tuple[Shard, Tensor]]) ->
 
 
 def _comparable(
-    computed: dict[str, _Computed], shapes: Mapping[str, tuple[torch.Size, ...]], world: World
+    computed: dict[str, _Computed], shapes: Mapping[str, tuple[torch.Size, ...]], world: World, pieces: int
 ) -> Sequence[str]:
     """The names of what is expected in some `shapes` and any rank has computed; what a part gives in another
-    shape, as a piece of it, or in other calls, as those of a rank's experts, is taken out of what this rank
-    has. Collective.
+    shape, as of some heads, or in other calls, as those of a rank's experts, is taken out of what this rank
+    has, but for so many equal pieces of sequences [b, s, h]. Collective.
     """
+
+    def is_cut(own: Sequence[torch.Size], whole: Sequence[torch.Size]) -> bool:
+        return len(own) == len(whole) and all(
+            len(a) == len(b) == 3 and b == (a[0], pieces * a[1], a[2])
+            for a, b in zip(own, whole, strict=True)
+        )
+
     for name, each in list(computed.items()):
-        own = each.calls or (each.values.shape,)
-        if not each.shards and sorted(own) != sorted(shapes.get(name, ())):
+        own, whole = each.calls or (each.values.shape,), shapes.get(name, ())
+        if pieces > 1 and each.calls and is_cut(own, whole):
+            computed[name] = each._replace(cut=True)
+        elif not each.shards and sorted(own) != sorted(whole):
             del computed[name]
     known = set().union(*world.everyone.all_gather_object(set(computed)))
     return [name for name in shapes if name in known]
@@ -255,6 +275,17 @@ def _of_own_code(trainer: Trainer, ranks: int) -> tuple[dict[str, _Computed], di
     numbers = {"loss": own.loss, "gradient norm": own.norm}
     found |= {name: _Computed(torch.tensor(each, dtype=torch.float64)) for name, each in numbers.items()}
     return outputs, found
+
+
+def _beside(expected: _Computed, on_one_rank: _Computed | None) -> str:
+    """What something is compared with that is `expected` by a module's own code."""
+    own = "its own code in plain torch"
+    if on_one_rank is None:
+        return own
+    values, others = (each.values.double().reshape(-1) for each in (expected, on_one_rank))
+    bound = TOLERANCE * float(values.abs().nan_to_num().max()) if len(values) else 0.0
+    as_one = len(values) == len(others) and torch.allclose(values, others, 0, bound, equal_nan=True)
+    return f"the one-rank run, and from {own}," if as_one else f"{own}, as the one-rank run does,"
 
 
 def _outputs(given: Mapping[str, Sequence[Tensor]], data: int) -> dict[str, _Computed]:

@@ -112,6 +112,13 @@ def test_a_run_that_verifies_its_layout_is_told_too(world: World, mpi_tmp_path: 
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+def test_blocks_that_one_rank_leaves_out_are_told(world: World, mpi_tmp_path: Path) -> None:
+    apart = world.part(range(world.size))  # as calls that nobody answered stay there
+    with pytest.raises(HpctrainError, match=r"the ranks disagree in what they call: .* a block that is left"):
+        told(apart, mpi_tmp_path, "OtherBlocks", zero=3)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_parameters_without_gradients_are_noted(world: World, mpi_tmp_path: Path) -> None:
     code, text = told(world, mpi_tmp_path, "Detached")
     assert code == 0

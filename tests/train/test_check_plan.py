@@ -205,6 +205,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any], tuple[str, ...
     "scale by a piece's size": ("wide", {}, False, {"kind": "scale"}, ("output of down",)),
     "gate not summed": ("wide", {}, False, {"kind": "gate"}, ("gradient of gate", MISSING)),
     "features by number": ("wide", {}, False, {"kind": "first"}, ("output of down",)),
+    "positions of a piece": (
+        "wide",
+        {"embed": "vocabulary", "norm": "sequence", "head": "vocabulary"},
+        True,
+        {"kind": "local"},
+        ("output of norm differs from the one-rank run, and from its own code",),
+    ),
     "no such part": (
         "gpt",
         {"layers.*.attn.qkv": "column"},

@@ -211,6 +211,8 @@ class Wide(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        if self.kind == "local":
+            x = x + torch.outer(torch.arange(x.shape[1]) * 0.1, torch.arange(x.shape[2])).to(x)
         y = functional.gelu(self.up(self.norm(x)))
         if self.kind == "softmax":
             y = y.softmax(-1)
