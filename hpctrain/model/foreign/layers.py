@@ -130,6 +130,6 @@ def matrices_in(modules: Sequence[nn.Module]) -> list[Matrix]:
     """The matrices of linear layers among modules: all weights of two dims but those that are looked up."""
     split = [matrix for each in modules if isinstance(each, Multiplying) for matrix in each.matrices]
     plain = (each for each in modules if not isinstance(each, nn.Embedding | Multiplying))
-    weights = (getattr(each, "weight", None) for each in plain)
+    weights = (each._parameters.get("weight") for each in plain)  # what is made of others may fail
     found = [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 2]
     return [*split, *(Matrix(weight.shape[0], weight.shape[1], "whole") for weight in found)]

@@ -106,6 +106,7 @@ class _Whole(ColumnFunction):
 
 def _linear(module: nn.Module) -> Linear | None:
     """The sizes of a module that is a linear layer and nothing else."""
-    if "forward" in vars(module) or any(map(is_hooked, module.parameters(recurse=False))):
+    weight = module._parameters.get("weight")  # what is made of others, as by weight_norm, is no parameter
+    if weight is None or "forward" in vars(module):
         return None
-    return Linear.of(module)
+    return None if any(map(is_hooked, module.parameters(recurse=False))) else Linear.of(module)
