@@ -10,7 +10,7 @@ from hpctrain.engine.layer_flops import layer_flops
 from hpctrain.engine.layer_times import times_of_parts
 from hpctrain.engine.place import placed_by_flops
 from hpctrain.engine.sizes import axis_sizes, micro_batches
-from hpctrain.model.shape import ModelShape
+from hpctrain.model.build import architecture_of
 from hpctrain.pipeline.simulate import simulate
 from hpctrain.pipeline.split import cut
 from hpctrain.words import counted
@@ -45,10 +45,10 @@ def plan_pipeline(deck: Deck, ranks: int, vocabulary: int) -> PipelinePlan | Non
     """The plan of a deck with several stages, None of others. Raises HpctrainError as a run would."""
     if deck.layout.pipeline == 1:
         return None
-    data, shape = axis_sizes(deck, ranks)["data"], ModelShape.of(deck, vocabulary)
-    placement, passes = placed_by_flops(deck, shape, data), micro_batches(deck, data)
+    data, architecture = axis_sizes(deck, ranks)["data"], architecture_of(deck, vocabulary)
+    placement, passes = placed_by_flops(deck, architecture, data), micro_batches(deck, data)
     schedule = placement.schedule_of(passes)
-    simulation = simulate(schedule, times_of_parts(cut(layer_flops(deck, shape), placement.split)))
+    simulation = simulate(schedule, times_of_parts(cut(layer_flops(deck, architecture), placement.split)))
     work = [simulation.cost - idle for idle in simulation.idle]
     loads = tuple(each / fmean(work) for each in work)
     return PipelinePlan(

@@ -147,10 +147,11 @@ class _Tracer:
         self._calls += 1
         before, self.present = self.present, (number, self._calls)
         self._events += [_Event(self.present, None, tensor.detach()) for tensor in tensors_of((given, named))]
-        result = forward(*given, **named)
-        self.present = before
-        self._after = len(self._events)
-        return result
+        try:
+            return forward(*given, **named)
+        finally:  # where a part ends with it, the pass is left here
+            self.present = before
+            self._after = len(self._events)
 
     def pack(self, tensor: Tensor) -> _Kept:
         """Autograd saves a tensor."""
