@@ -64,13 +64,19 @@ class PartBytes:
 
     @property
     def embedding(self) -> int:
-        """Bytes of what comes before the blocks."""
-        return total(self.part.layers[0].saved(self.at)) if self.part.span.embeds else 0
+        """Bytes of what comes before the blocks, or in a module also between them."""
+        first = self.part.layers[0]
+        return total(first.saved(self.at)) if self._is_beside(first, self.part.span.embeds) else 0
 
     @property
     def head(self) -> int:
         """Bytes of what comes after the blocks: final norm and loss."""
-        return total(self.part.layers[-1].saved(self.at)) if self.part.span.predicts else 0
+        last = self.part.layers[-1]
+        return total(last.saved(self.at)) if self._is_beside(last, self.part.span.predicts) else 0
+
+    def _is_beside(self, layer: Layer, of_end: bool) -> bool:
+        """Whether a layer is none of the blocks: the only one is what it is at that end of the model."""
+        return of_end if len(self.part.layers) == 1 else not layer.is_block
 
     @property
     def shared(self) -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from hpctrain.plan.pipeline import PipelinePlan, plan_pipeline
 from tests.engines import small_deck
+from tests.model.foreign.test_trace import deck_of
 
 
 def plan_of(vocabulary: int, *overrides: str) -> PipelinePlan:
@@ -21,6 +22,20 @@ def test_stages_alike_wait_as_the_formula_says() -> None:
     assert plan.split == (3, 3) and plan.micro_batches == 8
     assert plan.loads == pytest.approx((1, 1), abs=2e-3)
     assert plan.waiting == pytest.approx(1 / 9, abs=2e-3)
+
+
+def test_modules_wait_as_our_own_models_of_their_sizes() -> None:
+    own = small_deck(
+        *("model.family=llama", "model.layers=2", "model.hidden=64", "model.heads=4", "model.tied=false"),
+        *("model.key_value_heads=2", "model.mlp=160", "batch.micro_size=2", "batch.sequence=64"),
+        "layout.pipeline=2",
+    )
+    theirs = deck_of("llama", "layout.pipeline=2")
+    expected, plan = (plan_pipeline(deck, 2, 61) for deck in (own, theirs))
+    assert plan is not None and expected is not None
+    assert (plan.split, plan.micro_batches) == (expected.split, expected.micro_batches)
+    assert plan.loads == pytest.approx(expected.loads, rel=0.02)
+    assert plan.waiting == pytest.approx(expected.waiting, rel=0.05)
 
 
 def test_a_heavy_head_is_told() -> None:

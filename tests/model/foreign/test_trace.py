@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "odd": (f"{MODELS}:odd", 'blocks = "blocks.*"\nbuffers = "average"', {"hidden": 64}),
     "encoder": (f"{HERE}:encoder", 'blocks = "layers.*"', {}),
+    "between": (f"{HERE}:between", 'blocks = "layers.*"', {}),
     "llama": ("transformers:LlamaForCausalLM", 'blocks = "model.layers.*"', GROUPED),
     "gpt2": ("transformers:GPT2LMHeadModel", 'blocks = "transformer.h.*"', GPT2),
     "gemma2": ("transformers:Gemma2ForCausalLM", 'blocks = "model.layers.*"', GROUPED | EAGER),
@@ -100,6 +101,25 @@ class Encoder(nn.Module):
 
 def encoder() -> nn.Module:
     return Encoder()
+
+
+class Between(nn.Module):
+    """Keeps what it makes between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+def between() -> nn.Module:
+    return Between()
 
 
 class Asking(nn.Module):
@@ -160,6 +180,18 @@ def test_what_is_gathered_is_not_kept_but_all_else_is_counted(
     assert require_what_is_kept(world, kind, again, "layout.zero=3") == whole
     apart = "communication.transport=mpi"
     assert require_what_is_kept(world, kind, again, "layout.zero=3", apart) == whole
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("kind", ["between", "llama"])
+def test_stages_keep_what_is_planned(world: World, kind: str) -> None:
+    deck = deck_of(kind, "layout.pipeline=2")
+    training = trainer(world, deck)
+    training.train(1)
+    planned = plan_memory(deck, 2, VOCABULARY).stages[world.rank].memory.activation
+    # What arrives is there twice for a moment.
+    within = 0.0 if world.rank == 0 else 0.1
+    assert planned == pytest.approx(training.activations.bytes, rel=within)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "gemma2", "bert", "encoder"])
