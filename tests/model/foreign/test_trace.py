@@ -160,7 +160,7 @@ def test_what_is_planned_is_kept(world: World, kind: str, compute: str) -> None:
     kept = require_what_is_kept(world, kind, format_of)
     if "blocks" in KINDS[kind][1]:
         less = require_what_is_kept(world, kind, format_of, "memory.recompute=full")
-        assert less < 0.8 * kept or kind == "odd"
+        assert less < 0.8 * kept or kind in {"odd", "between"}  # whose blocks save little
 
 
 def test_a_penalty_of_large_logits_keeps_more(world: World) -> None:
