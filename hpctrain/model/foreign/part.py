@@ -102,7 +102,7 @@ class ModulePart(nn.Module):
             self._have(self.layers[0])
             if len(self.layers) == 2:
                 self._have(self.layers[-1])
-            before = [parameter._version for parameter in self.names] if recording else []
+            before = [parameter._version for parameter in self.names] if recording and self._loses else []
             outputs = self.passage.run(partial(self._call, inputs.fields), inputs.dropout, hidden)
             self._require_unwritten(before)
         for tensor in tensors_of(outputs):
@@ -156,11 +156,15 @@ class ModulePart(nn.Module):
             self._have(self.layers[-1])
         return result
 
+    @property
+    def _loses(self) -> bool:
+        """Whether what a module writes into its parameters is lost with the next update."""
+        return self.residency.gathers or self.architecture.storage not in {torch.float32, torch.float64}
+
     def _require_unwritten(self, before: Sequence[int]) -> None:
         """HpctrainError where the module has changed a parameter, and that would be lost."""
-        lost = self.residency.gathers or self.architecture.storage not in {torch.float32, torch.float64}
         for (parameter, (name, *_)), version in zip(self.names.items(), before, strict=bool(before)):
-            if lost and parameter._version != version:
+            if parameter._version != version:
                 form = str(self.architecture.storage).removeprefix("torch.")
                 why = "with layout.zero = 3" if self.residency.gathers else f"in {form}"
                 raise HpctrainError(
