@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.versions import library_versions, package_commit
@@ -104,12 +103,13 @@ class Provenance:
         self._here = replace(self._here, ranks=ranks, layout=layout)
         return self
 
-    def go_on(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Append to the chain that the state of a checkpoint tells."""
+    def go_on(self, state: Mapping[str, Any], origin: str) -> None:
+        """Append to the chain that the state of a checkpoint, or of another `origin`, tells."""
         self._earlier = history(state)
+        self._losses.clear()
         self._losses.extend(losses(state))
         step = int(state["step"])
-        self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(str(checkpoint)))
+        self._here = replace(self._here, first_step=step + 1, went_on_from=_cut(origin))
 
     def note(self, step: int, loss: float, grad_norm: float) -> None:
         """Remember what a step recorded."""

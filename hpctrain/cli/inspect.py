@@ -11,6 +11,7 @@ import click
 @click.command(name="inspect")
 @click.argument("target", metavar="CHECKPOINT|RUN_DIR", type=click.Path(path_type=Path))
 @click.option("--tensors", is_flag=True, help="List every tensor: name, shape, type, bytes.")
+@click.option("--bad-samples", is_flag=True, help="List the samples that were left out for spikes.")
 @click.option("--deck", is_flag=True, help="Print the stored deck, and nothing else.")
 @click.option("--verify", is_flag=True, help="Read everything and compare it with its checksums.")
 @click.option(

@@ -14,6 +14,7 @@ from hpctrain.deck.check_noise_scale import noise_scale_problems
 from hpctrain.deck.check_parametrization import parametrization_problems
 from hpctrain.deck.check_precision import precision_problems
 from hpctrain.deck.check_server import server_problems
+from hpctrain.deck.check_stability import stability_problems
 from hpctrain.deck.check_world import batch_sizes
 from hpctrain.deck.dataset import dataset_problems
 from hpctrain.deck.defaults import first_beta, second_beta, usual_momentum
@@ -51,6 +52,7 @@ def check_deck(deck: Deck, ranks: int | None = None) -> list[Problem]:
         *_offload(deck),
         *local_step_problems(deck),
         *noise_scale_problems(deck),
+        *stability_problems(deck),
     ]
 
 

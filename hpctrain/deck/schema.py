@@ -424,6 +424,12 @@ class Checkpoint(Section):
     keep_every: int = key(
         "Checkpoints of steps that are multiples of this stay for good; 0: none.", 0, unit="steps", ge=0
     )
+    memory_every: int = key(
+        "A copy of the state in memory every so many steps, for going back without the disk; 0: none.",
+        0,
+        unit="steps",
+        ge=0,
+    )
     mode: Literal["collective", "background"] = key(
         "Whether training waits while a checkpoint is written, or goes on.", "collective"
     )
@@ -455,6 +461,22 @@ class Stability(Section):
     z_loss: float = key(
         "Weight of the squared log-partition function in the loss (PaLM); 0: none.", 0.0, ge=0, le=1
     )
+    spike: Literal["off", "skip", "rollback"] = key(
+        "What a step is for whose loss or gradient norm is far above: an update left out, or a way back.",
+        "off",
+    )
+    spike_window: int = key(
+        "Last steps by whose median and deviation spikes are told, once they are behind the warm-up.",
+        128,
+        unit="steps",
+        ge=8,
+        le=100_000,
+    )
+    spike_factor: float = key("Deviations above the median that make a spike.", 6.0, gt=1)
+    spike_back: int = key(
+        "Steps that a rollback goes back at least; samples since are left out.", 100, unit="steps", ge=1
+    )
+    spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
     verify_layout: bool = key(
         "Whether to compare one tiny step of this layout with one rank's, before training.", False
     )

@@ -40,6 +40,7 @@ from hpctrain.objective.objective import Objective
 from hpctrain.optim.loss_scale import LossScale
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.optim.schedule import LearningRate
+from hpctrain.optim.spikes import Spikes
 from hpctrain.parallel.context import context_positions
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.pipeline.action import Schedule
@@ -76,6 +77,7 @@ class Engine(TrainedStage):
     activation_files: ScratchFiles | None
     loss_scale: LossScale
     noise_scale: NoiseScale
+    spikes: Spikes
     learning_rate: LearningRate
     positions: torch.Tensor
     placement: Placement
@@ -188,10 +190,24 @@ def assemble(
             deck.precision.loss_scale_window if scaled else 0,
         ),
         noise_scale=NoiseScale(deck.run.noise_scale_steps),
+        spikes=make_spikes(deck),
         learning_rate=LearningRate(**deck.learning_rate.model_dump()),
         positions=context_positions(groups.context, groups.context_form, architecture.sequence).to(
             world.device
         ),
+    )
+
+
+def make_spikes(deck: Deck) -> Spikes:
+    """What tells the spikes of a run."""
+    keys = deck.stability
+    return Spikes(
+        keys.spike,
+        keys.spike_window,
+        keys.spike_factor,
+        keys.spike_most,
+        deck.learning_rate.warmup,
+        Precision.of(deck).scales_loss,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hpctrain.checkpoint.held import copies_held
 from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
@@ -205,7 +206,7 @@ def plan_memory(
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
-            other += _snapshot(deck, stage)
+            other += _snapshot(deck, stage) + _held(deck, stage)
         memory = replace(
             states,
             parameter=states.parameter
@@ -302,6 +303,13 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
         return 0
     written = (t for t in stage.state() if t.written and (t.kind, t.resumed) != (MODEL, "never"))
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
+
+
+def _held(deck: Deck, stage: TrainedStage) -> int:
+    """Host memory of the copies of all state that a run can go back to."""
+    back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
+    copies = copies_held(deck.checkpoint.memory_every, back)
+    return copies * sum(tensor.values.nbytes for tensor in stage.state()) if copies else 0
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.keep import agreed_checkpoints
+from hpctrain.checkpoint.keep import agreed_checkpoints, newest_good
 from hpctrain.checkpoint.names import checkpoint_step
 from hpctrain.checkpoint.provenance import losses
 from hpctrain.checkpoint.stored_deck import stored_deck_text
@@ -18,6 +18,7 @@ from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_INPUT_OUTPUT, HpctrainError, InputOutputError
+from hpctrain.report.bad_samples import bad_samples, bad_samples_text
 from hpctrain.report.contents import contents, contents_text, loss_text
 from hpctrain.report.differences import differences, differences_text
 from hpctrain.report.terminal import columns
@@ -27,9 +28,12 @@ from hpctrain.units import format_bytes
 
 @dataclass(frozen=True)
 class InspectionWish:
-    """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another."""
+    """What to tell of a file: its tensors, its deck alone, its checksums, the difference from another; or
+    the samples that its run left out for spikes.
+    """
 
     tensors: bool = False
+    bad_samples: bool = False
     deck: bool = False
     verify: bool = False
     other: Path | None = None
@@ -50,6 +54,8 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
                 f"{target}: a folder, of which the checkpoints are listed; --tensors, --deck and --diff "
                 "need one checkpoint file"
             )
+    if wish.bad_samples:
+        return _inspect_samples(group, target, wish, show)
     if target.is_dir():
         return _inspect_folder(group, target, wish, show)
     read = verify if wish.verify else examine
@@ -70,6 +76,25 @@ def inspect(group: Group, target: Path, wish: InspectionWish, show: Callable[[st
                 show(_json(held | ({"verified": True} if wish.verify else {})))
             else:
                 show("\n".join([*contents_text(held), *(["", verified] if wish.verify else [])]))
+    return EXIT_DONE
+
+
+def _inspect_samples(group: Group, target: Path, wish: InspectionWish, show: Callable[[str], None]) -> int:
+    """The samples that a run left out for spikes, as its newest checkpoint tells."""
+    path: Path | None = target
+    if target.is_dir():
+        folder = target / "checkpoints" if (target / "checkpoints").is_dir() else target
+        path, _ = newest_good(folder, group)
+        if path is None:
+            raise InputOutputError(f"{folder}: holds no good checkpoint, which would tell of samples")
+    assert path is not None
+    structure = examine(path, group)
+    with together(group):
+        if group.rank == 0:
+            spikes = bad_samples(structure)
+            show(
+                _json({"spikes": spikes}) if wish.as_json else "\n".join(bad_samples_text(spikes, columns()))
+            )
     return EXIT_DONE
 
 

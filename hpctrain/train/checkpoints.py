@@ -14,6 +14,7 @@ from hpctrain import __version__
 from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.checkpoint.draft import PIECE_BYTES
 from hpctrain.checkpoint.entries import resumed_entries, stored_replicas, training_entries
+from hpctrain.checkpoint.held import HeldState, HeldStates
 from hpctrain.checkpoint.keep import keep, point_to
 from hpctrain.checkpoint.names import checkpoint_path
 from hpctrain.checkpoint.provenance import Provenance
@@ -25,6 +26,7 @@ from hpctrain.checkpoint.write import save
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.engine.deck_kernels import computed_by
+from hpctrain.sharding.bucket import await_readers
 from hpctrain.sharding.state import OPTIMIZER
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.start import begins_anew, left_bias
@@ -54,6 +56,8 @@ class Checkpoints(Hook):
             deck.run.steps,
             computed_by(engine.groups),
         )
+        back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
+        self.held = HeldStates(deck.checkpoint.memory_every, back)
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
         self._held_up = 0.0
@@ -140,6 +144,19 @@ class Checkpoints(Hook):
         """Wait for the checkpoint under way, if there is one."""
         self.poll(wait=True)
 
+    def hold(self, state: TrainState) -> None:
+        """Keep a copy of the present state in memory, if one is due."""
+        if self.held.due(state.step):
+            self.held.take(state.step, self.engine.state(), self._stored(state))
+
+    def give_back(self, held: HeldState) -> TrainState:
+        """Have all state be again what it was when a copy of it was made."""
+        tensors = list(self.engine.state())
+        await_readers(self.engine.buckets)
+        held.give_back(tensors)
+        replicas = next((each.shard.shape[0] for each in tensors if each.of_replicas), 0)
+        return self._resume(held.stored, replicas, f"memory, step {held.step}")
+
     def restore(self, path: Path) -> TrainState:
         """Read parameters, moments and state of a checkpoint that any number of ranks wrote.
 
@@ -154,15 +171,23 @@ class Checkpoints(Hook):
             wanted = [tensor for tensor in wanted if not tensor.kind.startswith(OPTIMIZER)]
             self.heeded = [f"{path}: holds {anew}; {self.deck.optimizer.name} begins with new state"]
         entries, left = resumed_entries(wanted, structure.datasets)
+        await_readers(engine.buckets)
         load(structure, engine.world.everyone, entries, left=left)
         for kind in sorted(set().union(*engine.world.everyone.all_gather_object(sorted(left)))):
             self.heeded.append(f"{path}: not all of its {kind} suits this run: the rest begins anew")
         if sentence := left_bias(self.deck, before, path):
             self.heeded.append(sentence)
+        self.newest = path
+        if path.parent == self.folder:
+            self._step = int(state["step"])
+        return self._resume(state, stored_replicas(structure.datasets), str(path), bool(anew))
+
+    def _resume(self, state: Mapping[str, Any], replicas: int, origin: str, anew: bool = False) -> TrainState:
+        """Go on with what is there besides tensors, which are there by now; `replicas` were stored apart."""
+        engine = self.engine
         engine.optimizer.totals = {} if anew else state.get("totals") or {}
         engine.optimizer.publish()
         engine.optimizer.updates = 0 if anew else int(state["updates"])
-        replicas = stored_replicas(structure.datasets)
         # By how many updates what is under way was begun, those that begin anew do not tell.
         under_way = {} if anew else state.get("under_way") or {}
         engine.outer.resumed(engine.optimizer, replicas, under_way)
@@ -170,11 +195,9 @@ class Checkpoints(Hook):
             engine.loss_scale.value = float(state["loss_scale"])
             engine.loss_scale.good_steps = int(state["loss_scale_good_steps"])
         engine.noise_scale.resume(state)
+        engine.spikes.resume(state)
         engine.synchronizer.after_step(True, engine.loss_scale.value / float(state.get("loss_scale") or 1.0))
-        self.provenance.go_on(state, path)
-        self.newest = path
-        if path.parent == self.folder:
-            self._step = int(state["step"])
+        self.provenance.go_on(state, origin)
         return TrainState(**{key: int(state[key]) for key in asdict(TrainState())})
 
     def _saved(self, path: Path) -> None:
@@ -209,6 +232,7 @@ class Checkpoints(Hook):
             "loss_scale": engine.loss_scale.value if engine.loss_scale.window else None,
             "loss_scale_good_steps": engine.loss_scale.good_steps,
             **engine.noise_scale.state(),
+            **engine.spikes.state(),
             **deck_state(self.deck),
             "split": list(engine.placement.split),
             "products": engine.groups.kernels.record,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from hpctrain.optim.spikes import Spike
 from hpctrain.train.control import Order
 from hpctrain.train.step import StepResult, TrainState
 
@@ -13,7 +14,7 @@ from hpctrain.train.step import StepResult, TrainState
 class StepDone:
     """A step that was made: its result, the state after it, and this rank's seconds, of which it spent
     `computing` outside of communication, and payload in bytes. `validation` is the held-out loss where it was
-    evaluated after it.
+    evaluated after it; `went_back` is why the run went back to the state before it, if it did.
     """
 
     result: StepResult
@@ -22,6 +23,7 @@ class StepDone:
     computing: float
     payload: int = 0
     validation: float | None = None
+    went_back: Spike | None = None
 
 
 class Hook:

@@ -35,6 +35,7 @@ from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
 from hpctrain.train.dead_experts import DeadExperts
+from hpctrain.train.going_back import GoingBack
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_corpus, known_corpus
@@ -156,10 +157,12 @@ class Loop:
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
+        self.back = GoingBack(trainer, checkpoints, reporter)
         trainer.hooks += [
             *([Trace(trainer)] if run.deck.run.trace else []),
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
             self.pace,
+            self.back,
             self.evaluation,
             *([] if memory.seconds is None else [memory.seconds]),
             memory,
@@ -184,7 +187,14 @@ class Loop:
                 control.saved()
             if order.stop:
                 return order
+            self.checkpoints.hold(state)
             self.trainer.go_on(self.due, control.pending)
+            if self.back.wanted is not None:
+                self.back.go()
+                continue
+            if self.back.stop:
+                self.save()
+                return Order(checkpoint=True, stop=True, why=self.back.stop)
             if self.checkpoints.due(state.step):
                 self.save()
         control.forget()

@@ -15,6 +15,7 @@ from hpctrain.data.batches import Batches, MicroBatch
 from hpctrain.engine.build import Engine
 from hpctrain.model.choices import Choices
 from hpctrain.optim.clip import clip_coefficient, local_square_norm
+from hpctrain.optim.spikes import Spike
 from hpctrain.parallel.random import DropoutSource
 from hpctrain.pipeline.execute import Executor, PreparedBatch, forward_only
 
@@ -36,7 +37,7 @@ class TrainState:
 class StepResult:
     """One step, the same on all ranks: figures of objective and layers by name, norm before clipping, of
     replicas that are apart the mean; what layers noted, see Noted; and in a run with servers how many pushes
-    had a staleness of 0, 1, and so on.
+    had a staleness of 0, 1, and so on. `spike` is what kept it from its update, if it was one.
     """
 
     figures: dict[str, float]
@@ -47,6 +48,7 @@ class StepResult:
     skipped: bool
     noted: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
     staleness: tuple[int, ...] = ()
+    spike: Spike | None = None
 
     @property
     def loss(self) -> float:
@@ -96,8 +98,12 @@ class Step:
         norms = [root / engine.loss_scale.value / counted for root in roots]
         engine.world.ledger.phase = "step"
         finite = all(map(isfinite, (*figures.values(), *norms)))
+        loss, norm = figures["loss"], fmean(norms)
+        spike = engine.spikes.judge(state.step + 1, loss, norm, state.samples, batch)
+        updated = finite and spike is None
         rate = engine.learning_rate.at(state.step, batch)
-        if finite:
+        if updated:
+            engine.spikes.learn(loss, norm)
             figures |= self.noise_scale(totals[-1], tokens, batch)
             before_update()
             clipped = clip_coefficient(norms[replica], self.clip)
@@ -110,13 +116,13 @@ class Step:
                 each.after_update(noted)
         scaled = engine.loss_scale.value
         engine.loss_scale.update(finite)
-        engine.synchronizer.after_step(finite, engine.loss_scale.value / scaled)
+        engine.synchronizer.after_step(updated, engine.loss_scale.value / scaled)
         engine.world.ledger.phase = "other"
         state.step += 1
         state.samples += batch
         state.tokens += tokens
-        state.skipped += not finite
-        return StepResult(figures, fmean(norms), rate, batch, tokens, not finite, noted)
+        state.skipped += not updated
+        return StepResult(figures, norm, rate, batch, tokens, not updated, noted, spike=spike)
 
     @property
     def share(self) -> tuple[int, int]:

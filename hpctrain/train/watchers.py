@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 from hpctrain.comm.host_memory import peak_rss_bytes
@@ -134,7 +135,7 @@ class StepReport(Hook):
     def told_of_step(self, done: StepDone) -> None:
         """As after any step, by this rank alone."""
         result, state = done.result, done.state
-        if result.skipped:
+        if result.skipped and result.spike is None:
             logging.getLogger("hpctrain").warning(
                 "step %d: loss %g or gradient norm %g is not finite; update skipped on all ranks (%d so far)",
                 state.step,
@@ -174,6 +175,8 @@ class StepReport(Hook):
             payload_bytes=done.payload,
             emulated_link=self.deck.communication.emulate,
             staleness=result.staleness or None,
+            spike=None if result.spike is None else result.spike.why,
+            went_back=None if done.went_back is None else asdict(done.went_back),
         )
 
     def at_end(self, order: Order) -> None:

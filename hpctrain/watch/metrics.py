@@ -27,7 +27,9 @@ class StepMetrics:
     those that rank 0 sent to others in this step, or received from them, as the ledger counts;
     `emulated_link` is there where seconds are those of a link that is not (`communication.emulate`);
     `staleness`, with servers, is how many
-    pushes had one of 0, 1, and so on. A measure that is None was not made and gets no key.
+    pushes had one of 0, 1, and so on. `spike` is why the step was left out as one, `went_back` the spike for
+    which the run had gone back to the state before this step. A measure that is None was not made and gets no
+    key.
     """
 
     step: int
@@ -48,6 +50,8 @@ class StepMetrics:
     payload_bytes: int | None = None
     emulated_link: str | None = None
     staleness: Sequence[int] | None = None
+    spike: str | None = None
+    went_back: Row | None = None
 
     @property
     def loss(self) -> float:
@@ -94,6 +98,13 @@ class MetricsWriter:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file.fileno(), before)
                 raise
+
+    def go_back(self, step: int) -> None:
+        """Cut off the rows of later steps: the run makes them anew."""
+        with failing_as(f"{self.path}: cannot be written"):
+            self._file.close()
+            _cut(self.path, step)
+            self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Close the file, once its rows have reached the disk; a second call does nothing."""

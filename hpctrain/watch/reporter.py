@@ -73,6 +73,12 @@ class Reporter:
         """A checkpoint was written, or begun; the newest complete one."""
         self.status.change("running", checkpoint=_text(checkpoint))
 
+    def went_back(self, step: int) -> None:
+        """The run goes on from the state after an earlier step. Collective."""
+        with self.world.agreement():
+            if self.metrics is not None:
+                self.metrics.go_back(step)
+
     def step(self, row: StepMetrics, longest: float, checkpoint: Path | None) -> None:
         """A step that was done, on rank 0; `longest` are the seconds of the longest recent one."""
         assert self.metrics is not None

@@ -1,0 +1,88 @@
+"""Copies of a rank's state in memory, to go back to without the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.device import host_empty, wait_for_copies
+from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.sharding.state import StateTensor
+
+
+class HeldState:
+    """All state of this rank as it was after `step` steps, and what a checkpoint `stored` beside it."""
+
+    def __init__(self, step: int, stored: Mapping[str, Any]) -> None:
+        self.step, self.stored = step, stored
+        self._values: list[Tensor] = []
+
+    def take(self, tensors: Iterable[StateTensor], former: HeldState | None = None) -> None:
+        """Copy them, into the memory of a `former` copy that is not needed any more, if there is one."""
+        free = [] if former is None else former._values
+        device: torch.device | None = None
+        for number, tensor in enumerate(tensors):
+            values = tensor.values
+            if number < len(free):
+                memory = free[number]
+            else:
+                memory = host_empty((values.numel(),), values.dtype, values.device)
+            assert (memory.numel(), memory.dtype) == (values.numel(), values.dtype), tensor.shard.name
+            for first, piece in to_read(values):
+                memory[first : first + piece.numel()].copy_(piece, non_blocking=True)
+            device = values.device if isinstance(values, Tensor) else device
+            self._values.append(memory)
+        if device is not None:
+            wait_for_copies(device)
+        if former is not None:
+            former._values = []
+
+    def give_back(self, tensors: Iterable[StateTensor]) -> None:
+        """Have them hold again what they held."""
+        for tensor, memory in zip(tensors, self._values, strict=True):
+            for first, piece in to_fill(tensor.values):
+                piece.copy_(memory[first : first + piece.numel()])
+
+
+class HeldStates:
+    """The newest copies, one every so many steps: enough for one that is `back` steps old at any time."""
+
+    def __init__(self, every: int, back: int = 0) -> None:
+        self.every, self.most = every, copies_held(every, back)
+        self._held: list[HeldState] = []
+
+    def due(self, step: int) -> bool:
+        """Whether a copy is to be made of the state after that step: without any, of any."""
+        return self.every > 0 and (step % self.every == 0 or not self._held)
+
+    def take(self, step: int, tensors: Iterable[StateTensor], stored: Mapping[str, Any]) -> None:
+        """Make one; of a step that the run went back to, it is there."""
+        if self._held and self._held[-1].step == step:
+            self._held[-1].stored = deepcopy(dict(stored))
+            return
+        former = self._held.pop(0) if len(self._held) == self.most else None
+        held = HeldState(step, deepcopy(dict(stored)))
+        held.take(tensors, former)
+        self._held.append(held)
+
+    def newest(self, step: int) -> HeldState | None:
+        """That of `step`, or else of the newest one before it; None where none is that old."""
+        return next((held for held in reversed(self._held) if held.step <= step), None)
+
+    @property
+    def oldest(self) -> HeldState | None:
+        """The one that goes back furthest."""
+        return self._held[0] if self._held else None
+
+    def forget_beyond(self, step: int) -> None:
+        """The run went back to that step: what came after it never was."""
+        self._held = [held for held in self._held if held.step <= step]
+
+
+def copies_held(every: int, back: int) -> int:
+    """How many copies, one every so many steps, have one among them that is `back` steps old or older."""
+    return -(-back // every) + 1 if every else 0

@@ -1,0 +1,55 @@
+"""Checks of what a run does about spikes: where it could go back to, and keys that are given in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.deck.problem import Problem
+from hpctrain.deck.schema import Deck, Stability
+
+_SPIKE = "stability.spike"
+
+
+def stability_problems(deck: Deck) -> Iterator[Problem]:
+    """Everything that is wrong with what a deck wants done about spikes."""
+    keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
+    for name in _in_vain(keys):
+        sentence = f'has no effect with {_SPIKE} = "{keys.spike}" (leave it out)'
+        yield Problem(f"stability.{name}", sentence, (_SPIKE,), idle=True)
+    if keys.spike == "off":
+        return
+    judged = steps - deck.learning_rate.warmup
+    if keys.spike_window >= steps:
+        sentence = f"is no shorter than the run, of run.steps = {steps}, and no step would be judged"
+        would = f" ({judged // 2} would)" if judged // 2 >= 8 else ""
+        yield Problem("stability.spike_window", sentence + would, ("run.steps",))
+    if keys.spike != "rollback":
+        return
+    if not checkpoint.every and not checkpoint.memory_every:
+        sentence = (
+            "has nothing to go back to, without checkpoint.every or checkpoint.memory_every "
+            f"({keys.spike_back} steps would do for either)"
+        )
+        yield Problem(_SPIKE, sentence, ("checkpoint.every", "checkpoint.memory_every"))
+    elif not checkpoint.memory_every and not checkpoint.keep_every:
+        oldest = (checkpoint.keep - 1) * checkpoint.every
+        if oldest < keys.spike_back:
+            enough = -(-keys.spike_back // checkpoint.every) + 1
+            sentence = (
+                f"is further back than the oldest of {checkpoint.keep} checkpoints, one every "
+                f"{checkpoint.every} steps (checkpoint.keep = {enough} would do, or checkpoint.memory_every)"
+            )
+            others = ("checkpoint.keep", "checkpoint.every", "checkpoint.memory_every")
+            yield Problem("stability.spike_back", sentence, others)
+
+
+def _in_vain(keys: Stability) -> Iterator[str]:
+    """Keys with other than their usual values, which nothing looks at."""
+    looked_at = {
+        "off": (),
+        "skip": ("spike_window", "spike_factor", "spike_most"),
+        "rollback": ("spike_window", "spike_factor", "spike_most", "spike_back"),
+    }[keys.spike]
+    for name in ("spike_window", "spike_factor", "spike_back", "spike_most"):
+        if name not in looked_at and getattr(keys, name) != Stability.model_fields[name].default:
+            yield name

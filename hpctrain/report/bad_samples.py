@@ -1,0 +1,84 @@
+"""The samples that a run left out for spikes, with their text, of its token file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from hpctrain.characters import escaped
+from hpctrain.checkpoint.stored_deck import stored_deck
+from hpctrain.checkpoint.structure import Structure
+from hpctrain.data.batches import SequenceSource
+from hpctrain.data.dataset import dataset_of
+from hpctrain.data.fit import split_samples
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.tokens import TokenFile
+from hpctrain.deck.schema import Deck
+from hpctrain.optim.spikes import Spike, recorded_spikes
+from hpctrain.report.terminal import fit
+from hpctrain.words import counted
+
+CHARACTERS = 500
+"""Of a sample's text, at most."""
+SHOWN = 20
+"""Samples of a spike that a terminal shows, at most."""
+
+
+def bad_samples(structure: Structure) -> list[dict[str, Any]]:
+    """Each spike that the run of a checkpoint had, with its `left_out` samples: the number in the order of
+    training, that in the file or dataset, and of a token file the text.
+
+    Errors as TokenFile and `dataset_of` raise them.
+    """
+    spikes = recorded_spikes(structure.state)
+    if not spikes:
+        return []
+    deck = stored_deck(structure.state, structure.path)
+    samples = _Samples(deck)
+    return [asdict(spike) | {"left_out": list(samples.of(spike))} for spike in spikes]
+
+
+class _Samples:
+    """What a deck trains on, by its order."""
+
+    def __init__(self, deck: Deck) -> None:
+        self.source: SequenceSource | None = None
+        if deck.data.dataset is None:
+            self.file = TokenFile(deck.data.tokens)
+            self.source = SequenceSource(self.file, deck.batch.sequence, deck.data.validation, "train")
+            count = self.source.count
+        else:
+            count, _ = split_samples(dataset_of(deck).count, deck.data.validation)
+        self.order = SampleOrder(count, deck.run.seed)
+
+    def of(self, spike: Spike) -> Iterator[dict[str, Any]]:
+        places = np.arange(spike.first_sample, spike.first_sample + spike.samples, dtype=np.int64)
+        for place, index in zip(places.tolist(), self.order.at(places).tolist(), strict=True):
+            row = {"sample": place, "index": index}
+            if self.source is not None:
+                tokens, _ = self.source.sequence(index)
+                row["text"] = self.file.tokenizer.decode(tokens.tolist())[:CHARACTERS]
+            yield row
+
+
+def bad_samples_text(spikes: list[dict[str, Any]], width: int | None) -> list[str]:
+    """The same for people."""
+    if not spikes:
+        return ["No sample was left out for a spike."]
+    lines = []
+    for spike in spikes:
+        back = spike["back_to"]
+        done = "update left out" if back is None else f"went back to step {back}"
+        without = f"without {counted(spike['samples'], 'sample')}"
+        lines += [*fit(f"step {spike['step']}: {spike['why']}; {done}, {without}", width)]
+        for row in spike["left_out"][:SHOWN]:
+            text = escaped(row["text"]) if "text" in row else ""
+            line = f"  {row['sample']:>10}  {row['index']:>10}  {text}".rstrip()
+            lines.append(line if width is None else line[:width])
+        more = len(spike["left_out"]) - SHOWN
+        lines += [f"  and {counted(more, 'other')}, which --json tells"] if more > 0 else []
+    head = f"  {'sample':>10}  {'index':>10}"
+    return [f"{head}  text" if "text" in spikes[0]["left_out"][0] else head, *lines]
