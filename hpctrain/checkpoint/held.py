@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.device import host_empty, wait_for_copies
 from hpctrain.memory.scratch import to_fill, to_read
+from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.state import StateTensor
 
 
@@ -20,6 +21,7 @@ class HeldState:
     def __init__(self, step: int, stored: Mapping[str, Any]) -> None:
         self.step, self.stored = step, stored
         self._values: list[Tensor] = []
+        self._prints: list[int] = []
 
     def take(self, tensors: Iterable[StateTensor], former: HeldState | None = None) -> None:
         """Copy them, into the memory of a `former` copy that is not needed any more, if there is one."""
@@ -40,6 +42,11 @@ class HeldState:
             wait_for_copies(device)
         if former is not None:
             former._values = []
+        self._prints = [int(fingerprint(values)) for values in self._values]
+
+    def is_good(self) -> bool:
+        """Whether no bit has changed since."""
+        return self._prints == [int(fingerprint(values)) for values in self._values]
 
     def give_back(self, tensors: Iterable[StateTensor]) -> None:
         """Have them hold again what they held."""
@@ -69,14 +76,10 @@ class HeldStates:
         held.take(tensors, former)
         self._held.append(held)
 
-    def newest(self, step: int) -> HeldState | None:
-        """That of `step`, or else of the newest one before it; None where none is that old."""
-        return next((held for held in reversed(self._held) if held.step <= step), None)
-
     @property
-    def oldest(self) -> HeldState | None:
-        """The one that goes back furthest."""
-        return self._held[0] if self._held else None
+    def all(self) -> list[HeldState]:
+        """The oldest first."""
+        return list(self._held)
 
     def forget_beyond(self, step: int) -> None:
         """The run went back to that step: what came after it never was."""

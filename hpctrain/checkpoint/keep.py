@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.checkpoint.agree import together
-from hpctrain.checkpoint.names import LATEST, checkpoint_step, checkpoints
+from hpctrain.checkpoint.names import LATEST, checkpoint_step, checkpoints, present_checkpoints
 from hpctrain.checkpoint.structure import examine
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError
 
 
-def agreed_checkpoints(folder: str | Path, group: Group) -> list[Path]:
-    """The checkpoints of a folder as rank 0 sees them, newest first; collective. Raises InputOutputError."""
+def agreed_checkpoints(folder: str | Path, group: Group, present: bool = False) -> list[Path]:
+    """The checkpoints of a folder as rank 0 sees them, newest first, without those that were left behind if
+    only `present` ones are asked for; collective. Raises InputOutputError.
+    """
     names: list[str] = []
     with together(group):
         if group.rank == 0:
-            names = [path.name for path in checkpoints(folder)]
+            names = [path.name for path in (present_checkpoints if present else checkpoints)(folder)]
     return [Path(folder) / name for name in group.broadcast_object(names)]
 
 

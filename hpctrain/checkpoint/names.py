@@ -28,10 +28,24 @@ def checkpoint_step(path: str | Path) -> int | None:
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, good or not, newest first; none if there is no such folder.
 
-    Those written before one of an earlier step come last: a run went back to that. Times of copies tell less:
-    where one of an earlier step is younger than what `latest` leads to, only what lies beyond can be last.
+    Those written before one of an earlier step come last: a run went back to that.
     """
-    folder = Path(folder)
+    left = _left(Path(folder))
+    return sorted(left, key=lambda path: (not left[path], checkpoint_step(path)), reverse=True)
+
+
+def present_checkpoints(folder: str | Path) -> list[Path]:
+    """As `checkpoints`, without those that a run left behind when it went back."""
+    left = _left(Path(folder))
+    return [path for path in checkpoints(folder) if not left.get(path, True)]
+
+
+def _left(folder: Path) -> dict[Path, bool]:
+    """Of each checkpoint whether a run went back to an earlier step after it was written.
+
+    Times of copies tell less: where one of an earlier step is younger than what `latest` leads to, only what
+    lies beyond can have been left.
+    """
     paths = folder.iterdir() if folder.is_dir() else ()
     steps = {path: step for path in paths if (step := checkpoint_step(path)) is not None}
     latest = folder / Path(os.path.realpath(folder / LATEST)).name
@@ -44,4 +58,4 @@ def checkpoints(folder: str | Path) -> list[Path]:
     rising = sorted(steps, key=lambda path: steps[path])
     telling = (0 if copies and path != latest else times.get(path, 0) for path in rising)
     youngest = dict(zip(rising, accumulate(telling, max), strict=True))
-    return sorted(steps, key=lambda path: (times.get(path, 0) >= youngest[path], steps[path]), reverse=True)
+    return {path: times.get(path, 0) < youngest[path] for path in steps}

@@ -30,6 +30,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("memory.parameters", "device", "what lies elsewhere is gathered by all ranks together"),
     ("checkpoint.mode", "collective", "the servers write while the workers wait"),
     ("checkpoint.memory_every", 0, "no rank has all state to keep a copy of"),
+    ("stability.corruption", "off", "what the servers hold is not checked"),
     ("stability.spike", "off", "updates are made of pushes, not of steps that can be judged"),
     ("run.trace", False, "it shows steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),

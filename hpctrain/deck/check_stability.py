@@ -1,4 +1,4 @@
-"""Checks of what a run does about spikes: where it could go back to, and keys that are given in vain."""
+"""Checks of what a run does about spikes and faults: where it could go back to, and keys given in vain."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ _SPIKE = "stability.spike"
 def stability_problems(deck: Deck) -> Iterator[Problem]:
     """Everything that is wrong with what a deck wants done about spikes."""
     keys, checkpoint, steps = deck.stability, deck.checkpoint, deck.run.steps
+    if keys.corruption == "off" and keys.corruption_every != _usual("corruption_every"):
+        sentence = 'has no effect with stability.corruption = "off" (leave it out)'
+        yield Problem("stability.corruption_every", sentence, ("stability.corruption",), idle=True)
     for name in _in_vain(keys):
         sentence = f'has no effect with {_SPIKE} = "{keys.spike}" (leave it out)'
         yield Problem(f"stability.{name}", sentence, (_SPIKE,), idle=True)
@@ -51,5 +54,9 @@ def _in_vain(keys: Stability) -> Iterator[str]:
         "rollback": ("spike_window", "spike_factor", "spike_most", "spike_back"),
     }[keys.spike]
     for name in ("spike_window", "spike_factor", "spike_back", "spike_most"):
-        if name not in looked_at and getattr(keys, name) != Stability.model_fields[name].default:
+        if name not in looked_at and getattr(keys, name) != _usual(name):
             yield name
+
+
+def _usual(name: str) -> object:
+    return Stability.model_fields[name].default

@@ -477,6 +477,13 @@ class Stability(Section):
         "Steps that a rollback goes back at least; samples since are left out.", 100, unit="steps", ge=1
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
+    corruption: Literal["off", "cheap"] = key(
+        "Whether to look for silent faults: what changes in memory between updates, and copies that differ.",
+        "off",
+    )
+    corruption_every: int = key(
+        "Copies of the same on several ranks are compared every so many steps.", 10, unit="steps", ge=1
+    )
     verify_layout: bool = key(
         "Whether to compare one tiny step of this layout with one rank's, before training.", False
     )

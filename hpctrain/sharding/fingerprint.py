@@ -10,6 +10,9 @@ from torch import Tensor
 
 from hpctrain.memory.scratch import Flat, to_read
 
+WORDS = 1 << 32
+"""Sums of fingerprints of parts are those of the whole but for multiples of it, if parts begin with words."""
+
 _WORD = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 

@@ -92,7 +92,7 @@ class GradientSynchronizer:
         tied = [(bucket, *each) for bucket in self.buckets for each in self._tied[bucket]]
         for bucket, segment, ends in sorted(tied, key=lambda each: each[1].parameter.shard.name):
             gradient = segment.view(bucket.gradients)
-            gradient.add_(_from_other_end(ends, gradient))
+            gradient.add_(from_other_end(ends, gradient))
         for bucket in self.buckets:
             if self._tied[bucket]:
                 self._start(bucket)
@@ -151,7 +151,7 @@ class GradientSynchronizer:
             reducer.complete()
 
 
-def _from_other_end(pipeline: Group, own: Tensor) -> Tensor:
+def from_other_end(pipeline: Group, own: Tensor) -> Tensor:
     """What the last stage has in the place of the first one's `own`, and the other way round."""
     other = pipeline.size - 1 if pipeline.rank == 0 else 0
     theirs = torch.empty(own.shape, dtype=own.dtype, device=own.device)
@@ -239,7 +239,7 @@ def _differing_ends(buckets: Sequence[Bucket], fingerprints: _Fingerprints) -> I
             own = fingerprints.of(values, offset).unsqueeze(0)
             if bucket.sharding.zero > 0:
                 own = bucket.sharding.group.all_gather(own).sum(0, keepdim=True)
-            if not torch.equal(own, _from_other_end(ends, own)):
+            if not torch.equal(own, from_other_end(ends, own)):
                 yield segment.parameter.shard.name
 
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
-from hpctrain.checkpoint.held import HeldState
-from hpctrain.checkpoint.keep import agreed_checkpoints
-from hpctrain.checkpoint.names import checkpoint_step
-from hpctrain.checkpoint.verify import verify
-from hpctrain.errors import HpctrainError
 from hpctrain.optim.spikes import Spike, Spikes
-from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.hook import Hook, StepDone
-from hpctrain.train.step import TrainState
 from hpctrain.train.trainer import Trainer
-from hpctrain.watch.reporter import Reporter
+from hpctrain.train.way_back import WayBack
 from hpctrain.words import counted
 
 
@@ -27,8 +19,8 @@ class GoingBack(Hook):
     among the hooks is before those who report.
     """
 
-    def __init__(self, trainer: Trainer, checkpoints: Checkpoints, reporter: Reporter) -> None:
-        self.trainer, self.checkpoints, self.reporter = trainer, checkpoints, reporter
+    def __init__(self, trainer: Trainer, way: WayBack) -> None:
+        self.trainer, self.way = trainer, way
         self.wanted: Spike | None = None
         self.stop = ""
         newest = self.spikes.found[-1] if self.spikes.found else None
@@ -65,22 +57,15 @@ class GoingBack(Hook):
         """
         spike, self.wanted = self.wanted, None
         assert spike is not None
-        trainer, spikes = self.trainer, self.spikes
-        log = logging.getLogger("hpctrain")
-        here, record = replace(trainer.state), spikes.record
-        self.checkpoints.finish()
-        source = self._source(here.step - trainer.deck.stability.spike_back, here.step - 1)
+        state, spikes, way = self.trainer.state, self.spikes, self.way
+        log, record, samples = logging.getLogger("hpctrain"), spikes.record, state.samples
+        source = way.newest(state.step - self.trainer.deck.stability.spike_back) or way.oldest(state.step - 1)
         if source is None:
             spikes.remember(spike)
             log.warning("step %d: %s; no earlier state to go back to, update left out", spike.step, spike.why)
             return
-        checkpoints = self.checkpoints
-        if isinstance(source, Path):
-            before = checkpoints.restore(source)
-        else:
-            before = checkpoints.give_back(source)
-        self._take_up(before, here)
-        left = here.samples - before.samples
+        before = way.take(source)
+        state.samples, left = samples, samples - before.samples
         spike = replace(spike, first_sample=before.samples, samples=left, back_to=before.step)
         spikes.went_back(record, spike)
         log.warning(
@@ -88,48 +73,7 @@ class GoingBack(Hook):
             *(spike.step, spike.why, before.step, counted(left, "sample"), counted(spikes.count, "spike")),
         )
         self._told = spike
-        # Whoever resumes the run from here on finds what was left out.
-        self.reporter.working("checkpointing")
-        self.checkpoints.save(trainer.state)
-        self.checkpoints.finish()
-        self.reporter.saved(self.checkpoints.newest)
-
-    def _source(self, old_enough: int, latest: int) -> HeldState | Path | None:
-        """What to go back to: the newest of a step up to `old_enough`, else the oldest up to `latest`, in
-        memory or, if it is good, on the disk. Collective.
-        """
-        held, everyone = self.checkpoints.held, self.trainer.world.everyone
-        on_disk = [
-            (checkpoint_step(path) or 0, path)
-            for path in agreed_checkpoints(self.checkpoints.folder, everyone)
-        ]
-        copy = held.newest(old_enough)
-        for step, path in on_disk:
-            if step <= old_enough and (copy is None or step > copy.step) and self._is_good(path):
-                return path
-        if copy is not None:
-            return copy
-        copy = held.oldest
-        for step, path in sorted(on_disk):
-            if step <= latest and (copy is None or step < copy.step) and self._is_good(path):
-                return path
-        return copy
-
-    def _is_good(self, path: Path) -> bool:
-        try:
-            verify(path, self.trainer.world.everyone)
-        except HpctrainError as error:
-            logging.getLogger("hpctrain").warning("%s; passed over", error.problems[0])
-            return False
-        return True
-
-    def _take_up(self, before: TrainState, here: TrainState) -> None:
-        """Go on from the state `before`, with the samples behind those up to `here`."""
-        state = self.trainer.state
-        state.step, state.tokens, state.skipped = before.step, before.tokens, before.skipped
-        state.samples = here.samples
-        self.checkpoints.held.forget_beyond(before.step)
-        self.reporter.went_back(before.step)
+        way.save()
 
 
 def _more_than(most: int) -> str:

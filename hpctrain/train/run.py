@@ -34,8 +34,10 @@ from hpctrain.plan.served import build_role_within_memory
 from hpctrain.report.terminal import columns, fit
 from hpctrain.train.checkpoints import Checkpoints
 from hpctrain.train.control import Control, Order
+from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.dead_experts import DeadExperts
 from hpctrain.train.going_back import GoingBack
+from hpctrain.train.healing import Healing
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
 from hpctrain.train.origin import compare_corpus, known_corpus
@@ -58,6 +60,7 @@ from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
 from hpctrain.train.watchers import EightBitWatch, Evaluation, SlowRanks, StepReport, Trace
+from hpctrain.train.way_back import WayBack
 from hpctrain.watch.folder import clear_folder, refuse_other_folder, replaces, take_folder
 from hpctrain.watch.machine import Peak
 from hpctrain.watch.newest import find_checkpoint
@@ -157,7 +160,9 @@ class Loop:
         self.trainer, self.checkpoints = trainer, checkpoints = run.trainer, run.checkpoints
         self.pace = Pace(checkpoints.expected_bytes() / (BYTES_PER_SECOND * run.world.nodes))
         self.evaluation = Evaluation(trainer, run.corpus.validation, self.pace, reporter)
-        self.back = GoingBack(trainer, checkpoints, reporter)
+        way = WayBack(trainer, checkpoints, reporter)
+        self.back, self.healing = GoingBack(trainer, way), Healing(way, Path(run.deck.run.dir))
+        self._asked: Order | None = None
         trainer.hooks += [
             *([Trace(trainer)] if run.deck.run.trace else []),
             SlowRanks(trainer.stragglers(run.deck.stability.straggler_factor), reporter),
@@ -175,37 +180,55 @@ class Loop:
 
     def run(self, control: Control) -> Order:
         """All steps; the last order, which says whether to stop."""
-        state = self.trainer.state
-        while state.step < self.steps:
-            order = control.agree(self.peak.exceeded)
-            if order.measure:
-                self.peak.measure_again()
-            if order.checkpoint:
-                self.reporter.log.info("checkpoint asked for: %s", order.why)
-                if not self.checkpoints.has(state.step):
-                    self.save()
-                control.saved()
-            if order.stop:
+        while self.trainer.state.step < self.steps:
+            try:
+                order = self.advance(control)
+            except SilentFaultError as found:
+                order = self.healing.heal(found)
+            if order is not None:
                 return order
-            self.checkpoints.hold(state)
-            self.trainer.go_on(self.due, control.pending)
-            if self.back.wanted is not None:
-                self.back.go()
-                continue
-            if self.back.stop:
-                self.save()
-                return Order(checkpoint=True, stop=True, why=self.back.stop)
-            if self.checkpoints.due(state.step):
-                self.save()
         control.forget()
         return Order()
+
+    def advance(self, control: Control) -> Order | None:
+        """What is asked for, and the next step; the order to stop, if there is one."""
+        state = self.trainer.state
+        order = self._asked or control.agree(self.peak.exceeded)
+        if order.measure:
+            self.peak.measure_again()
+        if order.checkpoint:
+            self.reporter.log.info("checkpoint asked for: %s", order.why)
+            self._asked = order  # until it is there
+            if not self.checkpoints.has(state.step):
+                self.save()
+            self._asked = None
+            control.saved()
+        if order.stop:
+            return order
+        self.hold()
+        self.trainer.go_on(self.due, control.pending)
+        if self.back.wanted is not None:
+            self.back.go()
+        elif self.back.stop:
+            self.save()
+            return Order(checkpoint=True, stop=True, why=self.back.stop)
+        elif self.checkpoints.due(state.step):
+            self.save()
+        return None
 
     def due(self, step: int) -> bool:
         """Whether all ranks do something together after that step."""
         return self.checkpoints.due(step) or self.evaluation.due(step)
 
+    def hold(self) -> None:
+        """Keep a copy of the present state in memory, if one is due."""
+        if self.checkpoints.held.due(self.trainer.state.step):
+            self.trainer.guard.require_rest()
+            self.checkpoints.hold(self.trainer.state)
+
     def save(self) -> None:
         """Write a checkpoint of the present state, or begin to."""
+        self.trainer.guard.require_rest()
         self.reporter.working("checkpointing")
         self.checkpoints.save(self.trainer.state)
         self.reporter.saved(self.checkpoints.newest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
@@ -60,6 +60,22 @@ ChoicesOf = Callable[[range, int], Choices | None]
 """Of a micro-batch of so many rows, of which the first are the samples of these numbers: see Inputs."""
 
 
+class Unguarded:
+    """What checks steps for silent faults where none are looked for."""
+
+    def summed(self) -> None:
+        """Gradients are summed and wait for the update."""
+
+    def require_sound(self, totals: Sequence[float]) -> None:
+        """All of a step is done but its update, and ranks agree in these figures. Collective."""
+
+    def require_rest(self) -> None:
+        """The state is to be kept or written. Collective."""
+
+    def forget(self) -> None:
+        """Something else than a step has changed the state."""
+
+
 class Step:
     """One optimizer step on the engine's mesh. `choices` tells of routers' choices in training."""
 
@@ -67,6 +83,7 @@ class Step:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
+        self.guard = Unguarded()
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
         self.executor = Executor(
             engine.models,
@@ -87,11 +104,13 @@ class Step:
         """
         engine = self.engine
         sums, tokens = self.accumulate(state, batch)
+        self.guard.summed()
         noted = engine.groups.noted.agree(engine.world.everyone)
         replica, replicas = engine.replica
         squares = sums.new_zeros(replicas)
         squares[replica] = local_square_norm(engine.buckets)
         figures, totals = self.agree(torch.cat((sums, squares)), tokens, batch)
+        self.guard.require_sound(totals)
         # In single precision no layout's order of the sum shows.
         roots = [float(np.sqrt(np.float32(total))) if total >= 0 else total for total in totals[-replicas:]]
         counted = engine.objective.settle(figures)

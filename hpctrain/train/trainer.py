@@ -16,9 +16,10 @@ from hpctrain.data.batches import Batches
 from hpctrain.deck.schema import Deck
 from hpctrain.engine.build import Engine
 from hpctrain.train.batch_size import batch_at
+from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak
-from hpctrain.train.step import Step, StepResult, TrainState
+from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
 
@@ -35,11 +36,19 @@ class Trainer:
         self.step = Step(engine, batches, deck.batch.micro_size, deck.optimizer.clip, deck.run.seed)
         self.activations = ActivationPeak(engine)
         self.hooks: list[Hook] = [self.activations]
+        if deck.stability.corruption != "off":
+            self.step.guard = guard = Guard(engine, deck.stability.corruption_every)
+            self.hooks.append(guard)
 
     @property
     def world(self) -> World:
         """All ranks of the run."""
         return self.engine.world
+
+    @property
+    def guard(self) -> Unguarded:
+        """What looks for silent faults."""
+        return self.step.guard
 
     @property
     def computing(self) -> int:

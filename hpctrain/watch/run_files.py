@@ -19,6 +19,7 @@ from hpctrain.memory.offload_folder import delete_offload_folder, delete_scratch
 
 MARKER = ".hpctrain-run"  # the file that tells a run's folder from any other
 LOCK = "lock"  # the file that is locked while a job writes to the folder; it tells which one
+FAULTS_FILE = "faults.jsonl"  # silent faults that were found
 CHECKPOINT_FILE, STOP_FILE = "checkpoint", "stop"  # empty files that ask as SIGUSR1 and SIGUSR2 do
 
 _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` deletes what a run wrote.\n"
@@ -26,7 +27,7 @@ _MARK = "The folder of a run. hpctrain writes here; `hpctrain run --fresh` delet
 _CHECKPOINTS, _OFFLOAD, _PLOTS = "checkpoints", "offload", "plots"
 
 _FILE = (
-    r"deck\.toml|metrics\.jsonl(\.new)?|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
+    r"deck\.toml|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
     r"|routing\.h5|\.routing\.h5\.partial"
     r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
 )

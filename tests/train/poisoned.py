@@ -77,7 +77,8 @@ class Poison:
         tokens: bool = True,
         loud: bool = False,
     ) -> None:
-        """Random `tokens`, which are in no text, on all ranks of the data axis or on one, and 50 times the rate on all of them.
+        """Random `tokens`, which are in no text, on all ranks of the data axis or on one, and 50 times the
+        rate on all of them.
 
         Where it is `loud`, losses there are so large that they are spikes early in a run.
         """
@@ -113,7 +114,7 @@ class Poison:
 
 
 class Jump:
-    """Has the next step after `back_to` steps begin with the sample numbered `samples`, one after the other."""
+    """Has the next step after so many steps begin with the sample of such a number, one after another."""
 
     def __init__(self, patch: pytest.MonkeyPatch, jumps: Sequence[tuple[int, int]]) -> None:
         self.left = list(jumps)

@@ -1,0 +1,169 @@
+"""What lies in memory between updates: fingerprints of it, by which a bit that changed meanwhile is found.
+
+Everything that the update alone changes is watched: parameters, master weights, moments, and other state, but
+for what waits in files. Between replicas the same fingerprints are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.group import Group
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
+from hpctrain.sharding.fingerprint import WORDS, fingerprint
+from hpctrain.sharding.state import MASTER, MODEL, OPTIMIZER, StateTensor
+from hpctrain.sharding.synchronize import from_other_end
+
+UNDER_WAY = "streaming/"
+"""What kinds begin with that are summed while training goes on."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """A piece of memory that nothing but the update changes: `name` says what it is, and of which parameter.
+
+    The ranks of each of `holders` have the same there; so have the first and the last stage of the pipeline
+    `ends`, if there is one, of what the ranks `cut`, if any, hold together.
+    """
+
+    name: str
+    values: Tensor
+    holders: tuple[Group, ...] = ()
+    ends: Group | None = None
+    cut: Group | None = None
+
+
+class RestingState:
+    """All of a rank, with the fingerprints taken last, if any were."""
+
+    def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:
+        self.pieces = list(_resting(buckets, state))
+        self._rank = buckets[0].sharding.group.ranks[buckets[0].sharding.group.rank]
+        self._prints: Tensor | None = None
+        groups = {group: None for piece in self.pieces for group in piece.holders}
+        # The ranks of a group come to it in the same order, whatever others they are in.
+        self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
+
+    def forget(self) -> None:
+        """What lies there was changed by something else than an update."""
+        self._prints = None
+
+    def take(self) -> None:
+        """From here on nothing is to change until the next update."""
+        self._prints = self._now()
+
+    def changed(self) -> list[Fault]:
+        """What has changed since. Of this rank alone."""
+        if self._prints is None:
+            return []
+        same = (self._now() == self._prints).tolist()
+        return [
+            Fault("memory", piece.name, "other", (self._rank,), "changed while it lay in memory")
+            for piece, is_same in zip(self.pieces, same, strict=True)
+            if not is_same
+        ]
+
+    def differing(self) -> list[Fault]:
+        """What other ranks have otherwise, by the fingerprints taken last. Collective."""
+        if self._prints is None:
+            return []
+        faults = []
+        numbers = dict(zip((piece.name for piece in self.pieces), self._prints.tolist(), strict=True))
+        for group in self._groups:
+            own = {piece.name: numbers[piece.name] for piece in self.pieces if group in piece.holders}
+            digest = int.from_bytes(blake2b(repr(own).encode(), digest_size=7).digest(), "big")
+            digests = group.all_gather(torch.tensor([digest], device=group.device)).tolist()
+            if len(set(digests)) > 1:
+                faults += list(_apart(group, group.all_gather_object(own)))
+        return [*faults, *self._differing_ends(numbers)]
+
+    def _differing_ends(self, numbers: Mapping[str, int]) -> Iterator[Fault]:
+        """What the two ends of a pipeline do not have alike. Slices are cut in other places on the two."""
+        tied = sorted(
+            (piece for piece in self.pieces if piece.ends is not None), key=lambda piece: piece.name
+        )
+        for piece in tied:
+            own = torch.tensor([numbers[piece.name]], device=piece.values.device)
+            if piece.cut is not None:
+                piece.cut.all_reduce(own)
+            assert piece.ends is not None
+            if (int(own) - int(from_other_end(piece.ends, own))) % WORDS:
+                both = piece.ends.ranks[0], piece.ends.ranks[-1]
+                yield Fault("copies", piece.name, "step", both, "differs between the ends of the pipeline")
+
+    def _now(self) -> Tensor:
+        return torch.stack([fingerprint(piece.values) for piece in self.pieces])
+
+
+def _apart(group: Group, of_ranks: Sequence[dict[str, int]]) -> Iterator[Fault]:
+    """The tensors that the ranks of a group do not have alike, at those who are fewest."""
+    for name in of_ranks[0]:
+        values = [each.get(name) for each in of_ranks]
+        counts = Counter(values)
+        if len(counts) == 1:
+            continue
+        (most, times), (_, next_times), *_ = counts.most_common(2)
+        right = most if times > next_times else None
+        ranks = tuple(rank for rank, value in zip(group.ranks, values, strict=True) if value != right)
+        yield Fault("copies", name, "step", ranks, f"differs between ranks of {group.name}")
+
+
+def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterator[Resting]:
+    """Each piece of memory once; of whole values, which others have updated a part of, all: but where these
+    are in common with them.
+    """
+    whole = {
+        bucket: bucket.values
+        for bucket in buckets
+        if bucket.sharding.zero in {1, 2} and bucket.sharding.group.size > 1 and bucket.sharers == 1
+    }
+    for bucket, values in whole.items():
+        assert values is not None
+        for segment in bucket.segments:
+            part = values[segment.start : segment.start + segment.length]
+            groups = _together((bucket.sharding.group, *_others(bucket, segment)))
+            ends = segment.replication.ends if part.dtype == torch.float32 else None
+            yield Resting(f"{MODEL}/{segment.parameter.shard.name}", part, groups, ends)
+    held = {
+        segment.parameter.shard.name: (bucket, segment) for bucket in buckets for segment in bucket.segments
+    }
+    storages = {values.untyped_storage().data_ptr() for values in whole.values() if values is not None}
+    for tensor in state:
+        here = tensor.values
+        if not isinstance(here, Tensor) or _changes(tensor):
+            continue
+        if tensor.kind == MODEL and here.untyped_storage().data_ptr() in storages:
+            continue
+        of_bucket = held.get(tensor.shard.name)
+        name = f"{tensor.kind}/{tensor.shard.name}"
+        if of_bucket is None or not (tensor.kind in {MODEL, MASTER} or tensor.kind.startswith(OPTIMIZER)):
+            yield Resting(name, here)
+            continue
+        bucket, segment = of_bucket
+        group, is_cut = bucket.sharding.group, bucket.sharding.zero > 0
+        groups = _together((*(() if is_cut else (group,)), *_others(bucket, segment)))
+        ends = segment.replication.ends if tensor.is_weight and here.dtype == torch.float32 else None
+        yield Resting(name, here, groups, ends, group if ends is not None and is_cut else None)
+
+
+def _changes(tensor: StateTensor) -> bool:
+    """Whether something else than the update changes it."""
+    learned = tensor.changes_in_step and tensor.kind not in {MODEL, MASTER}
+    return learned or tensor.kind.startswith(UNDER_WAY)
+
+
+def _others(bucket: Bucket, segment: BucketSegment) -> tuple[Group, ...]:
+    replicas = () if bucket.sharding.apart else (bucket.sharding.replicas,)
+    return (segment.replication.holders, *replicas)
+
+
+def _together(groups: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(dict.fromkeys(group for group in groups if group.size > 1))

@@ -1,0 +1,154 @@
+"""The guard against silent faults: what a step computed, and what lay in memory, is checked before an update.
+
+Whatever one rank finds, all ranks learn before any of them changes a parameter: they raise SilentFaultError,
+and the state is as before the step, but for what was found wrong of it; what the step itself changes is given
+back. Who trains decides what follows: the step is made again, or an earlier state is taken up.
+
+A verdict that arrives wrong at one rank would part them. It is exchanged twice: first what was found, then,
+as a word of which no single bit matters, whether that was anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.held import HeldState
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.engine.build import Engine
+from hpctrain.errors import EXIT_INTERNAL, HpctrainError
+from hpctrain.sharding.fingerprint import fingerprint
+from hpctrain.sharding.resting import RestingState
+from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.step import Unguarded
+
+_WORD = (1 << 63) - 1
+"""Something was found; nothing is 0. Of a word with a bit changed, half of the bits tell."""
+
+
+class SilentFaultError(HpctrainError):
+    """Silent faults, the same on all ranks. `kept`: the state is that before the step."""
+
+    exit_code = EXIT_INTERNAL
+
+    def __init__(self, step: int, faults: Sequence[Fault], kept: bool) -> None:
+        super().__init__([f"step {step}: {sentence(fault)}" for fault in faults])
+        self.step, self.faults, self.kept = step, faults, kept
+
+
+def sentence(fault: Fault) -> str:
+    """What a log says of it."""
+    where = name_ranks(fault.ranks)
+    return f"silent fault on {where}: {fault.name} {fault.detail} ({fault.kind}, {fault.phase})"
+
+
+class Guard(Unguarded, Hook):
+    """Checks every step; copies of the same are compared every `every` steps.
+
+    Its place is first among the hooks, so that nothing comes between an update and its fingerprints.
+    """
+
+    def __init__(self, engine: Engine, every: int) -> None:
+        self.engine, self.every = engine, every
+        self.resting = RestingState(engine.buckets, engine.state())
+        self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
+        self._before: HeldState | None = None
+        self._gradients: Tensor | None = None
+        self._step = 0
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """Keep what the step itself changes, which has to be there again where it is repeated."""
+        self._step = step
+        if self._learning:
+            former, self._before = self._before, HeldState(step, {})
+            self._before.take(self._learning, former)
+        yield
+
+    def summed(self) -> None:
+        """Gradients are summed and wait for the update."""
+        self._gradients = self._of_gradients()
+
+    def require_sound(self, totals: Sequence[float]) -> None:
+        """Raise SilentFaultError on all ranks if anything is wrong with what this step did so far, or with
+        what it began from; `totals` are the figures that all ranks agreed on. Collective.
+        """
+        resting = self.resting.changed()
+        try:
+            self._agree(totals, [*resting, *self._changed_gradients()], spoilt=bool(resting))
+        except SilentFaultError:
+            self.engine.synchronizer.after_step(False, 1.0)
+            if self._before is not None:
+                self._before.give_back(self._learning)
+                self._before = None
+            self.engine.world.ledger.phase = "other"
+            raise
+
+    def require_rest(self) -> None:
+        """Raise SilentFaultError on all ranks if anything has changed since the last update, or differs from
+        what other ranks have: before it is kept or written. Collective.
+        """
+        self._agree([], [*self.resting.changed(), *self.resting.differing()])
+
+    def after_step(self, done: StepDone) -> None:
+        """Know again what lies in memory from here on."""
+        self.resting.take()
+        if done.state.step % self.every == 0:
+            self._agree([], self.resting.differing())
+
+    def forget(self) -> None:
+        """Something else than a step has changed the state."""
+        self.resting.forget()
+
+    def _agree(self, totals: Sequence[float], own: list[Fault], spoilt: bool = True) -> None:
+        """Raise SilentFaultError where any rank found anything, or has other `totals`; `spoilt` says that the
+        state of this rank is not to go on from then.
+        """
+        everyone = self.engine.world.everyone
+        digest = int(fingerprint(torch.tensor([0.0, *totals], dtype=torch.float64)))
+        told = everyone.all_gather(torch.tensor([[digest, len(own)]], device=everyone.device)).tolist()
+        found = any(number != digest or count for number, count in told)
+        word = torch.tensor([_WORD if found else 0], device=everyone.device)
+        words = everyone.all_gather(word).tolist()
+        if not any(each.bit_count() > _WORD.bit_count() // 2 for each in words):
+            return
+        rows = everyone.all_gather_object([[fault.row for fault in own], digest, spoilt and bool(own)])
+        faults = [Fault.of(row) for row_of in rows for row in row_of[0]]
+        if not faults:
+            faults = [_of_figures([row[1] for row in rows], everyone.ranks)]
+        raise SilentFaultError(self._step, list(dict.fromkeys(faults)), not any(row[2] for row in rows))
+
+    def _changed_gradients(self) -> Iterator[Fault]:
+        """Of which parameters they are not those that were summed."""
+        if self._gradients is None:
+            return
+        same = (self._of_gradients() == self._gradients).tolist()
+        rank = self.engine.world.rank
+        for (name, _), is_same in zip(self._waiting(), same, strict=True):
+            if not is_same:
+                what = "changed between its sum and the update"
+                yield Fault("memory", f"gradient/{name}", "synchronize", (rank,), what)
+        self._gradients = None
+
+    def _of_gradients(self) -> Tensor:
+        return torch.stack([fingerprint(values) for _, values in self._waiting()])
+
+    def _waiting(self) -> Iterator[tuple[str, Tensor]]:
+        """Summed gradients that this rank updates by, and of which parameters they are."""
+        for bucket in self.engine.buckets:
+            for segment, values, _ in bucket.owned(bucket.own_gradients):
+                yield segment.parameter.shard.name, values
+
+
+def _of_figures(digests: Sequence[int], ranks: Sequence[int]) -> Fault:
+    """What there is to tell where ranks have other figures of a step, or had when they told each other."""
+    counts = Counter(digests).most_common(2)
+    right = counts[0][0] if len(counts) == 1 or counts[0][1] > counts[1][1] else None
+    wrong = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != right]
+    what = "the figures of the step are not the same on all ranks"
+    return Fault("message", "all_reduce of all ranks", "step", tuple(wrong or ranks), what)

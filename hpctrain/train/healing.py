@@ -1,0 +1,96 @@
+"""Healing: what a run does about silent faults that its guard has found."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.outcome import name_ranks
+from hpctrain.errors import failing_as
+from hpctrain.files import strict_json
+from hpctrain.train.control import Order
+from hpctrain.train.corruption import SilentFaultError, sentence
+from hpctrain.train.way_back import WayBack
+from hpctrain.watch.run_files import FAULTS_FILE
+from hpctrain.watch.status import now_text
+from hpctrain.words import counted
+
+MOST_OF_A_RANK = 2
+"""Faults of one rank, at which its node is not to be trusted."""
+MOST = 20
+"""Faults of a job that no single rank is known to have."""
+
+
+class Healing:
+    """Has what was found wrong be right again: the step is made again, by the state that it began from, or by
+    the newest good one before that. What was found goes into the log, the status, and a file of the run.
+    """
+
+    def __init__(self, way: WayBack, folder: Path) -> None:
+        self.way, self.path = way, folder / FAULTS_FILE
+        self.found = 0
+        self._of_rank: Counter[int] = Counter()
+        world = way.trainer.world
+        self._nodes: list[str] = world.everyone.all_gather_object(world.hostname)
+
+    def heal(self, found: SilentFaultError) -> Order | None:
+        """What the run is to do; None for going on. Collective."""
+        log = logging.getLogger("hpctrain")
+        trainer, way, step = self.way.trainer, self.way, found.step
+        self._note(found)
+        if not found.kept:
+            source = way.newest(trainer.state.step)
+            if source is None:
+                why = f"step {step}: no good state is there, in memory or on the disk, to go back to"
+                return Order(stop=True, why=f"{sentence(found.faults[0])}; {why}")
+            before = way.take(source)
+            log.warning(
+                "step %d: takes up the state after step %d, and goes on from there", step, before.step
+            )
+        else:
+            log.warning("step %d: is made again, from the state before it", step)
+        if why := self._why_to_stop():
+            way.save()
+            return Order(checkpoint=True, stop=True, why=why)
+        return None
+
+    def _note(self, found: SilentFaultError) -> None:
+        """Tell of it, and count."""
+        log, reporter = logging.getLogger("hpctrain"), self.way.reporter
+        self.found += len(found.faults)
+        single = {fault.ranks[0] for fault in found.faults if len(fault.ranks) == 1}
+        self._of_rank.update(single)  # what one rank has at a time is one fault of it
+        for fault in found.faults:
+            log.warning("step %d: %s", found.step, sentence(fault))
+        rows = [self._row(found.step, fault) for fault in found.faults]
+        with self.way.trainer.world.agreement():
+            if self.way.trainer.world.rank == 0:
+                with (
+                    failing_as(f"{self.path}: cannot be written"),
+                    self.path.open("a", encoding="utf-8") as file,
+                ):
+                    file.writelines(strict_json(row) + "\n" for row in rows)
+        faulty = [
+            {"rank": rank, "node": self._nodes[rank], "faults": count}
+            for rank, count in self._of_rank.items()
+        ]
+        reporter.status.note(silent_faults=self.found, faulty=faulty)
+
+    def _row(self, step: int, fault: Fault) -> dict[str, Any]:
+        nodes = list(dict.fromkeys(self._nodes[rank] for rank in fault.ranks))
+        return {"time": now_text(), "step": step, **fault.row, "nodes": nodes}
+
+    def _why_to_stop(self) -> str:
+        """Why the run is not to go on here; empty where it is."""
+        often = sorted(rank for rank, count in self._of_rank.items() if count >= MOST_OF_A_RANK)
+        if often:
+            nodes = ", ".join(dict.fromkeys(self._nodes[rank] for rank in often))
+            return (
+                f"{name_ranks(often)} on {nodes} had {MOST_OF_A_RANK} silent faults, and is not to be trusted"
+            )
+        if self.found >= MOST:
+            return f"{counted(self.found, 'silent fault')} of which no rank is known: nodes are to be tested"
+        return ""

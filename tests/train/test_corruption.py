@@ -1,0 +1,303 @@
+"""Silent faults in memory: each is found and located, and healed so that nothing is left of it.
+
+Tests of train/corruption.py, train/healing.py, train/way_back.py, sharding/resting.py,
+sharding/fingerprint.py and deck/check_stability.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
+from hpctrain.errors import HpctrainError
+from hpctrain.report.rows import read_metrics
+from hpctrain.sharding.fingerprint import fingerprint
+from hpctrain.train import healing
+from hpctrain.train.corruption import SilentFaultError
+from hpctrain.train.run import open_run, resume
+from tests.train.flips import Flip, Flips, flip, gradients, states
+from tests.train.poisoned import make_deck, train
+from tests.train.test_run import contents
+
+STEPS = 16
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "data": (),
+    "zero-1": ("layout.zero=1", "precision.compute=bf16"),
+    "zero-3": ("layout.zero=3", "communication.transport=mpi"),
+    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true", "optimizer.name=muon"),
+    "pipeline": ("layout.pipeline=2", "layout.schedule=zb-h1", "precision.compute=fp16"),
+    "experts": ("model.experts=4", "model.balance=bias", "layout.expert=2", "layout.zero=2"),
+    "replicas": ("layout.replicas=2", "communication.local_steps=3", "communication.outer=diloco"),
+    "compressed": ("communication.compress=topk", "optimizer.name=lion"),
+    "fp8": ("precision.compute=fp8", "layout.zero=1"),
+}
+SHORT = (
+    f"run.steps={STEPS}",
+    "learning_rate.warmup=2",
+    "data.validation=0",
+    "batch.global_size=8",
+    "batch.micro_size=2",
+)
+CHEAP = ("stability.corruption=cheap", "stability.corruption_every=3", "checkpoint.memory_every=4")
+
+
+def keys_of(layout: str) -> tuple[str, ...]:
+    muon = ('optimizer.matrices=["blocks.*"]',) if "optimizer.name=muon" in LAYOUTS[layout] else ()
+    return (*SHORT, *LAYOUTS[layout], *muon)
+
+
+def found_in(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "faults.jsonl"
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    ends = [contents(folder / "checkpoints" / f"step-{STEPS:08d}.h5") for folder in (one, other)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(np.array_equal(ends[0][key], ends[1][key]) for key in ends[0])
+    losses = [[row["loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (one, other)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64])
+def test_any_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
+    whole = torch.randint(0, 200, (64,)).to(dtype)
+    for offset, length in ((0, 1), (0, 9), (1, 8), (2, 5), (3, 0), (3, 1), (1, 2)):
+        values = whole[offset : offset + length]
+        before = int(fingerprint(values))
+        for element in range(length):
+            for bit in range(8 * dtype.itemsize):
+                flip(values, element, bit)
+                assert int(fingerprint(values)) != before
+                flip(values, element, bit)
+        assert int(fingerprint(values)) == before
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_changes_between_updates_is_found_and_healed(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(healing, "MOST_OF_A_RANK", 100)
+    deck, keys, draw = make_deck(world, mpi_tmp_path), keys_of(layout), random.Random(layout)
+    train(world, deck, "clean", *keys)
+    flips = []
+    for step in (2, 5, 6, 9, 11, 13):
+        places = draw.choice([states, gradients])
+        moment = "summed" if places is gradients else draw.choice(["between", "within", "summed"])
+        where = draw.randrange(world.size), places, draw.randrange(1000), draw.randrange(10**6)
+        flips.append(Flip(step, *where, draw.randrange(32), moment))
+    with monkeypatch.context() as patch:
+        Flips(flips).install(patch)
+        code, _ = train(world, deck, "flipped", *keys, *CHEAP)
+    assert code == 0
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "flipped")
+    found = found_in(mpi_tmp_path / "flipped")
+    # What the step itself changes is watched by nothing here: it has to be what a repeated step begins with.
+    for number, of_ranks in enumerate(
+        zip(*world.everyone.all_gather_object([[each.done, each.learned] for each in flips]), strict=True)
+    ):
+        flips[number].done, flips[number].learned = of_ranks[flips[number].rank]
+    watched = [each for each in flips if not each.learned]
+    assert [(each.step + 1, [each.rank], each.done) for each in watched] == [
+        (row["step"], row["ranks"], row["name"]) for row in found
+    ]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_every_bit_of_what_rests_is_found(world: World, mpi_tmp_path: Path) -> None:
+    deck = read_deck(
+        make_deck(world, mpi_tmp_path), [*keys_of("zero-1"), f"run.dir={mpi_tmp_path}/run", *CHEAP], 2
+    )
+    run = open_run(world, deck)
+    run.trainer.train_step()
+    guard, draw = run.trainer.guard, random.Random(world.rank)
+    resting = guard.resting  # type: ignore[attr-defined]
+    for _ in range(500):
+        piece = draw.choice([each for each in resting.pieces if each.values.numel()])
+        element, bit = draw.randrange(piece.values.numel()), draw.randrange(8 * piece.values.element_size())
+        flip(piece.values, element, bit)
+        assert resting.changed() == [
+            Fault("memory", piece.name, "other", (world.rank,), "changed while it lay in memory")
+        ]
+        flip(piece.values, element, bit)
+        assert resting.changed() == []
+    world.everyone.barrier()
+    run.trainer.engine.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=4)
+@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
+def test_copies_that_part_are_named(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: str
+) -> None:
+    """A rank whose update went wrong has good fingerprints of it; others have other ones."""
+    if axis == "pipeline" and world.size > 2:
+        pytest.skip("two stages have the embedding")
+    deck = make_deck(world, mpi_tmp_path)
+    layout = () if axis == "data" else (f"layout.{axis}={world.size}",)
+    keys = (*SHORT, *layout, *(("model.tied=true", "model.family=gpt2") if axis == "pipeline" else ()))
+    train(world, deck, "clean", *keys)
+    name = "embedding.token.weight" if axis == "pipeline" else "final_norm.weight"
+    wrong = world.size - 1
+    from hpctrain.optim.optimizer import ResidentOptimizer
+
+    step, done = ResidentOptimizer.step, []
+
+    def wrong_step(optimizer: ResidentOptimizer, rate: float, divisor: float) -> None:
+        step(optimizer, rate, divisor)
+        if optimizer.updates == 6 and not done:
+            done.append(True)
+            if world.rank == wrong:
+                for bucket in optimizer.buckets:
+                    for segment, values, _ in bucket.owned(bucket.own_values):
+                        if segment.parameter.shard.name.endswith(name):
+                            flip(values, 3, 20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResidentOptimizer, "step", wrong_step)
+        code, _ = train(world, deck, "wrong", *keys, *CHEAP)
+    assert code == 0
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "wrong")
+    found = found_in(mpi_tmp_path / "wrong")
+    assert {row["kind"] for row in found} == {"copies"}
+    assert any(row["name"].endswith(name) for row in found)
+    assert found[0]["ranks"] == ([wrong] if world.size > 2 else [0, 1])
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_rank_with_two_faults_ends_the_job(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck, folder = make_deck(world, mpi_tmp_path), mpi_tmp_path / "flipped"
+    train(world, deck, "clean", *SHORT)
+    flips = [Flip(step, rank, states, 3, 5, 30, "between") for step, rank in ((3, 0), (6, 1), (10, 1))]
+    with monkeypatch.context() as patch:
+        Flips(flips).install(patch)
+        code, _ = train(world, deck, "flipped", *SHORT, *CHEAP)
+    assert code == 75
+    if world.rank == 0:
+        status = json.loads((folder / "status.json").read_text())
+        assert status["reason"].startswith("rank 1 on ")
+        assert [(each["rank"], each["faults"]) for each in status["faulty"]] == [(0, 1), (1, 2)]
+        assert {each["node"] for each in status["faulty"]} == {world.hostname}
+    world.everyone.barrier()
+    assert resume(world, folder, []) == 0
+    assert_same_end(mpi_tmp_path / "clean", folder)
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("disk", [True, False])
+def test_without_a_copy_in_memory(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: bool
+) -> None:
+    """The newest checkpoint will do, which was checked before it was written; or the run stops."""
+    deck, folder = make_deck(world, mpi_tmp_path), mpi_tmp_path / "flipped"
+    keys = (*SHORT, "stability.corruption=cheap", *(("checkpoint.every=4",) if disk else ()))
+    train(world, deck, "clean", *keys)
+    with monkeypatch.context() as patch:
+        Flips([Flip(6, 0, states, 3, 5, 30, "between")]).install(patch)
+        code, rows = train(world, deck, "flipped", *keys)
+    if disk:
+        assert code == 0
+        assert_same_end(mpi_tmp_path / "clean", folder)
+        return
+    assert (code, len(rows)) == (75, 6)
+    assert "no good state is there" in json.loads((folder / "status.json").read_text())["reason"]
+    assert not list((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_copy_that_was_changed_itself_is_passed_over(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck = make_deck(world, mpi_tmp_path)
+    keys = (*SHORT, *CHEAP, "checkpoint.every=2")
+    train(world, deck, "clean", *keys)
+
+    def spoil(trainer: Any) -> list[tuple[str, torch.Tensor]]:
+        from hpctrain.train.checkpoints import Checkpoints
+
+        held = next(hook for hook in trainer.hooks if isinstance(hook, Checkpoints)).held.all[-1]
+        flip(held._values[2], 0, 9)
+        return states(trainer)
+
+    with monkeypatch.context() as patch:
+        Flips([Flip(9, 0, spoil, 3, 5, 30, "between")]).install(patch)
+        code, _ = train(world, deck, "flipped", *keys)
+    assert code == 0
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "flipped")
+    assert "takes up the state after step 8" in (mpi_tmp_path / "flipped" / "log.txt").read_text()
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_figures_that_come_wrong_at_one_rank_part_nobody(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deck, done = make_deck(world, mpi_tmp_path), []
+    train(world, deck, "clean", *SHORT)
+    from hpctrain.train.step import Step
+
+    agree = Step.agree
+
+    def wrong(
+        step: Step, sums: torch.Tensor, tokens: int, samples: int
+    ) -> tuple[dict[str, float], list[float]]:
+        figures, totals = agree(step, sums, tokens, samples)
+        if step.engine.optimizer.updates == 5 and not done:
+            done.append(True)
+            if world.rank == 1:
+                totals[0] = np.nextafter(totals[0], np.inf)
+        return figures, totals
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "agree", wrong)
+        code, _ = train(world, deck, "wrong", *SHORT, *CHEAP)
+    assert code == 0
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "wrong")
+    assert [(row["kind"], row["ranks"]) for row in found_in(mpi_tmp_path / "wrong")] == [("message", [0, 1])]
+
+
+@pytest.mark.mpi(max_size=1)
+def test_whoever_cannot_heal_fails_with_it(world: World, mpi_tmp_path: Path) -> None:
+    deck = read_deck(make_deck(world, mpi_tmp_path), [*SHORT, f"run.dir={mpi_tmp_path}/run", *CHEAP], 1)
+    run = open_run(world, deck)
+    run.trainer.train_step()
+    flip(states(run.trainer)[0][1], 0, 30)
+    with pytest.raises(
+        SilentFaultError, match=r"step 2: silent fault on rank 0: model/.* changed while it lay"
+    ):
+        run.trainer.train_step()
+    run.trainer.engine.close()
+
+
+def test_what_a_deck_cannot_have(tmp_path: Path) -> None:
+    from tests.train.poisoned import DECK
+
+    path = tmp_path / "deck.toml"
+    path.write_text(DECK.format(folder=tmp_path))
+    skip, back = "stability.spike=skip", "stability.spike=rollback stability.spike_window=9"
+    cases = {
+        back: "has nothing to go back to, without checkpoint.every or checkpoint.memory_every",
+        f"{skip} stability.spike_window=200": "is no shorter than the run, of run.steps = 120",
+        f"{back} checkpoint.every=20": "is further back than the oldest of 2 checkpoints",
+        "stability.spike_factor=9.0": 'has no effect with stability.spike = "off"',
+        f"{skip} stability.spike_window=9 stability.spike_back=9": 'with stability.spike = "skip"',
+        "stability.corruption_every=9": 'has no effect with stability.corruption = "off"',
+    }
+    for keys, words in cases.items():
+        with pytest.raises(HpctrainError) as raised:
+            read_deck(path, keys.split(), 1)
+        assert len(raised.value.problems) == 1, raised.value.problems
+        assert words in raised.value.problems[0]
