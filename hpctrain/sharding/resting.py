@@ -41,23 +41,19 @@ class Resting:
     cut: Group | None = None
 
 
-class RestingState:
-    """All of a rank, with the fingerprints taken last, if any were."""
+class Watched:
+    """Pieces of a rank's memory, with the fingerprints taken last, if any were."""
 
-    def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:
-        self.pieces = list(_resting(buckets, state))
-        self._rank = buckets[0].sharding.group.ranks[buckets[0].sharding.group.rank]
+    def __init__(self, pieces: Iterable[Resting], rank: int) -> None:
+        self.pieces, self._rank = list(pieces), rank
         self._prints: Tensor | None = None
-        groups = {group: None for piece in self.pieces for group in piece.holders}
-        # The ranks of a group come to it in the same order, whatever others they are in.
-        self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
 
     def forget(self) -> None:
-        """What lies there was changed by something else than an update."""
+        """What lies there was changed rightly."""
         self._prints = None
 
     def take(self) -> None:
-        """From here on nothing is to change until the next update."""
+        """From here on nothing is to change."""
         self._prints = self._now()
 
     def changed(self) -> list[Fault]:
@@ -70,6 +66,21 @@ class RestingState:
             for piece, is_same in zip(self.pieces, same, strict=True)
             if not is_same
         ]
+
+    def _now(self) -> Tensor:
+        none = torch.zeros(0, dtype=torch.int64)
+        return torch.stack([fingerprint(piece.values) for piece in self.pieces]) if self.pieces else none
+
+
+class RestingState(Watched):
+    """All of a rank that the update alone changes."""
+
+    def __init__(self, buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> None:
+        group = buckets[0].sharding.group
+        super().__init__(_resting(buckets, state), group.ranks[group.rank])
+        groups = {group: None for piece in self.pieces for group in piece.holders}
+        # The ranks of a group come to it in the same order, whatever others they are in.
+        self._groups = sorted(groups, key=lambda group: (group.name, group.ranks))
 
     def differing(self) -> list[Fault]:
         """What other ranks have otherwise, by the fingerprints taken last. Collective."""
@@ -99,8 +110,12 @@ class RestingState:
                 both = piece.ends.ranks[0], piece.ends.ranks[-1]
                 yield Fault("copies", piece.name, "step", both, "differs between the ends of the pipeline")
 
-    def _now(self) -> Tensor:
-        return torch.stack([fingerprint(piece.values) for piece in self.pieces])
+
+def learned(state: Iterable[StateTensor]) -> Iterator[Resting]:
+    """What steps themselves change, and nothing else between them."""
+    for tensor in state:
+        if isinstance(tensor.values, Tensor) and _changes(tensor) and not tensor.kind.startswith(UNDER_WAY):
+            yield Resting(f"{tensor.kind}/{tensor.shard.name}", tensor.values)
 
 
 def _apart(group: Group, of_ranks: Sequence[dict[str, int]]) -> Iterator[Fault]:
@@ -156,8 +171,8 @@ def _resting(buckets: Sequence[Bucket], state: Iterable[StateTensor]) -> Iterato
 
 def _changes(tensor: StateTensor) -> bool:
     """Whether something else than the update changes it."""
-    learned = tensor.changes_in_step and tensor.kind not in {MODEL, MASTER}
-    return learned or tensor.kind.startswith(UNDER_WAY)
+    in_step = tensor.changes_in_step and tensor.kind not in {MODEL, MASTER}
+    return in_step or tensor.kind.startswith(UNDER_WAY)
 
 
 def _others(bucket: Bucket, segment: BucketSegment) -> tuple[Group, ...]:

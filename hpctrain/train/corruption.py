@@ -23,7 +23,7 @@ from hpctrain.comm.outcome import name_ranks
 from hpctrain.engine.build import Engine
 from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
-from hpctrain.sharding.resting import RestingState
+from hpctrain.sharding.resting import RestingState, Watched, learned
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.step import Unguarded
 
@@ -57,14 +57,16 @@ class Guard(Unguarded, Hook):
         self.engine, self.every = engine, every
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
+        self.learned = Watched(learned(self._learning), engine.world.rank)
+        self._early: list[Fault] = []
         self._before: HeldState | None = None
         self._gradients: Tensor | None = None
         self._step = 0
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Keep what the step itself changes, which has to be there again where it is repeated."""
-        self._step = step
+        """Look at what the step itself changes, and keep it: it has to be there again for another try."""
+        self._step, self._early = step, self.learned.changed()
         if self._learning:
             former, self._before = self._before, HeldState(step, {})
             self._before.take(self._learning, former)
@@ -78,7 +80,7 @@ class Guard(Unguarded, Hook):
         """Raise SilentFaultError on all ranks if anything is wrong with what this step did so far, or with
         what it began from; `totals` are the figures that all ranks agreed on. Collective.
         """
-        resting = self.resting.changed()
+        resting = [*self._early, *self.resting.changed()]
         try:
             self._agree(totals, [*resting, *self._changed_gradients()], spoilt=bool(resting))
         except SilentFaultError:
@@ -93,17 +95,20 @@ class Guard(Unguarded, Hook):
         """Raise SilentFaultError on all ranks if anything has changed since the last update, or differs from
         what other ranks have: before it is kept or written. Collective.
         """
-        self._agree([], [*self.resting.changed(), *self.resting.differing()])
+        changed = [*self.learned.changed(), *self.resting.changed()]
+        self._agree([], [*changed, *self.resting.differing()])
 
     def after_step(self, done: StepDone) -> None:
         """Know again what lies in memory from here on."""
         self.resting.take()
+        self.learned.take()
         if done.state.step % self.every == 0:
             self._agree([], self.resting.differing())
 
     def forget(self) -> None:
         """Something else than a step has changed the state."""
         self.resting.forget()
+        self.learned.forget()
 
     def _agree(self, totals: Sequence[float], own: list[Fault], spoilt: bool = True) -> None:
         """Raise SilentFaultError where any rank found anything, or has other `totals`; `spoilt` says that the

@@ -53,17 +53,19 @@ class Flip:
     bit: int
     moment: str
     done: str = ""
-    learned: bool = False
+    met: bool = False
 
     def now(self, trainer: Trainer) -> None:
         """Do it, if this is the rank."""
-        if self.done:
+        if self.done or self.met:
             return
+        self.met = True
         places = self.places(trainer)
         name, values = places[self.place % len(places)]
-        self.done = name
         watched = {piece.name for piece in trainer.guard.resting.pieces}  # type: ignore[attr-defined]
-        self.learned = self.places is states and name not in watched
+        if self.places is states and name not in watched and self.moment != "between":
+            return  # what the step itself changes, and may have by now
+        self.done = name
         if trainer.world.rank == self.rank:
             element = self.element % values.numel()
             flip(values, element, self.bit % (8 * values.element_size()))

@@ -330,7 +330,7 @@ class DelayedProduct(QuantizedProduct):
         self.histories = {
             kind: History(groups.tensor.empty((steps,), torch.float32).zero_()) for kind in KINDS
         }
-        self._known: dict[Kind, bool] = {}
+        self._known: dict[Kind, tuple[int, bool]] = {}  # as of a version of its maxima
 
     @property
     def known(self) -> bool:
@@ -340,10 +340,10 @@ class DelayedProduct(QuantizedProduct):
     def _knows(self, *kinds: Kind) -> bool:
         """Whether there are scales of these. Waits for the device, once a step, as long as there are none."""
         for kind in kinds:
-            if kind not in self._known:
-                maxima = self.histories[kind].maxima
-                self._known[kind] = maxima.is_meta or bool(maxima.any())
-            if not self._known[kind]:
+            maxima = self.histories[kind].maxima
+            if self._known.get(kind, (-1, False))[0] != maxima._version:
+                self._known[kind] = maxima._version, maxima.is_meta or bool(maxima.any())
+            if not self._known[kind][1]:
                 return False
         return True
 
@@ -415,7 +415,9 @@ class DelayedProduct(QuantizedProduct):
             maximum = noted.get(self._noted_name(kind))  # none of gradients where nothing before is trained
             if maximum is not None:
                 history.remember(maximum[0])
-        self._known = {kind: True for kind, known in self._known.items() if known}
+        # What is known once stays so, and is not to be asked for again.
+        known = [kind for kind, (_, is_known) in self._known.items() if is_known]
+        self._known = {kind: (self.histories[kind].maxima._version, True) for kind in known}
 
     @property
     def weight_maxima(self) -> Tensor | None:
