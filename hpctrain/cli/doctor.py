@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.errors import HpctrainError
 from hpctrain.report.terminal import coloured, columns, fit
-from hpctrain.table import table
+from hpctrain.table import fitted, table
+from hpctrain.watch.stress.wish import StressWish
 from hpctrain.words import ranges
 
 if TYPE_CHECKING:
-    from hpctrain.comm.doctor import RankReport, Report
+    from hpctrain.comm.doctor import Finding, RankReport, Report
+    from hpctrain.comm.world import World
 
 MOST_RANKS = 64
 COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
@@ -26,11 +29,38 @@ COLOURS = {"WRONG": "red", "note": "yellow", "ok": "green"}
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of it, e.g. layout.tensor=2."
 )
-def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
+@click.option("--stress", metavar="SECONDS", help="Then test the nodes for so long; also: 10 min, 1 h.")
+@click.option(
+    "--stress-dir",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Whose disk --stress tests.  [default: the current folder]",
+)
+@click.option(
+    "--rates",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where --stress keeps what nodes reach.  [default: node-rates.jsonl in the user's cache]",
+)
+def command(
+    deck: Path | None,
+    overrides: tuple[str, ...],
+    stress: str | None,
+    stress_dir: Path | None,
+    rates: Path | None,
+) -> None:
     """Tell what a run would find here, alone or under mpirun or srun, and what to do about what is wrong.
 
-    With --deck, it is told where on the mesh each rank would be. Exits with 1 if a run could not start.
+    With --deck, it is told where on the mesh each rank would be. With --stress, all ranks then compute, fill
+    memory, send and write for so many seconds, and compare every result with what it has to be: start one on
+    each core or GPU. Wrong results are told with their place. A node is called slow 15% below the median of
+    the nodes, or below what it used to reach, in products and memory, 30% in what it sends, 50% on its disk.
+    Exits with 1 if a run could not start, or a result was wrong; slow nodes are told alone.
     """
+    for option, given in (("--stress-dir", stress_dir), ("--rates", rates)):
+        if given is not None and stress is None:
+            raise HpctrainError(f"{option}: goes with --stress SECONDS alone")
+    wish = None if stress is None else StressWish.of(stress, stress_dir, rates)
     from hpctrain.comm.doctor import examination
 
     with examination() as report:
@@ -46,7 +76,26 @@ def command(deck: Path | None, overrides: tuple[str, ...]) -> None:
             map_deck(report, deck, overrides)
         if report.rank == 0:
             show(report)
+        if wish is not None and report.fit:
+            from hpctrain.comm.verb import run_verb
+
+            run_verb(lambda world: test_nodes(world, wish))
     sys.exit(0 if report.fit else 1)
+
+
+def test_nodes(world: World, wish: StressWish) -> int:
+    """Test the nodes, and print a table of them and a line for each thing that is wrong; the exit code."""
+    from hpctrain.watch.stress.stress import stress
+
+    def say(line: str) -> None:
+        click.echo("\n".join(fit(line, columns())))
+
+    result = stress(world, wish, say)
+    if world.rank == 0:
+        click.echo("\n".join(["", *fitted(result.rows, range(len(result.rows[0])), columns()), ""]))
+        tell(result.findings)
+        say(result.sentence)
+    return result.code
 
 
 def show(report: Report) -> None:
@@ -73,11 +122,17 @@ def show(report: Report) -> None:
             click.echo((shown if mark in COLOURS else mark) + text, color=coloured())
     if len(report.ranks) > MOST_RANKS:
         click.echo(f"and {len(report.ranks) - MOST_RANKS} more ranks")
-    for mark, finding in zip(marks, report.findings, strict=True):
-        if finding.remedy:
-            sentence = f"{mark}: {finding.topic}: {finding.statement}. What to do: {finding.remedy}."
-            click.echo("\n".join(fit(sentence, width)))
+    tell([finding for finding in report.findings if finding.remedy])
     click.echo("A run can start here." if report.fit else "A run could not start here.")
+
+
+def tell(findings: list[Finding]) -> None:
+    """A line for each."""
+    for finding in findings:
+        mark = "WRONG" if finding.fatal else "note"
+        remedy = f" What to do: {finding.remedy}." if finding.remedy else ""
+        sentence = f"{mark}: {finding.topic}: {finding.statement}.{remedy}"
+        click.echo("\n".join(fit(sentence, columns())))
 
 
 def gpu(rank: RankReport) -> str:

@@ -24,6 +24,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as <malloc.h> names what mallopt ch
 ROOT = Path("/")  # where /proc and the file systems of cgroups are looked for
 UNLIMITED = 2**60  # from so many bytes on a limit is none: version 1 of cgroups writes the largest number
 
+_USED = ("memory.current", "memory.usage_in_bytes")  # files of cgroups of version 2 and 1
+
 # In what torch and libraries below it say where they get no memory.
 _REFUSALS = re.compile(r"not enough memory|(can't|cannot) allocate memory|bad_alloc", re.IGNORECASE)
 
@@ -121,7 +123,7 @@ def node_limits(environment: Mapping[str, str]) -> list[Limit]:
     the node's memory, each cgroup that it is in, and what Slurm has given the job.
     """
     limits = [Limit("node", total, "of memory") for total in _sizes("meminfo", "MemTotal")]
-    limits += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size in _cgroups()]
+    limits += [Limit(f"cgroup {name}", size, f"for the cgroup {name}") for name, size, _ in _cgroups()]
     limits += [Limit(name, size, f"for this job ({name})") for name, size in _slurm(environment)]
     return limits
 
@@ -129,6 +131,22 @@ def node_limits(environment: Mapping[str, str]) -> list[Limit]:
 def available_bytes() -> int | None:
     """What the node could give without pushing out what others hold; None where the system does not tell."""
     return next(iter(_sizes("meminfo", "MemAvailable")), None)
+
+
+def unused_bytes(environment: Mapping[str, str]) -> int | None:
+    """What processes of this node could still take together, without others losing theirs or a limit ending
+    them: of each cgroup, what is not used there but for files that were read; None where the system does not
+    tell.
+    """
+    available = available_bytes()
+    if available is None:
+        return None
+    left = [available, *(size for _, size in _slurm(environment))]
+    for _, size, folder in _cgroups():
+        used = next((int(text) for name in _USED if (text := _read(folder / name).strip()).isdigit()), 0)
+        files = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+        left.append(max(0, size - used + (min(used, int(files[1])) if files else 0)))
+    return min(left)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -148,8 +166,10 @@ def _sizes(file: str, *names: str) -> list[int]:
     return [1024 * int(size) for size in lines]
 
 
-def _cgroups() -> Iterator[tuple[str, int]]:
-    """The limits of the cgroups that this process is in and of those above them, with their names."""
+def _cgroups() -> Iterator[tuple[str, int, Path]]:
+    """The limits of the cgroups that this process is in and of those above them, with their names, and where
+    the system tells of them.
+    """
     mounts = _mounts()
     for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -166,7 +186,7 @@ def _cgroups() -> Iterator[tuple[str, int]]:
             while True:
                 value = _read(here / file).strip()
                 if value.isdigit() and int(value) < UNLIMITED:
-                    yield f"/{here.relative_to(mounted)}".replace("/.", "/"), int(value)
+                    yield f"/{here.relative_to(mounted)}".replace("/.", "/"), int(value), here
                 if here == mounted:
                     break
                 here = here.parent

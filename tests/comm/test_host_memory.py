@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpctrain.comm import host_memory
-from hpctrain.comm.host_memory import Limit, is_out_of_memory, node_limits
+from hpctrain.comm.host_memory import Limit, is_out_of_memory, node_limits, unused_bytes
 from hpctrain.comm.outcome import as_error
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
@@ -68,6 +68,22 @@ def test_the_first_version_of_cgroups_counts_too(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "7000\n")
     write(root, "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", f"{2**63 - 4096}\n")
     assert cgroups() == {"cgroup /a": 7000}
+
+
+def test_what_is_unused_goes_by_the_tightest_limit(root: Path) -> None:
+    assert unused_bytes({}) == 614_400
+    write(root, "proc/self/mountinfo", "31 24 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    write(root, "proc/self/cgroup", "0::/slurm/job_7\n")
+    write(root, "sys/fs/cgroup/slurm/job_7/memory.max", "9000\n")
+    assert unused_bytes({}) == 9000
+    write(root, "sys/fs/cgroup/slurm/job_7/memory.current", "5000\n")
+    assert unused_bytes({}) == 4000
+    write(root, "sys/fs/cgroup/slurm/job_7/memory.stat", "anon 1000\ninactive_file 3000\nactive_file 1\n")
+    assert unused_bytes({}) == 7000
+    write(root, "sys/fs/cgroup/slurm/job_7/memory.current", "99000\n")
+    assert unused_bytes({}) == 0
+    write(root, "proc/meminfo", "")
+    assert unused_bytes({}) is None
 
 
 def test_in_a_container_the_tree_may_begin_at_its_own_cgroup(root: Path) -> None:

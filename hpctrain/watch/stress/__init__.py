@@ -1,0 +1,1 @@
+"""Whether nodes compute, remember, send and write right, and how quickly: `hpctrain doctor --stress`."""

@@ -1,0 +1,161 @@
+"""Files written, brought to the disk, and read back from there: what comes back otherwise, and how fast."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.comm.outcome import reason
+from hpctrain.files import descriptor_of
+from hpctrain.units import format_bytes
+from hpctrain.watch.stress.difference import difference
+from hpctrain.watch.stress.record import Look, Place, Record, Turn
+from hpctrain.watch.stress.words import key, random_words
+
+TEST = "disk"
+FIRST = 8 << 20
+"""Bytes of the first file; each one that leaves time for it is followed by one of twice the size."""
+
+MOST = 1 << 30
+SHARE = 0.25
+"""Of what is free on the disk, for all ranks together."""
+
+_BLOCK = 1 << 20
+_NAME = re.compile(r"hpctrain-stress-(?P<host>.+)-(?P<process>\d+)-rank\d+\.tmp")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove the files of such tests that were killed on this node; their names."""
+    removed = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            ours = match and match["host"] == _host() and entry.is_file(follow_symlinks=False)
+            if match and ours and not _lives(int(match["process"])):
+                with suppress(OSError):
+                    os.unlink(entry.path)  # noqa: PTH108  (a name that was just listed)
+                    removed.append(entry.name)
+    return removed
+
+
+class Disk:
+    """The test, in a folder; of files of at most `most` bytes. `ranks` write at the same time."""
+
+    def __init__(self, place: Place, folder: Path, ranks: int, most: int, look: Look) -> None:
+        self.place, self.folder, self.ranks, self.most, self.look = place, folder, ranks, most, look
+        self._path = folder / f"hpctrain-stress-{_host()}-{os.getpid()}-rank{place.rank}.tmp"
+        self._words = random_words(_BLOCK // 8, seed=place.rank)
+        self._size = min(FIRST, most)
+
+    def run(self, record: Record, turn: Turn, number: int) -> None:
+        """Write and read files until the turn is over; the rates are those of the last one."""
+        while True:
+            began = perf_counter()
+            try:
+                most, free = self._room()
+                if most < min(FIRST, self.most):
+                    told = f"not tested: {self.folder} has {format_bytes(free)} left for {self.ranks} ranks"
+                    record.notes.append((TEST, told))
+                    return
+                self._once(min(self._size, most), number, record, turn)
+            except OSError as error:
+                self._failed(error, record)
+                return
+            finally:
+                with suppress(OSError):
+                    self._path.unlink(missing_ok=True)
+            took = perf_counter() - began
+            if turn.left < took:
+                return
+            if turn.left > 3 * took:
+                self._size = min(2 * self._size, most)
+
+    def _room(self) -> tuple[int, int]:
+        """Bytes that a file may have, and those that are free."""
+        status = os.statvfs(self.folder)
+        free = status.f_bavail * status.f_frsize
+        return min(self.most, int(SHARE * free) // self.ranks) // _BLOCK * _BLOCK, free
+
+    def _once(self, size: int, number: int, record: Record, turn: Turn) -> None:
+        blocks = range(size // _BLOCK)
+        scratch = torch.empty_like(self._words)
+        began = perf_counter()
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with descriptor_of(self._path, flags) as descriptor:
+            for index in blocks:
+                self._write(descriptor, self._block(index, number, scratch))
+                if turn.stopped():
+                    return
+            os.fsync(descriptor)
+            written = perf_counter()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            reading = perf_counter()
+            found = torch.empty_like(self._words)
+            for index in blocks:
+                count = self._read(descriptor, found)
+                self.look(TEST, found)
+                self._compare(found, self._block(index, number, scratch), index, count, record)
+                if turn.stopped():
+                    return
+            record.rates["disk write"] = size / (written - began)
+            record.rates["disk read"] = size / (perf_counter() - reading)
+
+    def _block(self, index: int, number: int, memory: Tensor) -> Tensor:
+        return torch.bitwise_xor(self._words, key(number, index), out=memory)
+
+    @staticmethod
+    def _write(descriptor: int, block: Tensor) -> None:
+        rest = block.numpy().view(np.uint8).data
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    @staticmethod
+    def _read(descriptor: int, block: Tensor) -> int:
+        rest = block.numpy().view(np.uint8).data
+        while rest and (count := os.readv(descriptor, [rest])):
+            rest = rest[count:]
+        return block.nbytes - len(rest)
+
+    def _compare(self, found: Tensor, expected: Tensor, index: int, count: int, record: Record) -> None:
+        where = f"{self.place.name}: {self.folder}"
+        host = self.place.hosts[self.place.rank]
+        if count < found.nbytes:
+            record.add_wrong(TEST, f"{where} gave back {index * _BLOCK + count} bytes of a larger file", host)
+            return
+        apart = difference(found.view(torch.uint8), expected.view(torch.uint8))
+        if apart is not None:
+            place = index * _BLOCK + apart.position
+            record.add_wrong(TEST, f"{where} gave back byte {place} of a file as {apart}", host)
+
+    def _failed(self, error: OSError, record: Record) -> None:
+        if error.errno in _FULL:
+            record.notes.append((TEST, f"not tested: {self.folder} is full"))
+            return
+        told = f"{self.place.name}: {self.folder} cannot be written or read back: {reason(error)}"
+        record.add_wrong(TEST, told, self.place.hosts[self.place.rank])
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "_")
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

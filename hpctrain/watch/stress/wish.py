@@ -1,0 +1,45 @@
+"""What is asked of a stress test. Loads nothing that a broken installation could lack."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.characters import escaped
+from hpctrain.errors import HpctrainError
+from hpctrain.units import parse_seconds
+
+MOST_SECONDS = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class StressWish:
+    """For how long, where the disk's files go, and where rates are kept (None: with the user's cache)."""
+
+    seconds: float
+    folder: Path = Path()
+    rates: Path | None = None
+
+    @classmethod
+    def of(cls, seconds: str, folder: Path | None, rates: Path | None) -> StressWish:
+        """As options give it; HpctrainError where these are no seconds for a test."""
+        try:
+            number = parse_seconds(seconds)
+        except HpctrainError as error:
+            raise HpctrainError(f"--stress: {error.problems[0]}") from None
+        if not 0 < number <= MOST_SECONDS:
+            raise HpctrainError(f"--stress {seconds}: must be more than 0 seconds, and at most 30 days")
+        return cls(number, folder or Path(), rates)
+
+
+def check_folder(folder: Path) -> None:
+    """HpctrainError where this rank could not write files there."""
+    what = ""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "is not there"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        what = "cannot be written to"
+    if what:
+        raise HpctrainError(f"--stress-dir {escaped(str(folder))}: {what} on {socket.gethostname()}")
