@@ -22,7 +22,7 @@ from torch import Tensor
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.watch.stress import stress as module
-from hpctrain.watch.stress.collectives import partner
+from hpctrain.watch.stress.collectives import Collectives, partner
 from hpctrain.watch.stress.disk import remove_leftovers
 from hpctrain.watch.stress.kept import read_rates
 from hpctrain.watch.stress.memory import LEAST
@@ -312,3 +312,28 @@ def test_each_node_meets_all_others(world: World, nodes: int) -> None:
         assert all(node != other for node, other in enumerate(partners))
     for node in range(nodes):
         assert len({partner(node, meeting, nodes) for meeting in range(nodes - 1)}) == nodes - 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_ranks_of_two_nodes_check_what_they_send_each_other(
+    world: World, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """Nodes by the ranks' numbers; of three the last has fewer ranks, or none."""
+    size = -(-world.size // nodes)
+    node, local_rank = divmod(world.rank, size)
+    monkeypatch.setattr(world, "nodes", -(-world.size // size))
+    monkeypatch.setattr(world, "node", node)
+    monkeypatch.setattr(world, "local_rank", local_rank)
+    hosts = tuple(f"n{rank // size}" for rank in range(world.size))
+    place = Place(world.rank, hosts, world.device)
+    for flip in (None, Flip("message", 3, 7, n=2 if size == 1 else 3)):
+        planted_here = flip is not None and world.rank == 0
+        test = Collectives(world, place, 512, flip if planted_here and flip else lambda *_: None)
+        record = Record()
+        test.run(record, Turn(0.0), 0)
+        assert "all ranks" in record.rates
+        assert ("between nodes" in record.rates) == (node > 0 or local_rank + size < world.size)
+        assert record.number == planted_here
+        if planted_here:
+            assert "rank 0 on n0 received by a message from rank" in record.wrong[0][1]
