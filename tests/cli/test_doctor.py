@@ -100,6 +100,45 @@ def test_processes_of_a_foreign_launcher_are_noticed(launch: Launch) -> None:
     assert "srun (Slurm) started 4 processes, but MPI sees 1" in done.stdout
 
 
+def test_stress_tells_nodes_and_rates(launch: Launch, tmp_path: Path) -> None:
+    rates = tmp_path / "rates.jsonl"
+    (tmp_path / "disk").mkdir()
+    options = ("--stress", "1 s", "--stress-dir", tmp_path / "disk", "--rates", rates)
+    done = launch(2, "-m", "hpctrain", "doctor", *options, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "A run can start here." in done.stdout
+    assert done.stdout.count("of 1 s: ") >= 1
+    heads = next(line for line in done.stdout.splitlines() if line.startswith("node "))
+    assert heads.split()[:2] == ["node", "ranks"]
+    assert "disk read" in heads
+    assert "The stress test of 2 ranks on 1 node took" in done.stdout
+    assert "every result was right" in done.stdout
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert not rates.exists()  # of so short a test
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--stress", "0"), "--stress 0: must be more than 0 seconds, and at most 30 days"),
+        (("--stress", "-1"), '--stress: "-1" is not a time'),
+        (("--stress", "nan"), '--stress: "nan" is not a time'),
+        (("--stress", "31 d"), "--stress 31 d: must be more than 0 seconds, and at most 30 days"),
+        (("--rates", "file"), "--rates: goes with --stress SECONDS alone"),
+        (("--stress-dir", "."), "--stress-dir: goes with --stress SECONDS alone"),
+        (("--stress", "1", "--stress-dir", "nowhere"), "--stress-dir nowhere: is not there on "),
+        (("--stress", "1", "--rates", "nowhere/file"), "--rates nowhere/file: cannot be written"),
+    ],
+)
+def test_bad_wishes_of_stress_are_one_sentence(
+    launch: Launch, options: tuple[str, ...], sentence: str
+) -> None:
+    done = launch(0, "-m", "hpctrain", "doctor", *options)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"hpctrain: error: {sentence}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_spans() -> None:
     assert spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
     assert spans(()) == "unknown"

@@ -135,6 +135,17 @@ def test_a_piece_that_changes_on_its_way_is_told_with_both_ends(
 
 
 @pytest.mark.mpi(min_size=2)
+def test_the_piece_of_another_rank_is_wrong(world: World, mpi_tmp_path: Path) -> None:
+    def swap(test: str, result: Tensor) -> None:
+        if test == "all_gather" and world.rank == 0:
+            result[256:512] = result[:256].clone()
+
+    sentences = wrong(run(world, mpi_tmp_path, swap))
+    assert sentences[0].startswith(f"rank 0 on {HOST} received by all_gather")
+    assert f"from rank 1 on {HOST} word 0 of 256 as" in sentences[0]
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_message_is_told_with_its_sender(world: World, mpi_tmp_path: Path) -> None:
     sentences = planted(world, mpi_tmp_path, Flip("message", 4, 0), 0)
     assert len(sentences) == 1
