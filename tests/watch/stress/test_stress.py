@@ -26,7 +26,7 @@ from hpctrain.watch.stress.collectives import Collectives, partner
 from hpctrain.watch.stress.disk import remove_leftovers
 from hpctrain.watch.stress.kept import read_rates
 from hpctrain.watch.stress.memory import LEAST
-from hpctrain.watch.stress.products import FORMATS, KINDS, Case, Products, Shape
+from hpctrain.watch.stress.products import FORMATS, KINDS, Case, Products, Shape, vectors
 from hpctrain.watch.stress.record import Look, Place, Record, Turn
 from hpctrain.watch.stress.stress import Result, Sizes, stress
 from hpctrain.watch.stress.wish import StressWish
@@ -268,6 +268,8 @@ def test_known_results_of_products_are_those_of_integers(world: World) -> None:
             assert int((left.abs() @ (other.T if kind == "forward" else other).abs()).max()) <= 1 << 24
             assert torch.equal(case.one.long().float(), case.one.float())
             assert not (one == 0).any()
+    for length in (1, 100, 1041, 3000, 12288):  # in the worst case, in any order
+        assert length * int(vectors(length, seed=1).abs().max()) ** 2 <= 1 << 24
 
 
 @pytest.mark.mpi(max_size=1)
