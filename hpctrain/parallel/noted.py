@@ -34,6 +34,11 @@ class Noted:
         self._times.clear()
 
     @property
+    def micro_batch(self) -> int | None:
+        """That of the action of a training step which is under way."""
+        return self._micro_batch
+
+    @property
     def watched(self) -> bool:
         """Whether what is only looked at would be noted now."""
         return self.watching and self._micro_batch is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -46,6 +46,7 @@ class GradientSynchronizer:
     ) -> None:
         self.buckets = buckets = [reducer.bucket for reducer in reducers]
         self._outer, self._each, self.first = outer, each, first
+        self.before_sums: Callable[[Bucket], None] = lambda _: None
         self._in_order, self._to_come, self._waiting = in_order, list[Bucket](), set[Bucket]()
         self._reducer = dict(zip(buckets, reducers, strict=True))
         self._bucket = {s.parameter: bucket for bucket in buckets for s in bucket.segments}
@@ -131,6 +132,7 @@ class GradientSynchronizer:
 
     def _synchronize(self, bucket: Bucket) -> None:
         bucket.merge_lookups()
+        self.before_sums(bucket)
         for run, group in self._partial[bucket]:
             group.all_reduce(bucket.gradients[run])
         if not self._tied[bucket]:

@@ -30,11 +30,11 @@ def outputs_of(modules: Mapping[nn.Module, Callable[[], bool]]) -> Iterator[dict
         within.clear()
 
     def enter(name: str, *_: object) -> None:
-        if not _in_backward():
+        if not in_backward():
             within.append(name)
 
     def take(name: str, owner: nn.Module, _: nn.Module, given: Any, output: Any) -> None:  # noqa: ARG001
-        if _in_backward():
+        if in_backward():
             return
         within.remove(name)
         fractions = (each for each in tensors_of(output) if each.is_floating_point())
@@ -75,6 +75,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().nan_to_num(nan=float("inf")).max()) if one.numel() else 0.0
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether what runs is computed again, in the midst of a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -77,13 +77,16 @@ class Unguarded:
 
 
 class Step:
-    """One optimizer step on the engine's mesh. `choices` tells of routers' choices in training."""
+    """One optimizer step on the engine's mesh. `choices` tells of routers' choices in training; `before_pass`
+    may look at the micro-batches that this rank is about to train on.
+    """
 
     def __init__(self, engine: Engine, batches: Batches, micro_size: int, clip: float, seed: int) -> None:
         self.engine, self.batches = engine, batches
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
         self.guard = Unguarded()
+        self.before_pass: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
         self.executor = Executor(
             engine.models,
@@ -163,6 +166,7 @@ class Step:
         """
         engine = self.engine
         micro_batches, tokens = self.read_share(state, batch)
+        self.before_pass(micro_batches)
         measured = micro_batches if engine.synchronizer.first is None else micro_batches[:1]
         self.own_tokens = sum(map(engine.objective.count, measured))
         scale, terms_scale = (
