@@ -53,8 +53,8 @@ def differences(one: Structure, other: Structure, group: Group) -> Differences:
             | {"absolute": finite(each.absolute), "relative": finite(each.relative)}
             for each in compared
         ],
-        "deck": _changes(*(_keys(each) for each in (one, other))),
-        "state": _changes(*(_state(each.state) for each in (one, other))),
+        "deck": changes(*(_keys(each) for each in (one, other))),
+        "state": changes(*(_state(each.state) for each in (one, other))),
     }
     differing = any(each.differing for each in compared)
     return facts | {"equal": not (differing or both or any(facts["only_in"]))}
@@ -92,7 +92,9 @@ def differences_text(facts: Differences, everything: bool = False) -> list[str]:
     for section, title in (("deck", "deck key"), ("state", "state")):
         if facts[section]:
             rows = [(title, "first", "second")]
-            rows += [(key, *(_shown(value) for value in values)) for key, values in facts[section].items()]
+            rows += [
+                (key, *(value_text(value) for value in values)) for key, values in facts[section].items()
+            ]
             lines += ["", *table(rows, left=(0, 1, 2))]
     return lines
 
@@ -167,7 +169,8 @@ def _state(state: Mapping[str, Any]) -> dict[str, object]:
     return facts | {"tokenizer": state["tokenizer"]} if "tokenizer" in state else facts
 
 
-def _changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:
+def changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, list[object]]:
+    """Keys with another value in each of two, and both; None where one has none."""
     return {
         key: [one.get(key), other.get(key)]
         for key in dict.fromkeys((*one, *other))
@@ -175,5 +178,6 @@ def _changes(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str
     }
 
 
-def _shown(value: object) -> str:
+def value_text(value: object) -> str:
+    """A value of a deck or state, in a few letters; "-" where there is none."""
     return "-" if value is None else shorten(toml_value(value), _TEXT, placeholder="...") or "..."

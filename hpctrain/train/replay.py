@@ -34,10 +34,11 @@ STEPS = 10  # replayed at most, where no number is asked for
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2, "fp8": 3e-2}
 """Relative difference of a loss that counts as rounding, by precision."""
 
-# Keys that decide which samples a step takes, and sections on which the last bits of a loss depend.
+# Keys that decide which samples a step takes.
 _BATCH = ("batch.global_size", "batch.sequence", "batch.ramp_from", "batch.ramp_steps")
 _SAMPLES = ("run.seed", "data.validation", *_BATCH)
-_COMPUTED = ("model", "layout", "batch", "optimizer", "learning_rate", "precision", "memory", "communication")
+COMPUTED = ("model", "layout", "batch", "optimizer", "learning_rate", "precision", "memory", "communication")
+"""Sections on which the last bits of a loss depend."""
 
 
 def replay(
@@ -62,16 +63,16 @@ def replay(
         # Of the noise scale nothing is told, and other ranks may not be able to measure it.
         deck = stored_deck(state, path, [*made, "run.noise_scale_steps=0", *overrides])
         _refuse_other_samples(original, deck)
-        _refuse_other_order(deck)
+        refuse_other_order(deck)
     count = _steps(path, recorded, steps)
     deck = as_before(deck, original, state)
-    with _engine_of(world, deck, path) as run:
+    with engine_of(world, deck, path) as run:
         with world.agreement():
             if not same_corpus(state, run.corpus):
                 key, what = corpus_key(deck)
                 other = f"is not the {what} that {path} was trained on, so that no recorded loss can come"
                 raise HpctrainError(deck.problem(key, f"{other} out again; name that one"))
-        reasons = _reasons(run, original, deck, state, recorded, count)
+        reasons = reasons_of(run, original, deck, state, recorded, count)
         if world.rank == 0:
             layout = layout_text(run.checkpoints.layout)
             opening = (
@@ -137,7 +138,8 @@ def _row(expected: Loss, replayed: float) -> str:
     )
 
 
-def _refuse_other_order(deck: Deck) -> None:
+def refuse_other_order(deck: Deck) -> None:
+    """HpctrainError where no run makes the updates of another one."""
     keys = deck.communication
     if keys.server == "async" or (keys.server == "stale" and keys.staleness):
         sentence = "has updates in an order that no other run has; no recorded loss can come out again"
@@ -174,8 +176,8 @@ def _steps(path: Path, recorded: Recorded, wanted: int | None) -> int:
 
 
 @contextmanager
-def _engine_of(world: World, deck: Deck, path: Path) -> Iterator[Run]:
-    """The run as it goes on from the checkpoint, but out of its own folder."""
+def engine_of(world: World, deck: Deck, path: Path | None) -> Iterator[Run]:
+    """The run as it goes on from the checkpoint, or begins, but out of its own folder. Collective."""
     name = world.everyone.broadcast_object(f"hpctrain-replay-{secrets.token_hex(8)}")
     elsewhere = str(Path(tempfile.gettempdir()) / name)
     changed = deck.with_keys(
@@ -191,7 +193,7 @@ def _engine_of(world: World, deck: Deck, path: Path) -> Iterator[Run]:
         run.corpus.close()
 
 
-def _reasons(
+def reasons_of(
     run: Run, original: Deck, deck: Deck, state: Mapping[str, Any], recorded: Recorded, count: int
 ) -> list[str]:
     """Why the last bits may be other ones than those recorded: what differs of where they were."""
@@ -200,7 +202,7 @@ def _reasons(
     if made:  # they tell the axes that were, whatever the checkpoint's own
         axes = {name: None for name in made[0].layout if name in type(deck.layout).model_fields}
         original, deck = (each.with_keys(layout=axes) for each in (original, deck))
-    changed = [name for name in _COMPUTED if getattr(original, name) != getattr(deck, name)]
+    changed = [name for name in COMPUTED if getattr(original, name) != getattr(deck, name)]
     reasons = []
     if "layout" in changed or any(segment.layout != run.checkpoints.layout for segment in made):
         reasons.append("another layout")

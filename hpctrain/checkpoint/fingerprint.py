@@ -1,0 +1,49 @@
+"""Fingerprints of all tensors of a checkpoint, read once by all ranks in shares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.agree import combined, together
+from hpctrain.checkpoint.extract import opened
+from hpctrain.checkpoint.structure import Structure
+from hpctrain.comm.group import Group
+from hpctrain.sharding.sketch import SUMS, Fingerprint
+
+_PIECE = 1 << 16
+"""Elements that are held at a time."""
+
+
+def file_fingerprints(
+    structure: Structure, group: Group, left: Collection[str] = ()
+) -> dict[str, Fingerprint]:
+    """Of every dataset but those whose names begin with what is `left`; collective, the same on all ranks.
+
+    InputOutputError on all ranks where the file cannot be read. Checksums are not looked at.
+    """
+    names = [name for name in structure.datasets if not name.startswith(tuple(left))]
+    pieces = [
+        (index, first)
+        for index, name in enumerate(names)
+        for first in range(0, structure.datasets[name].elements, _PIECE)
+    ]
+    own = {name: Fingerprint() for name in names}
+    with together(group), opened(structure.path) as file:
+        buffer = np.empty(8 * _PIECE, np.uint8)
+        for index, first in pieces[group.rank :: group.size]:
+            stored = structure.datasets[names[index]]
+            count = min(_PIECE, stored.elements - first)
+            words = file.read_elements(stored, first, count, buffer)
+            signed = torch.from_numpy(words.view(f"i{words.itemsize}"))
+            values = signed.view(torch.uint8 if stored.kind == "bool" else getattr(torch, stored.kind))
+            own[names[index]].add(values, np.arange(first, first + count, dtype=np.uint64))
+    bits = combined(group, np.array([each.bits for each in own.values()], np.uint64)).view(np.uint64)
+    rows = [[*each.sketch, each.broken, each.elements] for each in own.values()]
+    sums = group.all_reduce(torch.tensor(rows, dtype=torch.float64).reshape(-1, SUMS + 2)).numpy()
+    return {
+        name: Fingerprint(int(word), row[:SUMS].copy(), float(row[SUMS]), float(row[SUMS + 1]))
+        for name, word, row in zip(names, bits, sums, strict=True)
+    }

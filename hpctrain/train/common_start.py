@@ -1,0 +1,142 @@
+"""Where two runs still agree: the newest checkpoint of one step that both have alike, or their beginning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpctrain.checkpoint.fingerprint import file_fingerprints
+from hpctrain.checkpoint.structure import Structure
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.sharding.sketch import Fingerprint
+from hpctrain.sharding.state import MODEL
+from hpctrain.train.compared_run import ComparedRun, part_at
+from hpctrain.train.divergence import Apart, Comparison, Rounding
+from hpctrain.train.fingerprints import Print, StepPrints
+from hpctrain.train.origin import CORPUS
+from hpctrain.train.replay import ROUNDING
+
+
+@dataclass(frozen=True)
+class CommonStart:
+    """The step after which both are replayed, 0 for their beginning; whether they are equal there, bit for
+    bit; the first later step whose checkpoints of both differ, and that whose recorded figures do, if any.
+    """
+
+    step: int
+    equal: bool
+    stored: int | None
+    recorded: int | None
+
+
+def recorded_alike(one: ComparedRun, other: ComparedRun) -> bool:
+    """Whether both were recorded on one layout, by the same versions and kernels, so that bits tell."""
+    told = [
+        {
+            (str(sorted(each.layout.items())), str(sorted(each.versions.items())), str(each.computed))
+            for each in chain
+        }
+        for chain in (one.history, other.history)
+    ]
+    return len(told[0]) == 1 and told[0] == told[1]
+
+
+def recorded_part(one: ComparedRun, other: ComparedRun) -> int | None:
+    """The first step whose recorded loss or norm differ: in a bit where these tell, else beyond rounding."""
+    rounding = max(ROUNDING[run.deck.precision.compute] for run in (one, other))
+    return part_at(one, other, 0.0 if recorded_alike(one, other) else rounding)
+
+
+def require_comparable(one: ComparedRun, other: ComparedRun) -> None:
+    """HpctrainError where no replay can tell anything: other models, other tokens, nothing to begin with."""
+    for run in (one, other):
+        if not run.stored:
+            why = f" ({run.damaged[0]})" if run.damaged else ""
+            raise HpctrainError(
+                f"{run.path}: has no checkpoint{why}, so that it cannot be replayed; `--no-replay` compares "
+                "what is recorded"
+            )
+        if run.deck.communication.server != "none":
+            sentence = "is for runs that can be replayed (`--no-replay` compares what is recorded)"
+            raise HpctrainError(run.deck.problem("communication.server", sentence))
+    shapes = [_models(run.stored[max(run.stored)]) for run in (one, other)]
+    for name in sorted(shapes[0].keys() | shapes[1].keys()):
+        here, there = (shape.get(name) for shape in shapes)
+        if here != there:
+            told = [f"{list(each)}" if each is not None else "missing" for each in (here, there)]
+            raise HpctrainError(
+                f"{one.path} and {other.path} are of other models: {name} is {told[0]} in the first and "
+                f"{told[1]} in the second; name runs of one, or compare what is recorded by `--no-replay`"
+            )
+    corpora = [run.stored[max(run.stored)].state.get(CORPUS) for run in (one, other)]
+    if None not in corpora and corpora[0] != corpora[1]:
+        raise HpctrainError(
+            f"{one.path} and {other.path} were trained on other data, so that no step of theirs is the same; "
+            "name runs on one, or compare what is recorded by `--no-replay`"
+        )
+
+
+def find_start(world: World, one: ComparedRun, other: ComparedRun) -> CommonStart:
+    """Where to begin. Collective; HpctrainError on all ranks where they agree nowhere."""
+    recorded, end = recorded_part(one, other), min(one.last, other.last)
+    beyond = end if recorded is None else recorded
+    steps = sorted(step for step in one.stored.keys() & other.stored.keys() if step < beyond or step == end)
+    steps = [step for step in steps if recorded is None or step < recorded]
+    low, high = 0, len(steps)  # all before `low` agree, none from `high` on does
+    equal: dict[int, bool] = {}
+    while low < high:
+        middle = (low + high) // 2
+        found = compare_files(world, one, other, steps[middle])
+        equal[steps[middle]] = all(each.equal for each in found)
+        if equal[steps[middle]] or not (recorded_alike(one, other) or any(each.beyond for each in found)):
+            low = middle + 1
+        else:
+            high = middle
+    later = steps[low] if low < len(steps) else None
+    agreeing = [step for step in steps[:low] if step < end]
+    if agreeing:
+        step = agreeing[-1]
+        if step not in equal:
+            equal[step] = all(each.equal for each in compare_files(world, one, other, step))
+        return CommonStart(step, equal[step], later, recorded)
+    if one.from_nothing and other.from_nothing and one.path.is_dir() and other.path.is_dir():
+        return CommonStart(0, True, later, recorded)
+    raise HpctrainError(
+        f"{one.path} and {other.path} have no checkpoints of one step that agree, and do not both tell of "
+        "their beginning; name checkpoints that both went on from, or compare records by `--no-replay`"
+    )
+
+
+def compare_files(world: World, one: ComparedRun, other: ComparedRun, step: int) -> list[Apart]:
+    """What differs in the checkpoints of both after a step. Collective."""
+    prints = [file_prints(world, run.stored[step], step, "start") for run in (one, other)]
+    alike = recorded_alike(one, other)
+    return Comparison(Rounding.of(one.deck, other.deck), alike, alike).of(*prints)
+
+
+def file_prints(world: World, structure: Structure, step: int, phase: str) -> StepPrints:
+    """What a checkpoint holds, as one rank that has all of it would. Collective."""
+    found = file_fingerprints(structure, world.everyone)
+    return StepPrints(step, [_print(phase, name, each) for name, each in found.items()])
+
+
+def of_one_rank(prints: StepPrints, phase: str) -> StepPrints:
+    """Weights and state of a phase, as one rank that has all of it would hold them."""
+    rows = [replace(each, bits=(each.total,)) for each in prints.prints]
+    return StepPrints(
+        prints.step, [each for each in rows if each.phase == phase and each.name.startswith("/")]
+    )
+
+
+def _print(phase: str, name: str, found: Fingerprint) -> Print:
+    return Print(phase, name, (found.bits,), found.bits, found.sketch, found.broken, found.elements)
+
+
+def _models(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's parameters."""
+    before = f"/{MODEL}/"
+    return {
+        name.removeprefix(before): each.shape
+        for name, each in structure.datasets.items()
+        if name.startswith(before)
+    }

@@ -1,0 +1,253 @@
+"""`hpctrain compare`: where two runs part, told from what is recorded of them, and from a replay of both.
+
+Nothing is written. Each run is replayed by its own deck from the newest checkpoint at which both agree, one
+after the other, and every step's fingerprints are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from os.path import realpath
+from pathlib import Path
+
+from hpctrain.checkpoint.provenance import Loss
+from hpctrain.comm.world import World
+from hpctrain.deck.check_world import check_world, world_problems
+from hpctrain.deck.schema import Deck
+from hpctrain.engine.deck_kernels import as_before, computed_by
+from hpctrain.errors import EXIT_DIFFERENT, EXIT_DONE, HpctrainError
+from hpctrain.files import finite
+from hpctrain.report.contents import layout_text
+from hpctrain.report.runs import RunRecord, side_by_side
+from hpctrain.report.terminal import columns, fit
+from hpctrain.train.common_start import (
+    CommonStart,
+    file_prints,
+    find_start,
+    of_one_rank,
+    recorded_alike,
+    recorded_part,
+    require_comparable,
+)
+from hpctrain.train.compared_run import ComparedRun, figures_apart, load_run
+from hpctrain.train.divergence import Apart, Comparison, Rounding, first_of, parameter_of
+from hpctrain.train.fingerprints import LOSS, NORM, StepPrints, fingerprints
+from hpctrain.train.recorded_losses import Recorded
+from hpctrain.train.replay import COMPUTED, ROUNDING, STEPS, engine_of, reasons_of, refuse_other_order
+from hpctrain.train.verdict import Departure, Found, phase_table, recorded_sentence, size_text, verdict_of
+from hpctrain.train.verify import on_one_rank
+from hpctrain.words import counted
+
+MOST_STEPS = 50
+"""Replayed, where no number is asked for."""
+
+_HEAD = f"{'run':<6} {'step':>8}  {'recorded':>12}  {'replayed':>12}  {'apart':>7}  first that differs"
+
+
+@dataclass
+class Replay:
+    """What came of replaying a run: on which layout, by what, why bits may differ from what was recorded, and
+    the fingerprints of its steps.
+    """
+
+    run: ComparedRun
+    deck: Deck
+    layout: dict[str, int]
+    computed: dict[str, str]
+    reasons: list[str]
+    steps: list[StepPrints] = field(default_factory=list)
+
+
+def compare(
+    world: World, paths: tuple[Path, Path], steps: int | None, replays: bool, show: Callable[[str], None]
+) -> int:
+    """Show on rank 0 how two runs differ, and where they part; the exit code. Collective.
+
+    0 where they differ by no more than rounding, 1 where they do. HpctrainError on all ranks where they
+    cannot be compared.
+    """
+
+    def tell(lines: Sequence[str]) -> None:
+        if world.rank == 0 and lines:
+            show("\n".join(lines))
+
+    with world.agreement():
+        if len({realpath(path) for path in paths}) == 1:
+            raise HpctrainError(f"{paths[0]}: is the same run twice; name another one")
+    one, other = (load_run(world, path) for path in paths)
+    tell(side_by_side(_record(one), _record(other), columns()))
+    damaged = [f"Left out: {each}" for run in (one, other) for each in run.damaged]
+    tell([line for each in damaged for line in ("", *fit(each, columns()))])
+    parts = recorded_part(one, other)
+    alike = recorded_alike(one, other)
+    tell(["", *fit(recorded_sentence(one, other, parts, alike), columns())])
+    if not replays:
+        return EXIT_DONE if parts is None else EXIT_DIFFERENT
+    with world.agreement():
+        require_comparable(one, other)
+    start = find_start(world, one, other)
+    count = _count(one, other, start, steps)
+    decks = [_here(world, run, start.step) for run in (one, other)]
+    tell(["", *(line for each in _opening(start, count, decks) for line in fit(each, columns())), "", _HEAD])
+    first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
+    rounding = Rounding.of(*(deck for deck, _ in decks))
+    comparison = Comparison(rounding, alike=False, exact=False)
+    found: list[Apart] = []
+    bits: list[Apart] = []
+
+    def beside(replay: Replay) -> bool:
+        nonlocal found
+        if len(replay.steps) == 1:
+            comparison.alike = replay.layout == first.layout
+            comparison.exact = start.equal and _computes_alike(first, replay)
+        apart = comparison.of(first.steps[len(replay.steps) - 1], replay.steps[-1])
+        differing, of_bits = comparison.first(apart), first_of(apart, bits=True)
+        if comparison.alike and of_bits is not None and not bits:
+            bits.append(of_bits)
+        _told(tell, "second", replay, differing or (of_bits if comparison.alike else None))
+        found = apart if differing is not None else []
+        return differing is not None
+
+    second = _replay(world, other, decks[1][0], start, count, beside)
+    if found:
+        tell(["", f"step {second.steps[-1].step}", *phase_table(found, comparison.alike, columns())])
+    departures = [] if found else [_departure(world, replay, comparison.quiet) for replay in (first, second)]
+    steps_of = first.steps, second.steps
+    result = Found(one, other, start, *steps_of, found, comparison.exact, bits, departures, rounding)
+    code, sentences = verdict_of(result)
+    tell(["", *(line for sentence in sentences for line in fit(sentence, columns()))])
+    return code
+
+
+def _record(run: ComparedRun) -> RunRecord:
+    chain = run.history
+    return RunRecord(run.path, run.deck, run.rows, chain[-1] if chain else None, run.last)
+
+
+def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int | None) -> int:
+    """How many steps to replay: to where records or checkpoints differ, and the next checkpoint behind it."""
+    most = min(run.deck_behind(start.step).run.steps for run in (one, other)) - start.step
+    if most < 1:
+        raise HpctrainError(
+            f"{one.path} and {other.path} end at step {start.step}: nothing is left to replay"
+        )
+    if wanted is not None:
+        return min(wanted, most)
+    known = [step for step in (start.recorded, start.stored) if step is not None]
+    last = min(known) if known else min(start.step + STEPS, one.last, other.last)
+    behind = [step for run in (one, other) for step in run.stored if step >= last]
+    within = min((step for step in behind if step - start.step <= MOST_STEPS), default=last)
+    return max(1, min(within - start.step, MOST_STEPS, most))
+
+
+def _here(world: World, run: ComparedRun, step: int) -> tuple[Deck, str]:
+    """The deck of a run's steps behind `step` on these ranks, and what is to be said of its layout."""
+    with world.agreement():
+        deck = run.deck_behind(step)
+        refuse_other_order(deck)
+        problems = world_problems(deck, world.size)
+        if not problems:
+            return deck, ""
+        if deck.layout.replicas > 1 or deck.communication.local_steps > 1:
+            raise HpctrainError(
+                f"{run.path}: has replicas that are apart, which {counted(world.size, 'rank')} cannot be: "
+                f"{problems[0].sentence}; start as many ranks as it had"
+            )
+        plain = on_one_rank(deck)
+        check_world(plain, world.size)
+    segments = run.segments(step + 1, step + 1)
+    before = f"its layout ({layout_text(segments[0].layout)})" if segments else "its layout"
+    return plain, f"{run.path} is replayed on {counted(world.size, 'data rank')}, as {before} needs others"
+
+
+def _opening(start: CommonStart, count: int, decks: Sequence[tuple[Deck, str]]) -> list[str]:
+    where = f"from step {start.step}" if start.step else "from their beginning"
+    how = "where both are equal, bit for bit" if start.equal else "where both agree to rounding"
+    how = how if start.step else "which their decks tell"
+    return [f"Replays {counted(count, 'step')} of both {where}, {how}.", *(said for _, said in decks if said)]
+
+
+def _replay(
+    world: World,
+    run: ComparedRun,
+    deck: Deck,
+    start: CommonStart,
+    count: int,
+    stepped: Callable[[Replay], bool],
+) -> Replay:
+    """Replay `count` steps of a run, or fewer, where one tells to stop. Collective."""
+    state = run.state_at(start.step)
+    before = run.deck_behind(start.step)
+    changed = as_before(deck.with_keys(run={"noise_scale_steps": 0}), before, state)
+    path = run.stored[start.step].path if start.step else None
+    following = [each for step, each in run.figures.items() if step > start.step]
+    recorded = Recorded(start.step, following, "", run.segments(start.step + 1, start.step + count))
+    with engine_of(world, changed, path) as opened:
+        reasons = reasons_of(opened, before, changed, state, recorded, count)
+        groups = opened.trainer.engine.groups
+        replay = Replay(run, changed, opened.checkpoints.layout, computed_by(groups), reasons)
+        for _ in range(count):
+            replay.steps.append(fingerprints(opened.trainer))
+            if stepped(replay):
+                break
+    return replay
+
+
+def _computes_alike(one: Replay, other: Replay) -> bool:
+    """Whether two replays must have the same bits for as long as they compute the same."""
+    decks = one.deck, other.deck
+    same = all(getattr(decks[0], name) == getattr(decks[1], name) for name in COMPUTED)
+    return same and one.layout == other.layout and one.computed == other.computed
+
+
+def _told(
+    tell: Callable[[Sequence[str]], None], name: str, replay: Replay, differs: Apart | None = None
+) -> bool:
+    """Tell of a step that was replayed; the replay goes on."""
+    prints = replay.steps[-1]
+    here, known = _figures(prints), replay.run.figures.get(prints.step)
+    gap = "" if known is None else f"{figures_apart(known, here):.1e}"
+    texts = [_loss(None if each is None else each) for each in (known, here)]
+    what = "" if differs is None else f"{differs.phase}: {differs.told} ({size_text(differs.size)})"
+    gap = "equal" if gap == "0.0e+00" else gap
+    tell([f"{name:<6} {prints.step:>8}  {texts[0]:>12}  {texts[1]:>12}  {gap:>7}  {what}".rstrip()])
+    return False
+
+
+def _figures(prints: StepPrints) -> Loss:
+    """Those of a replayed step."""
+    return Loss(prints.step, finite(prints.figures[LOSS]), finite(prints.figures[NORM]))
+
+
+def _loss(figures: Loss | None) -> str:
+    if figures is None:
+        return "-"
+    return "not finite" if figures.loss is None else f"{figures.loss:.10f}"
+
+
+def _departure(world: World, replay: Replay, quiet: Set[str]) -> Departure:
+    """Where a run's own records are not what its replay gives; see Comparison. Collective."""
+    run = replay.run
+    allowed = ROUNDING[replay.deck.precision.compute] if replay.reasons else 0.0
+    step, known, here = None, None, None
+    largest = 0.0
+    for prints in replay.steps:
+        recorded, replayed = run.figures.get(prints.step), _figures(prints)
+        if recorded is None:
+            continue
+        gap = figures_apart(recorded, replayed)
+        largest = max(largest, gap)
+        if gap > allowed and step is None:
+            step, known, here = prints.step, recorded, replayed
+    exact, wrong, compared, behind = not replay.reasons, list[Apart](), 0, None
+    for prints in replay.steps:
+        if prints.step not in run.stored or wrong:
+            continue
+        comparison = Comparison(Rounding.of(replay.deck), exact, exact, set(quiet))
+        file = file_prints(world, run.stored[prints.step], prints.step, "update")
+        stored = comparison.of(of_one_rank(prints, "update"), file)
+        wrong = [each for each in stored if (not each.equal if exact else each.beyond)]
+        wrong.sort(key=lambda each: (parameter_of(each.name) in comparison.quiet, -each.size))
+        compared, behind = len(stored), prints.step
+    return Departure(run, step, known, here, largest, replay.reasons, wrong, compared, behind)

@@ -1,0 +1,170 @@
+"""Runs that are compared: what is recorded of both, where they part, and which of them had a fault.
+
+Tests of train/compare.py, train/compared_run.py, train/common_start.py, train/verdict.py, report/runs.py and
+checkpoint/fingerprint.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.report.rows import read_metrics
+from hpctrain.train.compare import compare
+from hpctrain.train.run import resume, run_deck
+from hpctrain.train.trainer import Trainer
+from tests.train.planted import flip, found
+from tests.train.test_replay import files
+from tests.train.test_run import write_deck
+
+Runs = Callable[..., Path]
+
+KEYS = ("run.steps=8", "run.evaluate_every=0", "checkpoint.every=4", "checkpoint.keep=9")
+UP = "blocks.1.feed_forward.up.weight"
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`runs("a", *keys)`: the folder of a run of eight steps, made once for all tests."""
+    home: Path = world.communicator.bcast(tmp_path_factory.mktemp("compared"))
+    deck = write_deck(world, home)
+
+    def made(name: str, *keys: str) -> Path:
+        folder = home / name
+        if not world.communicator.bcast(folder.exists()):
+            assert run_deck(world, deck, [f"run.dir={folder}", *KEYS, *keys]) == 0
+        return folder
+
+    return made
+
+
+def compared(
+    world: World, one: Path, other: Path, steps: int | None = None, replays: bool = True
+) -> tuple[int, str]:
+    """Exit code, and all that is shown, in one line; nothing is written."""
+    shown: list[str] = []
+    before = [files(each if each.is_dir() else each.parent) for each in (one, other)]
+    code = compare(world, (one, other), steps, replays, shown.append)
+    assert [files(each if each.is_dir() else each.parent) for each in (one, other)] == before
+    assert bool(shown) == (world.rank == 0)
+    told: tuple[int, str] = world.everyone.broadcast_object((code, " ".join(" ".join(shown).split())))
+    return told
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_equal_runs_are_equal_bit_for_bit(world: World, runs: Runs) -> None:
+    code, told = compared(world, runs("a"), runs("again"))
+    assert code == 0
+    assert "Losses and gradient norms that both recorded, of 8 steps, are equal, bit for bit." in told
+    assert "Replays 4 steps of both from step 4, where both are equal, bit for bit." in told
+    assert "up to step 8, are equal, bit for bit, and what both recorded comes out again." in told
+    last = runs("a") / "checkpoints/step-00000004.h5"
+    code, told = compared(world, last, runs("again") / "checkpoints/step-00000004.h5", steps=2)
+    assert code == 0 and "the 2 steps after step 4, up to step 6," in told
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_another_key_is_told_with_what_comes_of_it(world: World, runs: Runs) -> None:
+    code, told = compared(world, runs("a"), runs("faster", "learning_rate.peak=1.01e-2"))
+    assert code == 1
+    assert "learning_rate.peak 0.01 0.0101" in told
+    assert "The runs first differ in step 1, in the update: learning rate, by 9.9e-03" in told
+    code, alone = compared(world, runs("a"), runs("faster"), replays=False)
+    assert code == 1 and "Replays" not in alone and "step 2 is the first that differs" in alone
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_runs_that_went_on_from_one_checkpoint_are_replayed_from_there(world: World, runs: Runs) -> None:
+    origin = runs("a") / "checkpoints/step-00000004.h5"
+    folder = runs("a").parent / "branch"
+    if world.rank == 0:
+        (folder / "checkpoints").mkdir(parents=True)
+        shutil.copy(origin, folder / "checkpoints")
+    world.everyone.barrier()
+    resume(world, folder / "checkpoints" / origin.name, ["optimizer.weight_decay=0.3"])
+    code, told = compared(world, runs("a"), folder)
+    assert code == 1
+    assert "from step 4, where both are equal, bit for bit" in told
+    assert "first differ in step 5, in the update: parameter embedding.tokens.weight" in told
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_layouts_differ_by_rounding(world: World, runs: Runs) -> None:
+    code, told = compared(world, runs("a"), runs("tensor", "layout.tensor=2"))
+    assert code == 0
+    assert "Replays 4 steps of both from step 4, where both agree to rounding." in told
+    assert "differ by no more than rounding" in told
+    code, told = compared(world, runs("tensor"), runs("zero", "layout.zero=3", "run.seed=2"))
+    assert code == 1
+    assert "The runs first differ in step 1, before the step: parameter embedding.tokens.weight" in told
+
+
+@pytest.mark.mpi(max_size=1)
+def test_layouts_of_other_ranks_are_replayed_on_those_there_are(world: World, runs: Runs) -> None:
+    code, told = compared(world, runs("a"), runs("other kernels", "machine.products=onednn"))
+    assert code == 0
+    assert "machine.products" in told
+    assert "Other bits come first in step" in told or "are equal, bit for bit" in told
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, world: World, step: int) -> None:
+    """Have a bit of a parameter turned over in memory before a step of the runs to come."""
+    make = Trainer.train_step
+
+    def made(trainer: Trainer, batch: int | None = None) -> object:
+        here = found(trainer, UP)
+        if trainer.state.step == step - 1 and world.rank == world.size - 1 and here is not None:
+            flip(here[1].parameter.data.view(-1), 3, 24)
+        return make(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", made)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_fault_of_one_run_is_told(world: World, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        faulty(patch, world, 7)
+        other = runs("faulty")
+    rows = [read_metrics(each / "metrics.jsonl") for each in (runs("a"), other)]
+    assert [a["loss"] == b["loss"] for a, b in zip(*rows, strict=True)] == [True] * 6 + [False] * 2
+    code, told = compared(world, runs("a"), other)
+    assert code == 1
+    assert "step 7 is the first that differs" in told
+    assert "the second run has recorded other figures than its replay gives: its loss of step 7" in told
+    assert "It had a fault that does not come again, after the gradients of step 6 were summed" in told
+    assert "tensors of its checkpoint after step 8," in told
+    code, swapped = compared(world, other, runs("a"))
+    assert code == 1 and "the first run has recorded other figures" in swapped
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_cannot_be_compared_is_refused(world: World, runs: Runs, tmp_path: Path) -> None:
+    def refused(one: Path, other: Path, what: str, replays: bool = True) -> None:
+        with pytest.raises(HpctrainError, match=what) as raised:
+            compare(world, (one, other), None, replays, lambda _: None)
+        assert raised.value.exit_code == 2 and len(raised.value.problems) == 1
+
+    a = runs("a")
+    refused(a, a.parent / "." / "a", "is the same run twice")
+    refused(a, tmp_path, "is no run's folder and no checkpoint")
+    refused(a, tmp_path / "none", "no such run folder or checkpoint")
+    (tmp_path / "text").write_text("not a run")
+    refused(a, tmp_path / "text", "is no run's folder and no checkpoint")
+    refused(a, runs("deeper", "model.layers=3"), "are of other models: blocks.2")
+    torn = tmp_path / "torn"
+    shutil.copytree(a, torn)
+    newest = torn / "checkpoints/step-00000008.h5"
+    newest.write_bytes(newest.read_bytes()[:3000])
+    code, told = compared(world, a, torn)
+    assert code == 0 and f"Left out: {newest}" in told
+    bare = tmp_path / "bare"
+    shutil.copytree(a, bare)
+    shutil.rmtree(bare / "checkpoints")
+    refused(a, bare, "has no checkpoint, so that it cannot be replayed; `--no-replay`")
+    assert compared(world, a, bare, replays=False)[0] == 0
+    assert compared(world, a, runs("deeper"), replays=False)[0] == 1

@@ -1,0 +1,60 @@
+"""What is said of runs that part: how far, on which ranks, of which samples, and which of both is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.comm.world import World
+from hpctrain.train.common_start import CommonStart
+from hpctrain.train.divergence import ROUNDING, Comparison
+from hpctrain.train.fingerprints import PHASES
+from hpctrain.train.verdict import Found, phase_table, verdict_of
+from tests.train.planted import Plant, in_moment, in_sum, in_weights, no_reduction, other_kernel, other_token
+from tests.train.test_divergence import BIAS, DATA, UP, steps_of
+
+
+def said(world: World, plant: Plant) -> tuple[str, list[str]]:
+    """The verdict on a trainer beside one in which something is planted, and the table of its phases."""
+    one, other = steps_of(world, DATA), steps_of(world, DATA, plant)
+    comparison = Comparison(ROUNDING["fp32"], alike=True, exact=True)
+    found: Any = []
+    for number, each in enumerate(other, 1):
+        found = comparison.of(one[number - 1], each)
+        if comparison.first(found) is not None:
+            break
+    run: Any = None
+    start = CommonStart(0, True, None, None)
+    code, lines = verdict_of(
+        Found(run, run, start, one, other[:number], found, True, [], [], comparison.rounding)
+    )
+    assert code == 1
+    return " ".join(lines), phase_table(found, True, None)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_the_run_and_the_rank_that_are_wrong_are_told(world: World) -> None:
+    text, table = said(world, no_reduction(BIAS))
+    assert f"in step 2, in the sums of gradients: gradient of {BIAS}, by " in text
+    assert "In the second run it is not the sum of what its ranks had" in text
+    assert [row.split()[0] for row in table] == ["phase", *PHASES]
+    text, _ = said(world, in_sum(UP, rank=1))
+    assert "on rank 1 alone (rounding: at most 1e-04)." in text
+
+
+@pytest.mark.mpi(max_size=1)
+def test_what_is_different_is_told(world: World) -> None:
+    text, _ = said(world, other_token())
+    assert text == "The runs first differ in step 2, in its samples: tokens, of 1 sample (9)."
+    text, table = said(world, other_kernel(UP))
+    assert "in the forward pass: output of blocks.1, by" in text
+    assert (
+        "That is of the size of rounding (at most 1e-05), but layout, versions, kernels and keys are" in text
+    )
+    assert table[3].split()[:4] == ["forward", "5", "3", "0"]
+    text, _ = said(world, in_weights(UP))
+    assert f"before the step: parameter {UP}, by" in text
+    assert "In the second run it has changed between two steps, when nothing computes: in memory." in text
+    text, _ = said(world, in_moment(UP))
+    assert f"before the step: exp_avg of {UP}, by" in text
