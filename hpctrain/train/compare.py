@@ -89,7 +89,8 @@ def compare(
     start = find_start(world, one, other)
     count = _count(one, other, start, steps)
     decks = [_here(world, run, start.step) for run in (one, other)]
-    tell(["", *(line for each in _opening(start, count, decks) for line in fit(each, columns())), "", _HEAD])
+    said = [*_opening(start, count, decks), *_turns((one, other), start, count)]
+    tell(["", *(line for each in said for line in fit(each, columns())), "", _HEAD])
     first = _replay(world, one, decks[0][0], start, count, lambda replay: _told(tell, "first", replay))
     rounding = Rounding.of(*(deck for deck, _ in decks))
     comparison = Comparison(rounding, alike=False, exact=False)
@@ -128,6 +129,8 @@ def _record(run: ComparedRun) -> RunRecord:
 def _count(one: ComparedRun, other: ComparedRun, start: CommonStart, wanted: int | None) -> int:
     """How many steps to replay: to where records or checkpoints differ, and the next checkpoint behind it."""
     most = min(run.deck_behind(start.step).run.steps for run in (one, other)) - start.step
+    turns = [turn for run in (one, other) if (turn := run.turn(start.step)) is not None]
+    most = min(most, *(turn - start.step for turn in turns), most)
     if most < 1:
         raise HpctrainError(
             f"{one.path} and {other.path} end at step {start.step}: nothing is left to replay"
@@ -166,6 +169,16 @@ def _opening(start: CommonStart, count: int, decks: Sequence[tuple[Deck, str]]) 
     how = "where both are equal, bit for bit" if start.equal else "where both agree to rounding"
     how = how if start.step else "which their decks tell"
     return [f"Replays {counted(count, 'step')} of both {where}, {how}.", *(said for _, said in decks if said)]
+
+
+def _turns(runs: Sequence[ComparedRun], start: CommonStart, count: int) -> list[str]:
+    """Why the replays end where they do, if a run went back there."""
+    end = start.step + count
+    return [
+        f"They end there: {run.path} went back to step {end}, and left out samples from there on."
+        for run in runs
+        if run.turn(start.step) == end
+    ]
 
 
 def _replay(

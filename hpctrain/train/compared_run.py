@@ -19,6 +19,7 @@ from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.deck.schema import Deck
 from hpctrain.errors import HpctrainError
+from hpctrain.optim.spikes import recorded_spikes
 from hpctrain.report.rows import METRICS_FILE, Row, read_metrics
 
 _DECK = "deck.toml"
@@ -56,6 +57,12 @@ class ComparedRun:
         """Whether its first step is known to be the first of all."""
         chain = self.history
         return bool(chain) and chain[0].first_step == 1 and chain[0].went_on_from is None
+
+    def turn(self, step: int) -> int | None:
+        """The first step behind `step` to which it went back, to go on from there with other samples."""
+        spikes = recorded_spikes(self.stored[max(self.stored)].state) if self.stored else []
+        backs = [each.back_to for each in spikes if each.back_to is not None and each.back_to > step]
+        return min(backs, default=None)
 
     def segments(self, first: int, last: int) -> list[HistorySegment]:
         """Which runs of the chain made the steps `first` to `last`."""

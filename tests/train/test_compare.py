@@ -14,7 +14,9 @@ import pytest
 
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError
+from hpctrain.optim.spikes import Spike
 from hpctrain.report.rows import read_metrics
+from hpctrain.train import compared_run
 from hpctrain.train.compare import compare
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
@@ -168,3 +170,14 @@ def test_what_cannot_be_compared_is_refused(world: World, runs: Runs, tmp_path: 
     refused(a, bare, "has no checkpoint, so that it cannot be replayed; `--no-replay`")
     assert compared(world, a, bare, replays=False)[0] == 0
     assert compared(world, a, runs("deeper"), replays=False)[0] == 1
+
+
+@pytest.mark.mpi(max_size=1)
+def test_a_replay_ends_where_its_run_went_back(
+    world: World, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spike = Spike(8, 9.0, 9.0, "far above", 0, 8, back_to=6)
+    monkeypatch.setattr(compared_run, "recorded_spikes", lambda _: [spike])
+    code, told = compared(world, runs("a"), runs("again"))
+    assert code == 0 and "the 2 steps after step 4, up to step 6," in told
+    assert f"They end there: {runs('a')} went back to step 6" in told
