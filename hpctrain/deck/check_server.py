@@ -32,6 +32,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("checkpoint.memory_every", 0, "no rank has all state to keep a copy of"),
     ("stability.corruption", "off", "what the servers hold is not checked"),
     ("stability.spike", "off", "updates are made of pushes, not of steps that can be judged"),
+    ("checkpoint.mirror", False, "its ranks do not go in step, as those must that send each other mirrors"),
     ("run.trace", False, "it shows steps that all ranks make together"),
     ("stability.verify_layout", False, "it compares a step that all ranks make together"),
 )

@@ -439,6 +439,11 @@ class Checkpoint(Section):
         unit="bytes",
         ge=1000,
     )
+    mirror: bool = key(
+        "Whether a neighbour node has in memory what a rank would write, to go on from if a node is lost.",
+        False,
+    )
+    mirror_every: int = key("With mirror, that is renewed every so many steps.", 10, unit="steps", ge=1)
 
 
 class Stability(Section):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hpctrain.checkpoint.held import copies_held
+from hpctrain.checkpoint.mirror import COPIES
 from hpctrain.comm.device import device_named, on_host, product_bytes
 from hpctrain.comm.mesh import rank_count
 from hpctrain.comm.planned import PlannedMesh
@@ -207,6 +208,7 @@ def plan_memory(
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
             other += _snapshot(deck, stage) + _held(deck, stage)
+            other += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
             states,
             parameter=states.parameter
@@ -310,6 +312,13 @@ def _held(deck: Deck, stage: TrainedStage) -> int:
     back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
     copies = copies_held(deck.checkpoint.memory_every, back)
     return copies * sum(tensor.values.nbytes for tensor in stage.state()) if copies else 0
+
+
+def mirror_bytes(deck: Deck, stage: TrainedStage) -> int:
+    """Memory of its node that a rank has for mirrors of its state and of a neighbour's, about as large."""
+    if not deck.checkpoint.mirror:
+        return 0
+    return COPIES * sum(t.values.nbytes // t.copy[1] for t in stage.state() if t.written)
 
 
 def _workspace(deck: Deck, parts: Sequence[PartBytes]) -> int:

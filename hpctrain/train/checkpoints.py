@@ -90,7 +90,7 @@ class Checkpoints(Hook):
         engine, checkpoint = self.engine, self.deck.checkpoint
         path, everyone = checkpoint_path(self.folder, state.step), engine.world.everyone
         entries = training_entries(engine.state(), writing=True)
-        stored = self._stored(state)
+        stored = self.stored(state)
         with self._timed():
             if checkpoint.mode == "background":
                 if self._buffer is None:
@@ -147,7 +147,7 @@ class Checkpoints(Hook):
     def hold(self, state: TrainState) -> None:
         """Keep a copy of the present state in memory, if one is due."""
         if self.held.due(state.step):
-            self.held.take(state.step, self.engine.state(), self._stored(state))
+            self.held.take(state.step, self.engine.state(), self.stored(state))
 
     def give_back(self, held: HeldState) -> TrainState:
         """Have all state be again what it was when a copy of it was made."""
@@ -221,7 +221,7 @@ class Checkpoints(Hook):
             ledger.phase = phase
             self._held_up += time.perf_counter() - started
 
-    def _stored(self, state: TrainState) -> dict[str, Any]:
+    def stored(self, state: TrainState) -> dict[str, Any]:
         """What the file holds besides tensors."""
         engine = self.engine
         return {

@@ -40,6 +40,7 @@ from hpctrain.train.going_back import GoingBack
 from hpctrain.train.healing import Healing
 from hpctrain.train.layout import choose_layout
 from hpctrain.train.memory import MemoryLedger
+from hpctrain.train.mirror import begin_mirrors, require_neighbour
 from hpctrain.train.origin import compare_corpus, known_corpus
 from hpctrain.train.routing import Routing, read_given
 from hpctrain.train.seconds import PlannedSeconds, StepSeconds, plan_seconds
@@ -56,6 +57,7 @@ from hpctrain.train.start import (
 )
 from hpctrain.train.startup import check_deck_file, check_run_folder, prepare_ranks
 from hpctrain.train.summary import decay_ended, introduction, rate_jumps, warms_again
+from hpctrain.train.taken import Taken, take_mirror
 from hpctrain.train.time_limit import BYTES_PER_SECOND, Pace, TimeLimit
 from hpctrain.train.trainer import Trainer
 from hpctrain.train.verify import verify_layout
@@ -176,6 +178,7 @@ class Loop:
             *([DeadExperts(trainer.engine.shape, run.world.rank)] if run.deck.model.experts else []),
             *([EightBitWatch(trainer)] if run.deck.precision.fp8_watch else []),
             checkpoints,
+            *begin_mirrors(run.deck, run.world, checkpoints, trainer.state),
         ]
 
     def run(self, control: Control) -> Order:
@@ -346,6 +349,8 @@ def run_deck(
         deck, chose = choose_layout(world, deck)
         with world.agreement():
             folder = Path(deck.run.dir)
+        taken = take_mirror(world, folder) if again else Taken()
+        with world.agreement():
             begun = again and bool(checkpoints(folder / "checkpoints"))
             makes = ""
             if again and not begun:
@@ -354,14 +359,16 @@ def run_deck(
         if any(world.everyone.all_gather_object(begun)):
             checkpoint = find_checkpoint(world, folder)
             state = read_state(checkpoint, world.everyone)
-            return _go_on(world, deck, checkpoint, state, signals, replayed, follows=True, chose=chose)
+            return _go_on(world, deck, checkpoint, state, signals, replayed, True, (chose, *taken.sentences))
         with world.agreement():
             if world.rank == 0:
                 replaces(deck, fresh, again)
         bound = prepare_ranks(world, deck)
+        if not taken.mirrored:  # else a job goes on with what nodes are left
+            require_neighbour(world, deck)
         reads = [] if replayed is None else [str(replayed)]
         run = open_run(world, deck, clear=lambda: clear_folder(deck, fresh, again, reads), replayed=replayed)
-        return run.train(signals, (bound, makes, chose))
+        return run.train(signals, (bound, makes, chose, *taken.sentences))
 
 
 def resume(
@@ -372,6 +379,7 @@ def resume(
     With `strict`, a run whose newest checkpoint is damaged does not go on. For `replayed` see `open_run`.
     """
     with Signals() as signals:
+        taken = take_mirror(world, target)
         path = find_checkpoint(world, target, strict)
         state = read_state(path, world.everyone)
         with world.agreement():
@@ -379,7 +387,7 @@ def resume(
             deck = stored_deck(state, path, [f"run.dir={path.parent.parent}", *overrides])
         deck, chose = choose_layout(world, deck)
         given = deck.sources.place("layout.replicas").override is not None
-        return _go_on(world, deck, path, state, signals, replayed, follows=not given, chose=chose)
+        return _go_on(world, deck, path, state, signals, replayed, not given, (chose, *taken.sentences))
 
 
 def _go_on(
@@ -390,11 +398,11 @@ def _go_on(
     signals: Signals,
     replayed: Path | None,
     follows: bool,
-    chose: str,
+    said: Sequence[str],
 ) -> int:
     """Train on from a checkpoint with that state; the exit code.
 
-    `follows` says whether the number of replicas is what the ranks make; `chose` is said at the start.
+    `follows` says whether the number of replicas is what the ranks make; what is `said` at the start, too.
     A run that is done stays as it is. HpctrainError where the checkpoint is beyond the last step,
     InputOutputError where it is damaged.
     """
@@ -426,5 +434,7 @@ def _go_on(
         if world.rank == 0:
             refuse_other_folder(deck, path)
     rates = warms_again(deck, before, step), rate_jumps(deck, before, step)
-    opening = prepare_ranks(world, deck), *rates, makes, chose
+    opening = prepare_ranks(world, deck), *rates, makes, *said
+    if not before.checkpoint.mirror:  # else it goes on with what nodes are left
+        require_neighbour(world, deck)
     return open_run(world, deck, path, replayed=replayed).train(signals, opening)

@@ -28,7 +28,7 @@ _CHECKPOINTS, _OFFLOAD, _PLOTS = "checkpoints", "offload", "plots"
 
 _FILE = (
     r"deck\.toml|metrics\.jsonl(\.new)?|faults\.jsonl|status\.json(\.new)?|ledger\.json|plan\.json|peak\.json|trace\.json(\.partial)?"
-    r"|routing\.h5|\.routing\.h5\.partial"
+    r"|routing\.h5|\.routing\.h5\.partial|mirror\.json(\.new)?"
     r"|log(\.\d+)?\.txt|\.?hang\.(\d+\.txt(\.new)?|ask(\.\d+)?)|\.seen-[0-9a-f]{32}"
 )
 _WRITTEN = re.compile(rf"{_FILE}|{re.escape(LOCK)}|{re.escape(MARKER)}")

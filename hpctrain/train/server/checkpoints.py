@@ -64,6 +64,6 @@ class ServedCheckpoints(Checkpoints):
                 sentence = start_from_source(deck, self.engine)
         return sentence
 
-    def _stored(self, state: TrainState) -> dict[str, Any]:
+    def stored(self, state: TrainState) -> dict[str, Any]:
         """See Checkpoints."""
-        return {**super()._stored(state), "ranks": self.world.size}
+        return {**super().stored(state), "ranks": self.world.size}
