@@ -219,6 +219,10 @@ def _run(deck: Deck) -> Iterator[Problem]:
     if nodes and transport == "nccl":
         sentence = 'is for what hosts send, but communication.transport = "nccl" (leave it out)'
         yield Problem("communication.ranks_per_node", sentence, ("communication.transport",))
+    kept = deck.checkpoint
+    if not kept.mirror and kept.mirror_every != type(kept).model_fields["mirror_every"].default:
+        sentence = "has no effect without checkpoint.mirror = true (leave it out)"
+        yield Problem("checkpoint.mirror_every", sentence, ("checkpoint.mirror",), idle=True)
 
 
 def _learning_rate(deck: Deck) -> Iterator[Problem]:

@@ -69,6 +69,8 @@ def script(job: Job, program: str, file: str, command: str, placeholders: bool =
         return _render("kubernetes.yaml", fields) + "\n"
     if scheduler != "flux":
         fields["launch"] = _render(f"launch-{job.launcher}.sh", fields)
+    if fields.get("kept"):
+        fields["launch"] = _render("mirrored.sh", fields | {"launch": indent(fields["launch"], " " * 4)})
     fields |= {"head": _render("head.sh", fields), "end": _render("end.sh", fields)}
     return _render(f"{scheduler}.sh", fields) + "\n"
 
@@ -120,6 +122,7 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
     least, most = job.wish.nodes
     cores = {"cores": str(job.ranks_per_node * job.deck.run.threads)}
     fields = {
+        "kept": "#SBATCH --no-kill" if job.deck.checkpoint.mirror and most > 1 else "",
         "tasks": f"#SBATCH --ntasks-per-node={job.ranks_per_node}"
         if least == most
         else _render("cores.sh", cores),

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,56 @@ def test_a_pods_name_is_a_text_and_short(title: str) -> None:
 def test_a_path_is_no_option() -> None:
     assert path_word("-x y.sh") == "'./-x y.sh'"
     assert os.path.normpath("./-x") == "-x"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_with_mirrors_a_job_goes_on_with_the_nodes_that_are_left(folder: Path, launcher: str) -> None:
+    """Commands of Slurm are stood in for: the first launch fails, and one node of two is left then."""
+    path = Path("deck.toml")
+    path.write_text(DECK)
+    shape: dict[str, Any] = {"scheduler": "slurm", "launcher": launcher, "nodes": (1, 2), "ranks_per_node": 2}
+    settings = ["checkpoint.mirror=true", "batch.global_size=16"]
+    text = script(plan_job(path, settings, Wish(**shape)), "bin/hpctrain", "job.sh", "hpctrain job")
+    assert "#SBATCH --no-kill" in text
+    program = Path(sys.executable).parent / "shellcheck"
+    found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)
+    assert found.stdout == ""
+    Path("job.sh").write_text(text)
+    Path("bin").mkdir()
+    launches = '[[ "$*" == *" run deck.toml"* ]] || exit 0; echo >>launched'
+    launches += '; [ "$(wc -l <launched)" -gt 1 ] || exit 137'
+    for name, does in {
+        "srun": f'[[ "$*" == *trap* ]] && exec sleep 60; {launches if launcher == "srun" else "exit 0"}',
+        "mpirun": f"{launches}; env | grep ^SLURM_ >environment",
+        "squeue": 'case "$*" in *%D) echo 1 ;; *%N) echo n1 ;; *) echo 2030-01-01T00:00:00 ;; esac',
+        "scontrol": 'case "$3" in "n[1-2]") printf "n1\\nn2\\n" ;; *) echo "$3" ;; esac',
+    }.items():
+        Path("bin", name).write_text(f'#!/bin/bash\necho "{name} $*" >>calls\n{does}\n')
+        Path("bin", name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    job |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "PATH": f"bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "job.sh"], env=job, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "exit code 137: goes on at once, on n1" in done.stdout
+    calls = Path("calls").read_text().splitlines()
+    ranks = [line for line in calls if " run deck.toml" in line]
+    asked = "--ntasks=" if launcher == "srun" else "-n "
+    assert [int(line.partition(asked)[2].split()[0]) for line in ranks] == [4, 2]
+    # Another node looks whether this one is there, as long as there is another one.
+    assert len([line for line in calls if "--nodelist=n2" in line]) == 1
+    assert not [line for line in calls if line.startswith("scontrol requeue")]
+    assert not Path("deck.faults").exists()
+    if launcher == "mpirun":
+        environment = Path("environment").read_text().splitlines()
+        assert {"SLURM_JOB_NODELIST=n1", "SLURM_NODELIST=n1", "SLURM_NNODES=1"} <= set(environment)
+        assert {"SLURM_TASKS_PER_NODE=2(x1)", "SLURM_JOB_CPUS_PER_NODE=4(x1)"} <= set(environment)
+
+
+def test_without_mirrors_or_with_one_node_slurm_ends_a_job_that_lost_one(folder: Path) -> None:
+    path = Path("deck.toml")
+    path.write_text(DECK)
+    for settings, nodes in ([], (1, 2)), (["checkpoint.mirror=true"], (1, 1)):
+        wish = Wish(scheduler="slurm", nodes=nodes, ranks_per_node=2)
+        assert "no-kill" not in script(
+            plan_job(path, settings, wish), "bin/hpctrain", "job.sh", "hpctrain job"
+        )

@@ -12,6 +12,7 @@
 #SBATCH --output=@{output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
+@{kept}
 @{signal}
 @{directives}
 
