@@ -134,6 +134,14 @@ class Mirror:
             if not wait:
                 return
 
+    def forget(self) -> None:
+        """No mirror that was begun so far counts; after this the values may be overwritten. Collective."""
+        self.go_on(wait=True)
+        for slot in (slot for slots in self._slots.values() for slot in slots):
+            slot.empty()
+        self.newest = -1
+        self._group.barrier()
+
     def close(self) -> None:
         """The run has ended in good order: nothing of it stays in memory. Collective."""
         self.go_on(wait=True)

@@ -47,6 +47,9 @@ class Hook:
         where something is due, and only then `after_step` comes instead.
         """
 
+    def before_going_back(self) -> None:
+        """All state is about to be that of an earlier step."""
+
     def after_save(self) -> None:
         """A checkpoint was written, or begun."""
 

@@ -64,6 +64,10 @@ class Mirrors(Hook):
                 rounds = max(1, every // 2)
                 self.mirror.begin(entries, self.checkpoints.stored(done.state), step, rounds)
 
+    def before_going_back(self) -> None:
+        """What was mirrored is of steps that are given up."""
+        self.mirror.forget()
+
     def at_end(self, order: Order) -> None:  # noqa: ARG002
         """The disk has all: nothing stays in memory."""
         self.mirror.close()

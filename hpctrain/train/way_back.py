@@ -39,6 +39,8 @@ class WayBack:
     def take(self, source: Source) -> TrainState:
         """Have the run's state be that one; what it was begun with."""
         checkpoints, state = self.checkpoints, self.trainer.state
+        for hook in self.trainer.hooks:
+            hook.before_going_back()
         before = checkpoints.restore(source) if isinstance(source, Path) else checkpoints.give_back(source)
         vars(state).update(vars(before))
         checkpoints.held.forget_beyond(before.step)

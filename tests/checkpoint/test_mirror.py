@@ -151,6 +151,24 @@ def test_one_that_is_not_complete_leaves_the_one_before(
 
 
 @pytest.mark.mpi(min_size=2)
+def test_one_that_is_forgotten_does_not_count_and_later_ones_do(
+    world: World, memory: Path, tensors: Tensors
+) -> None:
+    held = held_in("rows", tensors, world)
+    mirror = mirror_of(world, memory, held)
+    make(mirror, held, 8)
+    mirror.begin(held, {**STATE, "step": 12}, 12, ROUNDS)
+    mirror.go_on()
+    mirror.forget()
+    assert find_mirror(world, mirror.token) == (None, [])
+    make(mirror, held, 4)
+    found, sentences = find_mirror(world, mirror.token)
+    assert found is not None
+    assert (found.step, sentences) == (4, [])
+    mirror.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_one_that_only_some_ranks_have_leaves_the_one_before(
     world: World, memory: Path, tensors: Tensors
 ) -> None:

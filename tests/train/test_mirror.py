@@ -23,6 +23,8 @@ from hpctrain.report.rows import read_metrics
 from hpctrain.train import mirror as train_mirror
 from hpctrain.train.run import resume, run_deck
 from hpctrain.train.trainer import Trainer
+from tests.train.poisoned import BACK, Poison, make_deck, train
+from tests.train.test_going_back import AT, FROM_MEMORY, SHORT, assert_same_end
 from tests.train.test_run import contents, write_deck
 
 KEYS = ("communication.ranks_per_node=1", "run.steps=14", "checkpoint.every=0")
@@ -112,6 +114,7 @@ LAYOUTS: dict[str, Sequence[str]] = {
     "pipeline": ("layout.pipeline=2",),
     "tensor": ("layout.tensor=2",),
     "every step": (),
+    "offload": ("memory.optimizer=disk", "memory.parameters=disk", "layout.zero=3"),
     "shared memory": ("communication.ranks_per_node=2",),
 }
 
@@ -229,6 +232,34 @@ def test_a_run_that_is_lost_again_and_again_goes_on(
     assert "takes step 9 from the memory of" in text
     same(run, plain)
     assert not list(memory.iterdir())
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_run_that_went_back_does_not_go_on_from_what_it_gave_up(
+    world: World, memory: Path, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes back from step 13 to step 5, and is lost there after step 6; step 10 was mirrored before."""
+    deck = make_deck(world, mpi_tmp_path)
+    keys = [*BACK, *SHORT, *FROM_MEMORY, KEYS[0]]
+    run, mirrored = mpi_tmp_path / "run", ["checkpoint.mirror=true", "checkpoint.mirror_every=5"]
+    make = Trainer.train_step
+
+    def train_step(self: Trainer, batch: int | None = None) -> object:
+        if self.state.step == 6 and self.engine.spikes.count and not lost:
+            lost.append(self.state.step)
+            raise LostError
+        return make(self, batch)
+
+    with monkeypatch.context() as patch:
+        Poison(patch, [AT], rank=1, loud=True)
+        train(world, deck, "undisturbed", *keys)
+        patch.setattr(Trainer, "train_step", train_step)
+        lost: list[int] = []
+        begin(world, deck, run, *keys, *mirrored)
+        run_deck(world, deck, [f"run.dir={run}", *keys, *mirrored], again=True)
+    assert lost == [6]
+    assert "the disk has step 5, and nothing newer is in the memory of the nodes that are left" in said(run)
+    assert_same_end(world, mpi_tmp_path, "run", "undisturbed")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
