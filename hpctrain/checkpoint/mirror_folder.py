@@ -31,6 +31,7 @@ _PART = r"rank-\d+\.[01]"
 _OWNER = "owner"
 _FILE_BYTES, _PATH_BYTES = 1000, 1 << 16
 _SECONDS_TO_BEGIN = 60.0  # what is younger may be a folder that is being made
+_SECONDS_UNSEEN = 7 * 86400.0  # so long the folder of a run may be where it is not seen from here
 
 
 def new_token() -> str:
@@ -125,10 +126,11 @@ def _is_left(folder: Path, token: str) -> bool:
         run = Path()
     except (OSError, ValueError):
         return False
+    age = time.time() - folder.stat().st_mtime
     if not run.is_absolute():
-        return time.time() - folder.stat().st_mtime > _SECONDS_TO_BEGIN
-    # Where not even the folder above it is seen from here, nothing is known of the run.
-    return run.parent.is_dir() and read_token(run) != token
+        return age > _SECONDS_TO_BEGIN
+    # Where not even the folder above it is seen from here, the run's file system may not be mounted.
+    return read_token(run) != token and (run.parent.is_dir() or age > _SECONDS_UNSEEN)
 
 
 def _is_own(folder: Path) -> bool:

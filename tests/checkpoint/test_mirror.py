@@ -351,6 +351,9 @@ def test_what_ended_runs_left_is_deleted_and_nothing_else(
     kept = {folder_of(tokens[name]).name for name in ("alive", "may go on", "far", "gone")}
     assert left == kept | {"hpctrain-mirror.txt", foreign.name}
     assert [path.name for path in (folder_of(tokens["gone"]) / "node-0").iterdir()] == ["notes.txt"]
+    os.utime(folder_of(tokens["far"]), (0, 0))
+    assert folder_of(tokens["far"]).name in sweep_mirrors()
+    assert not folder_of(tokens["far"]).exists()
     alive.close()
     assert sweep_mirrors()[0] in {folder_of(tokens["alive"]).name, folder_of(tokens["gone"]).name}
     assert not folder_of(tokens["alive"]).exists()
