@@ -11,7 +11,8 @@ import click
 @click.command(name="status")
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as a JSON list.")
-def command(run_dirs: tuple[Path, ...], as_json: bool) -> int:
+@click.option("--faulty", is_flag=True, help="Print the nodes that had silent faults again and again, alone.")
+def command(run_dirs: tuple[Path, ...], as_json: bool, faulty: bool) -> int:
     """Tell of one or more runs what they do, how far they are and when their last step ended.
 
     Besides what runs say of themselves, "stalled" means that no step has ended for long, and "lost" that the
@@ -19,7 +20,7 @@ def command(run_dirs: tuple[Path, ...], as_json: bool) -> int:
     folders are read, nothing else: any node that sees them will do.
     """
     from hpctrain.comm.launcher import started_rank
-    from hpctrain.watch.statuses import show_statuses
+    from hpctrain.watch.statuses import show_faulty, show_statuses
 
-    first = started_rank(os.environ) == 0
-    return show_statuses(run_dirs, as_json, click.echo if first else lambda _: None)
+    show = click.echo if started_rank(os.environ) == 0 else lambda _: None
+    return show_faulty(run_dirs, show) if faulty else show_statuses(run_dirs, as_json, show)

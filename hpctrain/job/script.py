@@ -71,6 +71,8 @@ def script(job: Job, program: str, file: str, command: str, placeholders: bool =
         fields["launch"] = _render(f"launch-{job.launcher}.sh", fields)
     if fields.get("kept"):
         fields["launch"] = _render("mirrored.sh", fields | {"launch": indent(fields["launch"], " " * 4)})
+    if job.deck.stability.corruption != "off":
+        fields["again"] = f"{_without_faulty(job, path_word(file))}\n{fields['again']}"
     fields |= {"head": _render("head.sh", fields), "end": _render("end.sh", fields)}
     return _render(f"{scheduler}.sh", fields) + "\n"
 
@@ -145,6 +147,15 @@ def _slurm(job: Job, _file: str) -> dict[str, str]:
         }
         fields["sweep"] = _render("sweep.sh", own)
     return fields
+
+
+def _without_faulty(job: Job, file: str) -> str:
+    """Lines by which a job goes on without nodes that had silent faults, or that say what cannot be done."""
+    fields = {"faulty_dir": path_word(job.deck.run.dir), "array_task": "", "file": file}
+    if job.wish.variants:
+        fields["faulty_dir"] = _of_task("run.dir", job.deck.run.dir).replace("run.dir=", "", 1)
+        fields["array_task"] = ' --array="$SLURM_ARRAY_TASK_ID"'
+    return _render("faulty-slurm.sh" if job.wish.scheduler == "slurm" else "faulty.sh", fields)
 
 
 def _pbs(job: Job, file: str) -> dict[str, str]:

@@ -15,11 +15,9 @@ from hpctrain.train.control import Order
 from hpctrain.train.corruption import SilentFaultError, sentence
 from hpctrain.train.way_back import WayBack
 from hpctrain.watch.run_files import FAULTS_FILE
-from hpctrain.watch.status import now_text
+from hpctrain.watch.status import MOST_OF_A_RANK, now_text
 from hpctrain.words import counted
 
-MOST_OF_A_RANK = 2
-"""Faults of one rank, at which its node is not to be trusted."""
 MOST = 20
 """Faults of a job that no single rank is known to have."""
 

@@ -24,6 +24,9 @@ ACTIVE = ("starting", "running", "checkpointing", "evaluating")  # states of a r
 
 SECONDS_PER_RENEWAL = 1.0
 
+MOST_OF_A_RANK = 2
+"""Silent faults of one rank, at which its node is not to be trusted."""
+
 # Variables in which schedulers tell a job its number, and the schedulers' names.
 _JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS", "LSB_JOBID": "LSF", "FLUX_JOB_ID": "Flux"}
 

@@ -18,8 +18,8 @@ from hpctrain.table import fitted
 from hpctrain.units import format_count, format_seconds
 from hpctrain.watch.folder import is_free, way_on
 from hpctrain.watch.run_files import MARKER
-from hpctrain.watch.status import ACTIVE, STATUS_BYTES, STATUS_FILE, stored_status
-from hpctrain.words import command
+from hpctrain.watch.status import ACTIVE, MOST_OF_A_RANK, STATUS_BYTES, STATUS_FILE, stored_status
+from hpctrain.words import command, counted
 
 ENDED = ("stopped", "failed", "lost")  # states of a run that has no job, and steps left to do
 
@@ -51,6 +51,21 @@ def show_statuses(folders: Sequence[Path], as_json: bool, show: Callable[[str], 
         show(statuses_text(rows))
     if problems:
         raise InputOutputError(problems)
+    return EXIT_DONE
+
+
+def show_faulty(folders: Sequence[Path], show: Callable[[str], None]) -> int:
+    """Show the nodes, by their short names, that the statuses of runs do not trust any more, with commas
+    between as schedulers take them; nothing where there are none. The exit code; errors as of `read_status`.
+    """
+    nodes = [
+        str(each["node"]).partition(".")[0]
+        for folder in folders
+        for each in read_status(folder).get("faulty") or []
+        if each.get("faults", 0) >= MOST_OF_A_RANK
+    ]
+    if nodes:
+        show(",".join(map(escaped, dict.fromkeys(nodes))))
     return EXIT_DONE
 
 
@@ -160,6 +175,8 @@ def _notes(row: dict[str, Any]) -> list[str]:
         notes.append(f"go on by `{row['go_on']}`")
     if row["state"] == "stalled":
         notes.append(f"steps took {format_seconds(row.get('step_seconds') or 0.0)} before")
+    if row.get("silent_faults"):
+        notes.append(f"{counted(row['silent_faults'], 'silent fault')} found so far (faults.jsonl)")
     return notes + [slow["words"] for slow in row.get("stragglers") or []]
 
 

@@ -336,3 +336,44 @@ def test_without_mirrors_or_with_one_node_slurm_ends_a_job_that_lost_one(folder:
         assert "no-kill" not in script(
             plan_job(path, settings, wish), "bin/hpctrain", "job.sh", "hpctrain job"
         )
+
+
+@pytest.mark.parametrize("kind", ["srun", "sweep", "pbs"])
+def test_a_job_goes_on_without_nodes_that_had_silent_faults(folder: Path, kind: str) -> None:
+    """The run stops with 75 and its status names two nodes; commands of schedulers are stood in for."""
+    path = Path("deck.toml")
+    path.write_text(DECK)
+    settings = ["stability.corruption=cheap", "run.dir=a run"]
+    job = plan_job(path, settings, Wish(**{"ranks_per_node": 2, **KINDS[kind]}))
+    text = script(job, "bin/hpctrain", "a job.sh", "hpctrain job")
+    program = Path(sys.executable).parent / "shellcheck"
+    found = subprocess.run([program, "-s", "bash", "-"], input=text, capture_output=True, text=True)
+    assert found.stdout == ""
+    Path("a job.sh").write_text(text)
+    Path("bin").mkdir()
+    own = "a run-1" if kind == "sweep" else "a run"
+    for name, does in {
+        "hpctrain": f'[ "$*" = "status --faulty {own}" ] && echo n3,n7',
+        "srun": "exit 75",
+        "mpirun": "exit 75",
+        "squeue": "echo 2030-01-01T00:00:00",
+        **dict.fromkeys(("sbatch", "scontrol", "qsub"), "exit 0"),
+    }.items():
+        Path("bin", name).write_text(f'#!/bin/bash\necho "{name} $*" >>calls\n{does}\n')
+        Path("bin", name).chmod(0o755)
+    ids = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_JOB_ID": "9", "PBS_O_WORKDIR": "."}
+    ids |= {"SLURM_ARRAY_TASK_ID": "1", "PBS_NODEFILE": "nodes", "PATH": f"bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "a job.sh"], env=ids, capture_output=True, text=True, timeout=50)
+    calls = Path("calls").read_text().splitlines()
+    if kind == "pbs":
+        assert "silent faults on n3,n7: this scheduler is told of no nodes to leave out" in done.stderr
+        assert "qsub a job.sh" in calls
+        return
+    assert "submitted again without n3,n7, for silent faults" in done.stdout
+    task = " --array=1" if kind == "sweep" else ""
+    assert f"sbatch{task} --exclude=n3,n7 a job.sh" in calls
+    assert not [line for line in calls if line.startswith("scontrol requeue")]
+    # Without any such nodes it is queued again as ever.
+    Path("bin", "hpctrain").write_text("#!/bin/bash\n")
+    subprocess.run(["bash", "a job.sh"], env=ids, capture_output=True, text=True, timeout=50)
+    assert "scontrol requeue 17" in Path("calls").read_text().splitlines()

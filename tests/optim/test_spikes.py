@@ -1,0 +1,118 @@
+"""Spikes by themselves: what counts as one, and what is remembered."""
+
+from __future__ import annotations
+
+import json
+import random
+from math import inf, nan
+
+import pytest
+
+from hpctrain.optim.spikes import LEAST_DEVIATION, Spike, Spikes, recorded_spikes
+
+
+def watching(window: int = 16, factor: float = 6.0, most: int = 3, scales: bool = False) -> Spikes:
+    return Spikes("skip", window, factor, most, warmup=4, scales=scales)
+
+
+def fed(spikes: Spikes, steps: int, seed: int = 0) -> Spikes:
+    draw = random.Random(seed)
+    for _ in range(steps):
+        spikes.learn(3.0 + 0.05 * draw.gauss(0, 1), 1.0 + 0.1 * draw.gauss(0, 1))
+    return spikes
+
+
+def test_nothing_is_judged_in_the_warm_up_or_by_too_few() -> None:
+    assert watching().judge(4, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 15).judge(16, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 16).judge(4, 30.0, 1.0, 0, 8) is None
+    assert fed(watching(), 16).judge(17, 30.0, 1.0, 0, 8) is not None
+
+
+def test_only_what_is_far_above_counts() -> None:
+    spikes = fed(watching(), 40)
+    assert spikes.judge(41, 3.1, 1.2, 0, 8) is None
+    assert spikes.judge(41, 0.1, 0.0, 0, 8) is None
+    loss = spikes.judge(41, 4.0, 1.0, 320, 8)
+    assert loss is not None
+    assert loss.why.startswith("loss 4 is ")
+    assert "gradient norm" not in loss.why
+    assert (loss.step, loss.first_sample, loss.samples, loss.back_to) == (41, 320, 8, None)
+    norm = spikes.judge(41, 3.0, 5.0, 320, 8)
+    assert norm is not None
+    assert norm.why.startswith("gradient norm 5 is ")
+
+
+def test_the_factor_counts_deviations_of_normal_values() -> None:
+    """1.4826 times the median absolute deviation of many normal values is their standard deviation."""
+    spikes, draw = Spikes("skip", 10_000, 6.0, 3, warmup=0), random.Random(5)
+    for _ in range(10_000):
+        spikes.learn(draw.gauss(10.0, 2.0), draw.gauss(5.0, 0.5))
+    assert spikes.judge(20_000, 10.0 + 5.7 * 2.0, 5.0, 0, 1) is None
+    assert spikes.judge(20_000, 10.0 + 6.3 * 2.0, 5.0, 0, 1) is not None
+    assert spikes.judge(20_000, 10.0, 5.0 + 5.7 * 0.5, 0, 1) is None
+    assert spikes.judge(20_000, 10.0, 5.0 + 6.3 * 0.5, 0, 1) is not None
+
+
+def test_outliers_that_were_let_through_move_neither_median_nor_deviation_much() -> None:
+    spikes = fed(watching(32), 26)
+    for _ in range(6):
+        spikes.learn(1e6, 1e9)
+    assert spikes.judge(50, 4.0, 1.0, 0, 8) is not None
+
+
+def test_a_run_that_hardly_moves_has_a_least_deviation() -> None:
+    spikes = watching()
+    for _ in range(16):
+        spikes.learn(2.0, 1.0)
+    assert spikes.judge(30, 2.0 + 5.9 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is None
+    assert spikes.judge(30, 2.0 + 6.1 * LEAST_DEVIATION * 2.0, 1.0, 0, 8) is not None
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_what_is_not_finite_is_one_at_any_time(value: float) -> None:
+    spike = watching().judge(1, value, 1.0, 0, 8)
+    assert spike is not None
+    assert spike.loss is None
+    assert "is not finite" in spike.why
+    assert watching().judge(1, 3.0, value, 0, 8) is not None
+    # A loss scale that is too large makes such norms, and sees to it.
+    assert watching(scales=True).judge(1, 3.0, value, 0, 8) is None
+    assert watching(scales=True).judge(1, value, value, 0, 8) is not None
+
+
+def test_nothing_is_looked_at_where_it_is_off() -> None:
+    spikes = fed(Spikes("off", 16, 6.0, 3, 0), 40)
+    assert spikes.judge(41, nan, inf, 0, 8) is None
+    assert spikes.state() == {}
+
+
+def test_what_is_known_comes_back_from_a_file() -> None:
+    spikes = fed(watching(), 40)
+    spike = spikes.judge(41, nan, 5.0, 320, 8)
+    assert spike is not None
+    spikes.remember(spike)
+    stored = json.loads(json.dumps(spikes.state()))
+    again = watching()
+    again.resume(stored)
+    assert again.state() == spikes.state()
+    assert again.count == 1
+    assert recorded_spikes(stored) == [spike]
+    assert recorded_spikes({"spikes": {"found": [3, {"step": 1}]}}) == []
+    shorter = watching(8)
+    shorter.resume(stored)
+    assert len(shorter.state()["spikes"]["window"]) == 8
+    watching().resume({})
+
+
+def test_the_record_stays_where_a_run_goes_back() -> None:
+    spikes = fed(watching(), 40)
+    before = json.loads(json.dumps(spikes.state()))
+    first, second = (Spike(step, 9.0, 1.0, "far", 0, 8) for step in (41, 45))
+    spikes.remember(first)
+    fed(spikes, 5, seed=1)
+    record = spikes.record
+    spikes.resume(before)
+    spikes.went_back(record, second)
+    assert spikes.state()["spikes"]["window"] == before["spikes"]["window"]
+    assert (spikes.count, list(spikes.found)) == (2, [first, second])
