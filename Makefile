@@ -46,7 +46,7 @@ help:
 	@echo "make run       install, prepare a corpus, train inputs/quickstart.toml on 2 ranks, plot, generate"
 	@echo "make shell     install, open a shell with hpctrain and an mpirun that starts as root, and more ranks than cores"
 	@echo "make test      install, serial tests, then the MPI tests with each number of RANKS (\"$(RANKS)\")"
-	@echo "make test-full the same with every pair of layouts in the test of checkpoints, not 24 of them, and then"
+	@echo "make test-full the same with every case of tests of which make test runs some, as pairs of layouts, and then"
 	@echo "               hundreds of damaged checkpoints, kills and signals"
 	@echo "make cluster-test  as root: jobs on a virtual Slurm cluster of two nodes; its packages through apt where it may"
 	@echo "make link-bench  as root: tokens/s over a link of 100 Mbit/s between two virtual nodes, measured and planned"
@@ -73,7 +73,7 @@ install:
 test: install
 	@. $(VENV)/hpctrain.env; $(PYTHON_HERE) tests/run.py --ranks "$(RANKS)" $(SLOW) -- $(ARGS)
 
-test-full: export HPCTRAIN_ALL_LAYOUT_PAIRS := yes
+test-full: export HPCTRAIN_ALL_CASES := yes
 test-full: SLOW := --slow
 test-full: test
 

@@ -8,9 +8,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 
@@ -34,6 +35,8 @@ pytest_plugins = ["tests.mpi_plugin"]
 
 # What only a run that names it in -m starts.
 ON_DEMAND = ("cluster", "slow")
+ALL_CASES = "HPCTRAIN_ALL_CASES"
+"""Set where every case of tests that are `sampled` is to run (make test-full)."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +45,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name not in config.getoption("markexpr"):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
             items[:] = [item for item in items if not item.get_closest_marker(name)]
+    if not (
+        os.environ.get(ALL_CASES) or config.getoption("keyword") or any("::" in arg for arg in config.args)
+    ):
+        left_out = set(beyond_samples(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def beyond_samples(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests that are `sampled` beyond so many: on all ranks, and in each run, the same."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        (count,) = each[0].get_closest_marker("sampled").args
+        yield from sorted(each, key=lambda item: crc32(item.nodeid.encode()))[count:]
 
 
 def pytest_collection_finish() -> None:

@@ -86,6 +86,7 @@ class Step:
         self.micro_size, self.clip, self.seed = micro_size, clip, seed
         self.choices: ChoicesOf = lambda *_: None
         self.guard = Unguarded()
+        self.shift = 0  # what is read is the share of another rank, so much further on
         self.before_pass: Callable[[Sequence[MicroBatch]], None] = lambda _: None
         self.own_tokens = 0  # that this rank predicts in the step, or in the micro-batch that is measured
         self.executor = Executor(
@@ -154,7 +155,7 @@ class Step:
         """
         rank, ranks = self.engine.mesh.coordinate("data"), self.engine.mesh.size("data")
         replica, replicas = self.engine.replica
-        return rank % (ranks // replicas) * replicas + replica, ranks
+        return (rank % (ranks // replicas) * replicas + replica + self.shift) % ranks, ranks
 
     def read_share(self, state: TrainState, batch: int) -> tuple[list[MicroBatch], int]:
         """This rank's share of a step, as of `read`."""

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("layout.pipeline=2", "layout.tensor=2", "layout.context=2", "layout.context_form=all_to_all"),
     ),
 }
-ALL_PAIRS = "HPCTRAIN_ALL_LAYOUT_PAIRS"
+ALL_PAIRS = "HPCTRAIN_ALL_CASES"
 
 
 @dataclass

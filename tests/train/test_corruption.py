@@ -85,6 +85,7 @@ def test_any_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_changes_between_updates_is_found_and_healed(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str

@@ -93,6 +93,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_goes_on_from_an_earlier_step_with_later_samples(
     world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

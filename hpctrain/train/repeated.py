@@ -1,0 +1,80 @@
+"""A rank's micro-batch that its neighbour computes, too: what no check of a product or a message sees.
+
+The ranks of the data axis each compute a first micro-batch of the step, then that of the next one. Losses and
+gradients before any sum over ranks must be the same bits, as nodes compute alike. Where ranks compute on each
+other's tokens, as experts do, each computes its own twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hpctrain.comm.faults import Fault
+from hpctrain.engine.build import Engine
+from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.fingerprint import fingerprint
+from hpctrain.train.step import Step, TrainState
+
+
+class Repetition:
+    """The comparison, between steps: gradients and what the passes note are to be begun anew afterwards."""
+
+    def __init__(self, engine: Engine, step: Step) -> None:
+        self.engine, self.step = engine, step
+
+    def compare(self, state: TrainState, batch: int) -> list[Fault]:
+        """What neighbours have otherwise than this rank had it; collective. `batch` is that of a step."""
+        engine, step = self.engine, self.step
+        number, shares = step.share
+        if engine.mesh.size("pipeline") == 1:
+            batch = min(batch, shares * step.micro_size)  # one micro-batch each
+        own = self._pass(state, batch, 0)
+        alone = shares == 1 or engine.mesh.size("expert") > 1
+        other = self._pass(state, batch, 0 if alone else 1)
+        told = engine.mesh.group("data").all_gather_object([number, own, other])
+        ranks = dict(zip((row[0] for row in told), engine.mesh.group("data").ranks, strict=True))
+        theirs = {(row[0] + (0 if alone else 1)) % shares: row for row in told}
+        with_this = theirs[number]
+        names = ["losses", *(bucket_name(bucket) for bucket in engine.buckets)]
+        both = tuple(sorted({ranks[number], ranks[with_this[0]]}))
+        return [
+            Fault("micro-batch", name, "backward", both, "came out otherwise when it was computed again")
+            for name, one, two in zip(names, own, with_this[2], strict=True)
+            if one != two
+        ]
+
+    def _pass(self, state: TrainState, batch: int, shift: int) -> list[int]:
+        """Fingerprints of losses and of each bucket's gradients of a share's micro-batches."""
+        engine, step = self.engine, self.step
+        found: dict[Bucket, int] = {}
+
+        def keep(bucket: Bucket) -> None:
+            found[bucket] = int(fingerprint(bucket.gradients))
+
+        with (
+            _set(step, "shift", shift),
+            _set(step, "choices", lambda *_: None),
+            _set(engine.synchronizer, "before_sums", keep),
+        ):
+            sums, _ = step.accumulate(state, batch)
+        engine.synchronizer.after_step(False, 1.0)
+        engine.groups.noted.agree(engine.world.everyone)
+        return [int(fingerprint(sums)), *(found.get(bucket, 0) for bucket in engine.buckets)]
+
+
+def bucket_name(bucket: Bucket) -> str:
+    """Its parameters, by the first and the last of them."""
+    names: Sequence[str] = [segment.parameter.shard.name for segment in bucket.segments]
+    return f"gradient/{names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
+
+@contextmanager
+def _set(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute has another value within."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
