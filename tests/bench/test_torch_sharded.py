@@ -58,6 +58,7 @@ def steps_of(name: str, deck: Deck, world: World) -> Iterator[PeerStep]:
     stop_gloo()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(("name", "changes"), CHANGES, ids=lambda part: part if isinstance(part, str) else "")
 def test_rivals_train_what_one_rank_of_ours_does(world: World, name: str, changes: tuple[str, ...]) -> None:

@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 STATE = {"step": 3, "deck": "[run]\n"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("buffer", [200_000, 64 << 20])

@@ -19,6 +19,7 @@ from tests.engines import LLAMA, reference, small_deck, trainer
 FROZEN = 'model.frozen=["embedding.*", "blocks.0.*", "blocks.1.attention_norm.*"]'
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("tied", ["true", "false"])

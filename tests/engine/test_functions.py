@@ -65,6 +65,7 @@ def compiled(deck: Deck, world: World) -> Deck:
     return deck
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_that_of_torch_to_rounding(world: World, family: str) -> None:
@@ -106,6 +107,7 @@ def test_every_layout_trains_the_same_model(world: World, family: str) -> None:
         assert "layout checked" in verify_layout(deck, world, make_mesh(deck, world))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize(
     ("family", "recompute"),

@@ -224,6 +224,7 @@ def test_what_was_found_goes_with_a_deck() -> None:
     assert deck_text(deck) == deck_text(small_deck())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "content",
     ["", "[1]", '{"x": 3}', "{" * 100_000, " " * (2 << 20), "null", '{"HERE": {"NAME": "magic"}}', "\0\xff"],
@@ -283,6 +284,7 @@ def test_named_kernels_have_to_be_there(world: World, monkeypatch: pytest.Monkey
     assert sentence in str(found.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("named", ["fp32", "fp32-onednn", "onednn"])
 def test_training_is_the_same_to_rounding(world: World, named: str) -> None:

@@ -65,6 +65,7 @@ def in_file(shelf: DiskShelf) -> ActivationStore:
     return store
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "2"])
@@ -129,6 +130,7 @@ def test_a_file_that_is_cut_short_ends_backward_with_a_sentence(world: World, di
         loss.backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(max_size=1)
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -42,6 +42,7 @@ def run(world: World, deck: Deck) -> tuple[list[float], dict[str, torch.Tensor]]
     return [step.loss for step in training.train(STEPS)], training.parameters()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
@@ -92,6 +93,7 @@ def predicted(training: Trainer) -> list[int]:
     return [part.of_part for part in part_bytes(deck, models, False, deck.memory.recompute)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-dropout", "llama", "llama-dropout"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

@@ -100,6 +100,7 @@ def test_a_missing_sum_over_all_heads_is_noticed(world: World, monkeypatch: pyte
         verify_layout(deck, world, mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

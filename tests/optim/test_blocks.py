@@ -102,6 +102,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.mpi
 @pytest.mark.usefixtures("by_matrix")
 @pytest.mark.parametrize("name", LAYOUTS)

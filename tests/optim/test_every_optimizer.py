@@ -136,6 +136,7 @@ def assert_planned(world: World, training: Trainer) -> None:
         assert told == max((each for number, each in everyone if number == stage.stage), key=sum)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.mpi
 @pytest.mark.parametrize(("name", "layout"), layouts())
 def test_layouts_train_as_one_rank_and_hold_what_is_planned(
@@ -201,6 +202,7 @@ def test_a_run_goes_on_on_another_layout(world: World, mpi_tmp_path: Path, name:
     assert [step.loss for step in second.train(2)] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*BY_ELEMENT, "sgd with nesterov", "sgd without momentum"])

@@ -152,6 +152,7 @@ def give_gradients(training: Trainer, step: int) -> None:
             values.copy_(shard.take(whole).view(-1)[offset : offset + values.numel()])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", range(max(map(len, LAYOUTS.values()))))
 def test_every_layout_has_the_bits_of_one_rank(world: World, number: int) -> None:

@@ -54,6 +54,7 @@ def assert_same_state(one: Trainer, other: Trainer) -> None:
             assert torch.equal(contents(mine[kind]), contents(theirs[kind])), kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
@@ -205,6 +206,7 @@ def test_what_cannot_be_is_told_before_anything_starts(world: World, mpi_tmp_pat
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("buffer", [SMALL_BUFFER, "memory.offload_buffer=100 MB"], ids=["small", "ample"])

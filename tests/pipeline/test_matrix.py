@@ -46,6 +46,7 @@ def alone(
     return {count: first_step(single, unit * count) for count in counts}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_schedule_is_one_rank_and_bit_for_bit_the_others(

@@ -96,6 +96,7 @@ def held(training: Trainer) -> tuple[int, int, int, int]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_and_turns_are_those_of_a_run(world: World, stage: int) -> None:
@@ -124,6 +125,7 @@ def hidden_bytes(deck: Deck) -> int:
     return deck.batch.sequence * deck.batch.micro_size * deck.model.hidden * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt"])
 def test_activations_are_those_that_are_kept(world: World, recompute: str) -> None:
@@ -144,6 +146,7 @@ def expect_activations(world: World, deck: Deck) -> None:
     assert training.activations.bytes == pytest.approx(here.activation, rel=0.01), deck.layout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
 def test_activations_of_split_backward_are_those_that_are_kept(world: World, family: tuple[str, ...]) -> None:
@@ -160,6 +163,7 @@ def test_activations_of_split_backward_are_those_that_are_kept(world: World, fam
             expect_activations(world, small_deck(*family, *layout, *more))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt", "2"])
 def test_activations_of_blocks_of_two_kinds_are_those_that_are_kept(
@@ -251,6 +255,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(max_size=2)
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_models_are_planned_as_they_are(world: World, which: str) -> None:

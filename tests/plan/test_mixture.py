@@ -95,6 +95,7 @@ def expect_activations(world: World, deck: Deck, besides: int = 0) -> None:
     assert found == pytest.approx(here.activation, rel=0.001), (deck.model, deck.layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "sqrt"])
 def test_activations_are_those_that_are_kept(world: World, even: None, recompute: str) -> None:
@@ -132,6 +133,7 @@ def test_activations_in_fewer_bits_are_those_that_are_kept(world: World, even: N
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_model_states_are_those_of_a_run(world: World, zero: int) -> None:

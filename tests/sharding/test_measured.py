@@ -94,6 +94,7 @@ def deck_of(ranks: int, name: str) -> Deck:
     return small_deck(ON, *sizes, *LAYOUTS[ranks][name])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=1, max_size=4)
 @pytest.mark.parametrize("name", [name for layouts in LAYOUTS.values() for name in layouts])
 def test_the_estimates_are_those_of_each_data_ranks_own_gradients(world: World, name: str) -> None:

@@ -174,6 +174,7 @@ def ruin(training: Trainer, all_kinds: bool = True) -> None:
             piece.fill_(float("nan") if all_kinds or tensor.kind != "reducer/residual" else 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.usefixtures("keeping")
 @pytest.mark.parametrize("layout", LAYOUTS)

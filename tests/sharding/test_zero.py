@@ -40,6 +40,7 @@ def run(world: World, deck: Deck, steps: int = STEPS) -> tuple[Trainer, list[flo
     return training, [step.loss for step in training.train(steps)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

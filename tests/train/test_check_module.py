@@ -58,6 +58,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("kind", RIGHT)

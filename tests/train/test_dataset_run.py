@@ -223,6 +223,7 @@ def kept(training: Trainer) -> dict[str, Tensor]:
     return {shard.name: value.view(shard.shape) for part in parts for _, shard, value in part.kept.state()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:

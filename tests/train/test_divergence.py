@@ -141,6 +141,7 @@ def parted(one: Sequence[StepPrints], other: Sequence[StepPrints], alike: bool) 
     return None
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_difference_is_named(world: World, name: str) -> None:

@@ -59,6 +59,7 @@ def deck_of(*overrides: str) -> Deck | None:
         return None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])

@@ -35,6 +35,7 @@ def compare(training: Trainer) -> list[tuple[str, tuple[int, ...]]]:
     return [(fault.name, fault.ranks) for fault in repetition.compare(training.state, batch)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.mpi(max_size=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_neighbours_have_the_same_bits_and_steps_are_as_ever(world: World, layout: str) -> None:

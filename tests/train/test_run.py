@@ -142,6 +142,7 @@ def test_ten_steps_and_ten_more_are_twenty(
         assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -69,6 +69,7 @@ def traced(path: Path, rank: int) -> tuple[float, float]:
     return actions / 3, passes / 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measured_causes_are_the_whole_step(

@@ -88,6 +88,7 @@ def twelve(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 ONE_RANK = pytest.mark.mpi(max_size=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize(
     "number",

@@ -94,6 +94,7 @@ def started(world: World, text: str, overrides: Sequence[str]) -> tuple[Engine, 
     return before, after, start_from_source(deck, after)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("name", STARTS)
 def test_every_rank_takes_its_pieces(name: str, world: World, mpi_tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_pipeline_stages(world: World, kind: str, schedule: str) -> None:
     assert_equal_steps(world, deck_of(kind, "layout.pipeline=2", f"layout.schedule={schedule}"), STEPS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("kind", STOCK)
 def test_pipeline_stages_of_tensor_ranks(world: World, kind: str) -> None:

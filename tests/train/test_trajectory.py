@@ -102,6 +102,7 @@ def reference(model: torch.nn.Module, names: Names, tokens: torch.Tensor) -> tup
     return figures, names(dict(model.named_parameters()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.mpi(min_size=2, max_size=2)
 @pytest.mark.parametrize("family", MODELS)
 def test_a_run_takes_the_steps_of_a_plain_loop(world: World, mpi_tmp_path: Path, family: str) -> None:

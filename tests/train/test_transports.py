@@ -68,6 +68,7 @@ def test_memory_and_messages_train_alike(world: World, name: str, monkeypatch: p
     assert_same(shared, trained(world, (*keys, "communication.transport=mpi")))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize("name", OF_NODES)
 def test_nodes_and_messages_train_alike(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_experts_are_copies_whatever_a_rank_holds_of_them(name: str) -> None:
             assert torch.equal(values, expected[first:last]), (first, last)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 @pytest.mark.parametrize("layout", ["", "layout.zero=3", "layout.tensor=2", "layout.expert=2"])

@@ -171,6 +171,7 @@ def assert_equal_steps(world: World, kind: str, *overrides: str) -> None:
     assert stayed == {name for name in weights if any(fnmatchcase(name, each) for each in stays)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_takes_the_steps_of_a_plain_loop(world: World, kind: str) -> None:

@@ -155,6 +155,7 @@ ON_FOUR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize(
     ("kind", "layout"),
@@ -195,6 +196,7 @@ def test_plans_of_stages_are_exact(world: World) -> None:
         assert (planned.parameter, planned.gradient, planned.optimizer) == held
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=4, max_size=4)
 @pytest.mark.parametrize(("kind", "schedule"), [("llama", "zb-h1"), ("qwen 3", "zb-v")])
 def test_stages_of_tensor_ranks_take_the_steps_of_a_plain_loop(

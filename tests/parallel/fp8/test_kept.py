@@ -77,6 +77,7 @@ def trained(world: World, keys: tuple[str, ...]) -> tuple[list[float], dict[str,
     return losses, run.parameters() | states, sum(entry.bytes for entry in world.ledger.rows())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_kept_changes_no_bit(world: World, recipe: str) -> None:
@@ -95,6 +96,7 @@ def test_what_is_kept_changes_no_bit(world: World, recipe: str) -> None:
             most = sent
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_saved_bytes_are_those_predicted(world: World, recipe: str) -> None:
@@ -104,6 +106,7 @@ def test_saved_bytes_are_those_predicted(world: World, recipe: str) -> None:
             assert saved_bytes(run) == predicted(run), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block", "mx"])

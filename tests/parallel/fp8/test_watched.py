@@ -102,6 +102,7 @@ def steps(world: World, watch: bool, *keys: str) -> tuple[Trainer, list[float], 
     return run, losses, rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.mpi(min_size=1, max_size=1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_being_watched_changes_no_bit(world: World, recipe: str) -> None:

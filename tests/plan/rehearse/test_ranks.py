@@ -85,6 +85,7 @@ UNLIKE: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "per_node", "keys"), UNLIKE.values(), ids=UNLIKE)
 def test_ranks_that_are_not_alike_fit_each_other(ranks: int, per_node: int, keys: tuple[str, ...]) -> None:
     """Experts that tokens do not come to as often, blocks of which each rank has others, and codes."""
