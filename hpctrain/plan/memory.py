@@ -207,7 +207,7 @@ def plan_memory(
             summed = parts[0].at.tokens * parts[0].part.hidden_shape(1)[-1], parts[0].at.itemsize
             buffer += stage.groups.tensor.host.scratch_bytes(*summed, deck.layout.sequence_parallel)
             other += max(layer.holes(part.at) for part in parts for layer in part.part.layers)
-            other += _snapshot(deck, stage) + _held(deck, stage)
+            other += _snapshot(deck, stage) + held_bytes(deck, stage)
             other += mirror_bytes(deck, stage) if ranks > per_node else 0
         memory = replace(
             states,
@@ -307,7 +307,7 @@ def _snapshot(deck: Deck, stage: TrainedStage) -> int:
     return min(deck.checkpoint.buffer, sum(t.values.nbytes // t.copy[1] for t in written))
 
 
-def _held(deck: Deck, stage: TrainedStage) -> int:
+def held_bytes(deck: Deck, stage: TrainedStage) -> int:
     """Host memory of the copies of all state that a run can go back to."""
     back = deck.stability.spike_back if deck.stability.spike == "rollback" else 0
     copies = copies_held(deck.checkpoint.memory_every, back)

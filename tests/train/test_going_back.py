@@ -14,9 +14,11 @@ import pytest
 
 from hpctrain.checkpoint.read import read_state
 from hpctrain.comm.world import World
+from hpctrain.deck.read import read_deck
 from hpctrain.optim.spikes import recorded_spikes
+from hpctrain.plan.memory import held_bytes
 from hpctrain.report.rows import read_metrics
-from hpctrain.train.run import resume
+from hpctrain.train.run import open_run, resume
 from tests.train.poisoned import BACK, BATCH, SKIP, Jump, Poison, make_deck, train
 from tests.train.test_run import contents
 
@@ -191,3 +193,17 @@ def test_watching_for_spikes_changes_nothing(world: World, mpi_tmp_path: Path) -
     train(world, deck, "plain", *[key for key in SHORT if "spike" not in key])
     train(world, deck, "watched", *BACK, *SHORT, *FROM_MEMORY)
     assert_same_end(world, mpi_tmp_path, "watched", "plain")
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_copies_take_the_memory_that_is_planned(world: World, mpi_tmp_path: Path, zero: int) -> None:
+    keys = (*BACK, *SHORT, *FROM_MEMORY, f"layout.zero={zero}", "precision.compute=bf16")
+    deck = read_deck(make_deck(world, mpi_tmp_path), [*keys, f"run.dir={mpi_tmp_path}/run"], world.size)
+    run = open_run(world, deck)
+    for _ in range(10):
+        run.checkpoints.hold(run.trainer.state)
+        run.trainer.train_step()
+    taken = [values.nbytes for held in run.checkpoints.held.all for values in held._values]
+    assert sum(taken) == held_bytes(deck, run.trainer.engine)
+    run.trainer.engine.close()
