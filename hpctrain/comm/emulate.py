@@ -100,6 +100,14 @@ class SlowTransport(Transport):
         """See Transport."""
         return self.inner.common_zeros(length, dtype, device)
 
+    def crosses_once(self, call: Call) -> bool:
+        """See Transport."""
+        return self.inner.crosses_once(call)
+
+    def adds_once(self, call: Call) -> bool:
+        """See Transport."""
+        return self.inner.adds_once(call)
+
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
         return self.inner.scratch_bytes(elements, itemsize, scattered)

@@ -71,6 +71,10 @@ class HierarchicalTransport(Transport):
         """See Transport."""
         return is_hierarchical(call, self.ways.nodes, self.ways.local, self.least)
 
+    def adds_once(self, call: Call) -> bool:
+        """See Transport. Over nodes each sum passes through several ranks."""
+        return not self.crosses_once(call) and self.mpi.adds_once(call)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See Transport. Memory that the ranks of the node see, where there is any."""
         return self.ways.inside.empty(shape, dtype, device)

@@ -123,6 +123,15 @@ class MpiTransport(Transport):
         pending: Pending | None = getattr(self, f"_{call.operation}")(call)
         return pending
 
+    def adds_once(self, call: Call) -> bool:
+        """See Transport."""
+        assert call.tensor is not None and call.reduced is not None
+        quick = BLOCKING_SUM_BYTES if call.blocking else STARTED_SUM_BYTES
+        return (
+            call.tensor.nbytes * self.size > reduction.SMALL_BYTES
+            and self._plain(call.tensor, call.reduced, quick) is None
+        )
+
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
         return scratch_bytes(elements, itemsize, self.size, scattered)

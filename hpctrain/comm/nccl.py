@@ -53,6 +53,7 @@ class NcclTransport(Transport):
     def __init__(self, communicator: MPI.Intracomm, scratch: ReductionScratch) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
+        self.in_rank_order = self.size == 2
         self.scratch = scratch
         self._mpi = communicator
         self._communicator: Any = None

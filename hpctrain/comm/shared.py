@@ -126,6 +126,12 @@ class SharedTransport(Transport):
             return 0
         return self.mpi.scratch_bytes(elements, itemsize, scattered)
 
+    def adds_once(self, call: Call) -> bool:
+        """See Transport. What may be inline every rank adds for itself."""
+        if call.blocking and call.bytes <= self.inline_bytes:
+            return False
+        return self._is_ours(call) or self.mpi.adds_once(call)
+
     def _run_inline(self, call: Call) -> bool:
         """Do what a small call describes, if it is one for that, and there is memory for it."""
         operation, dtype = call.operation, call.dtype

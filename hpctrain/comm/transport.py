@@ -155,6 +155,8 @@ class Transport(ABC):
     size: int
     sharers = 1
     """How many of the ranks, this one among them, `common_zeros` gives one and the same memory."""
+    in_rank_order = True
+    """Whether its sums have the bits of adding in rank order."""
 
     @abstractmethod
     def run(self, call: Call) -> Pending | None:
@@ -178,6 +180,10 @@ class Transport(ABC):
 
     def crosses_once(self, call: Call) -> bool:  # noqa: ARG002
         """Whether of what a call moves the ranks of a node bring each byte but once to another node."""
+        return False
+
+    def adds_once(self, call: Call) -> bool:  # noqa: ARG002
+        """Whether one rank adds each piece of an all_reduce, the r-th that of `reduction.split`, for all."""
         return False
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:  # noqa: ARG002

@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
+from hpctrain.comm.audit import Audit, Depth
+from hpctrain.comm.audited import around
 from hpctrain.comm.calls import Call
 from hpctrain.comm.check import Checks
 from hpctrain.comm.device import choose_device, gpu_count, held_bytes, on_host, peak_bytes, use
@@ -77,6 +79,7 @@ class World:
         self._memories: list[NodeMemory] = [] if whole is None else whole._memories
         self._under_way: set[StartedWork[Any]] = set() if whole is None else whole._under_way
         self._checks: Checks | None = None
+        self._audit: Audit | None = None
         self._link: EmulatedLink | None = None if whole is None else whole._link
         # Errors are agreed on here, apart from what the groups may have under way.
         self._control = communicator.Dup()
@@ -156,6 +159,17 @@ class World:
         everyone = self.everyone
         everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
 
+    def audit(self, depth: Depth | Literal["off"]) -> Audit | None:
+        """Check what `everyone`, and groups made from here on, move and sum; what is to be settled, None
+        where nothing is checked. Collective.
+        """
+        if depth == "off" and self._audit is None:
+            return None
+        self._audit = None if depth == "off" else Audit(depth, self.ledger)
+        everyone = self.everyone
+        everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
+        return self._audit
+
     def alone(self) -> World:
         """A world of this rank alone, on the same device, with a ledger of its own."""
         world = World(MPI.COMM_SELF)
@@ -171,6 +185,7 @@ class World:
         assert isinstance(communicator, MPI.Intracomm) and communicator.size == len(ranks), ranks
         world = World(communicator, self)
         world.compare_calls(self._checks is not None)
+        world.audit("off" if self._audit is None else self._audit.depth)
         return world
 
     def share_memory(self) -> str:
@@ -233,11 +248,13 @@ class World:
         nodes = [self.topology.nodes[rank] for rank in ranks]
         memory = self._memory if isinstance(self._memory, NodeMemory) else None
         host, accelerator = TRANSPORTS[transport].pair(Ends(communicator, nodes, self._scratch, memory))
-        if self._link is None:
+        if self._link is not None:
+            times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
+            slow = (SlowTransport(each, times, self._link, apart) for each in (host, accelerator))
+            host, accelerator = next(slow), next(slow)
+        if self._audit is None or len(ranks) == 1:
             return host, accelerator
-        times, apart = communicator.Dup(), nodes if self.topology.per_node else list(range(len(ranks)))
-        slow = (SlowTransport(each, times, self._link, apart) for each in (host, accelerator))
-        return next(slow), next(slow)
+        return around((host, accelerator), self._audit, communicator.Dup(), ranks, self._scratch)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

@@ -1,0 +1,182 @@
+"""Checked calls: no result changes, no alarm is false, and whatever bit flips is found where it did.
+
+Tests of comm/audit.py, comm/audited.py, comm/audited_sum.py, comm/sum_check.py, comm/moved.py, comm/turns.py and
+comm/sums.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.audit import Audit, Depth
+from hpctrain.comm.audited import AuditedTransport
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.group import Group
+from hpctrain.comm.hierarchical import HierarchicalTransport
+from hpctrain.comm.mesh import Mesh
+from hpctrain.comm.reduction import HALVES
+from hpctrain.comm.world import World
+from hpctrain.units import Link
+from tests.comm.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
+
+WAYS = ("mpi", "shared", "staged", "nodes", "slow", "compared")
+DEPTHS: tuple[Depth, ...] = ("cheap", "full")
+FINITE = tuple(kind for kind in KINDS if kind not in {"infinite", "large", "wide"})
+
+
+def groups(world: World, way: str, depth: Depth) -> tuple[Group, Group, Audit]:
+    """All ranks, as they are and with their calls checked, of a world of their own."""
+    own = World(world.communicator.Dup())
+    if way == "nodes":
+        own.emulate_nodes(2)
+    if way == "slow":
+        own.emulate(Link(1e12, 0.0))
+    if way == "compared":
+        own.compare_calls(True)
+    transport = "mpi" if way in {"mpi", "staged"} else "shared"
+    plain = Mesh(own, {"data": own.size}, transport).group("data")
+    audit = own.audit(depth)
+    assert audit is not None
+    checked = Mesh(own, {"data": own.size}, transport).group("data")
+    if way == "staged":
+        for group in (plain, checked):
+            group.host = group.accelerator
+    return plain, checked, audit
+
+
+def inner_of(group: Group) -> AuditedTransport:
+    """What checks a group's calls."""
+    assert isinstance(group.host, AuditedTransport)
+    return group.host
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two results have the same bits."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def everyones(group: Group, audit: Audit) -> list[Fault]:
+    """What all ranks have found."""
+    rows = group.all_gather_object([fault.row for fault in audit.settle()])
+    return [Fault.of(row) for each in rows for row in each]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: Depth) -> None:
+    """Over dtypes, magnitudes, numbers that cancel, zeros, infinities and NaN, in whatever order ranks wait."""
+    if way == "nodes" and world.size < 4:
+        pytest.skip("nodes of two ranks")
+    plain, checked, audit = groups(world, way, depth)
+    if way == "nodes":
+        for host in (plain.host, inner_of(checked).inner):
+            assert isinstance(host, HierarchicalTransport)
+            host.least = 1
+    for seed in range(4):
+        expected = RandomCalls(plain, seed).make(40)
+        found = RandomCalls(checked, seed).make(40)
+        wrong = [index for index, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)]
+        assert not wrong, (seed, wrong)
+        assert audit.settle() == [], seed
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rounds_of_large_sums(world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks and rounds, of which several are under way; their bits are those of one."""
+    monkeypatch.setattr("hpctrain.comm.audited_sum.ROUND_BYTES", 100_000)
+    plain, checked, audit = groups(world, "shared", depth)
+    for seed in range(3):
+        calls: dict[str, Any] = {
+            "operations": SUMS,
+            "rows": (0, 70_001, 300_000),
+            "kinds": ("normal", "equal", "wide"),
+            "dtypes": (torch.float32, torch.bfloat16, torch.int32, torch.float64),
+        }
+        expected = RandomCalls(plain, seed, **calls).make(8)
+        found = RandomCalls(checked, seed, **calls).make(8)
+        assert all(same(*pair) for pair in zip(expected, found, strict=True)), seed
+        assert audit.settle() == [], seed
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_full_finds_each_bit_where_it_came_to(world: World, way: str) -> None:
+    """Whatever moves, and addends and sums within reductions."""
+    _, checked, audit = groups(world, way, "full")
+    host, done = inner_of(checked), 0
+    inner = host.inner
+    for seed in range(60):
+        draw = random.Random(seed)
+        flip = Flip(draw.randrange(world.size), draw.randrange(8), seed)
+        host.inner = FlippingTransport(inner, flip)
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+        operations = (*SUMS, *MOVES, "send")
+        RandomCalls(checked, seed, operations, dtypes, rows=(1, 3, 50, 3000, 20_000)).make(10)
+        found = everyones(checked, audit)
+        told = checked.all_gather_object(flip.done)
+        if any(told):
+            assert [fault.ranks for fault in found] == [(flip.rank,)], (seed, told, found)
+            assert found[0].kind == "message" and found[0].phase == "other", found
+            done += 1
+        else:
+            assert found == [], (seed, found)
+    assert done > 50
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_cheap_finds_what_is_larger_than_rounding(world: World, way: str) -> None:
+    """In what sums over ranks give: at the rank whose result it is; and in what they are of."""
+    _, checked, audit = groups(world, way, "cheap")
+    host, done, small, size = inner_of(checked), 0, 0, world.size
+    inner = host.inner
+    for seed in range(80):
+        draw = random.Random(seed)
+        flip = Flip(draw.randrange(size), draw.randrange(6), seed, given=draw.random() < 0.3)
+        host.inner = flipping = FlippingTransport(inner, flip)
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+        rows = (1, 3, 50, 3000, 20_000, 300_000)
+        RandomCalls(checked, seed, SUMS, dtypes, kinds=FINITE, rows=rows, hows=("sum",)).make(8)
+        found = everyones(checked, audit)
+        told = checked.all_gather_object((flip.done, flip.call, flip.delta, str(flip.dtype)))[flip.rank]
+        operation, call, delta, kind = told
+        if not operation:
+            assert found == [], (seed, found)
+            continue
+        done += 1
+        dtype = getattr(torch, kind.removeprefix("torch."))
+        absolutes = sum(each[call] for each in checked.all_gather_object(flipping.absolutes))
+        if dtype.is_floating_point:
+            adds = 2.0**-53 * 300_000 if dtype == torch.float64 else 2.0**-24 * (size - 1)
+            rounded = torch.finfo(dtype).eps / 2 if dtype in HALVES else 0.0
+            must = not delta <= 3 * (adds + rounded) * absolutes + 1e-32  # where NaN is more, too
+        else:
+            must = True
+        bits = operation == "all_reduce" and not flip.given
+        if not (must or bits):
+            small += 1
+            assert len(found) <= 1
+            continue
+        assert found, (seed, told, absolutes)
+        ranks = {fault.ranks for fault in found}
+        everyone = tuple(range(size))
+        if flip.given or operation == "reduce":
+            assert all(flip.rank in each or each == everyone or flip.given for each in ranks), (seed, found)
+        elif must or size > 2 or operation == "reduce_scatter":
+            assert ranks == {(flip.rank,)}, (seed, told, found)
+        else:
+            assert ranks <= {(flip.rank,), everyone}, (seed, told, found)
+    assert done > 60 and small < done // 2, (done, small)
+    world.everyone.barrier()
