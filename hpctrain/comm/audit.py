@@ -78,7 +78,7 @@ class Log(ABC, Generic[AnyRecord]):
 
     @abstractmethod
     def judge(self, records: Sequence[AnyRecord], theirs: Sequence[Tensor]) -> None:
-        """Find what is wrong, from the rows that each rank has for this one. Collective."""
+        """Find what is wrong, from the rows that each rank had for this one. Collective."""
 
     @abstractmethod
     def width(self, record: AnyRecord) -> int:

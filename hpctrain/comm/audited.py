@@ -69,7 +69,7 @@ class AuditedTransport(Transport):
         return self.channel.turns.start(steps, call.blocking)
 
     def _summed(self, call: Call, phase: str) -> Pending | None:
-        record = SumRecord(call, phase, self.size, self.inner.adds_once(call))
+        record = SumRecord(call, phase, self.size, self.inner)
         self.channel.sums.open(record)
         checked = summed(call, self.inner, record)
         if not self.full:

@@ -13,7 +13,7 @@ if the transport has one add for all, else at any of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,57 +22,99 @@ from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
 from hpctrain.comm.mpi import flat
 from hpctrain.comm.reduction import split
-from hpctrain.comm.sums import block_elements, block_sums, fingerprint, is_linear, rounding
+from hpctrain.comm.sums import (
+    absolute_sum,
+    block_elements,
+    block_sums,
+    exact_sum,
+    fingerprint,
+    is_linear,
+    rounding,
+)
 from hpctrain.comm.transport import Span, Steps, Transport, spans_of
 
-_HEAD = 2  # fingerprint, and whether there is NaN
-_EACH = 3  # sum and bound of what is given, sum of what came out
+_HEAD = 2  # of a record in blocks: the fingerprint of what came out, and whether there is NaN
+_EACH = 3  # of a block: sum and bound of what is given, sum of what came out
+_DIFFER = "the copies of the result differ"
+_SMALL = 4  # of a record of one block: the fingerprint, and a block's
 
 
 class SumRecord(Record):
-    """Of one reduction, with the sums of each rank's span of its tensor."""
+    """Of one reduction: of a small one, which is one block, `numbers` alone; of others `values` of the blocks
+    of each rank's span. What is no sum that can be checked is small.
+    """
 
-    __slots__ = ("adder", "blocks", "elements", "of_bits", "of_nan", "root", "spans", "values")
+    __slots__ = (
+        "adder",
+        "bits",
+        "block",
+        "count",
+        "length",
+        "numbers",
+        "root",
+        "size",
+        "spans",
+        "sums",
+        "values",
+    )
 
-    def __init__(self, call: Call, phase: str, size: int, adder: bool) -> None:
+    def __init__(self, call: Call, phase: str, size: int, inner: Transport) -> None:
         super().__init__(call, phase)
         tensor = call.tensor
         assert tensor is not None
-        elements, self.root, self.adder = tensor.numel(), call.root, False
+        self.length, self.root, self.size = tensor.numel(), call.root, size
+        self.sums = call.reduced == "sum" and is_linear(tensor.dtype) and self.length > 0
+        self.block, self.count, self.adder = block_elements(self.length, tensor.dtype), 0, False
         self.spans: Sequence[Span] = ()
-        if call.reduced == "sum" and is_linear(tensor.dtype):
-            if call.operation == "reduce_scatter":
-                self.spans = spans_of(call.counts, tensor, size)
-            elif elements <= block_elements(elements, tensor.dtype):
-                self.spans = [(0, elements), *[(elements, 0)] * (size - 1)]
-            else:
-                self.spans, self.adder = spans_of(split(elements, size), tensor, size), adder
-        longest = max((count for _, count in self.spans), default=0)
-        self.elements = block_elements(longest, tensor.dtype)
-        self.blocks = -(-longest // self.elements)
-        self.values = torch.zeros((size, self.blocks, _EACH), dtype=torch.float64, device=tensor.device)
-        self.of_bits = self.of_nan = torch.zeros((), dtype=torch.int32, device=tensor.device)
+        self.numbers: list[Tensor] = []
+        if not self.sums or (call.operation != "reduce_scatter" and self.length < self.block):
+            return
+        self.adder = call.operation == "all_reduce" and inner.adds_once(call)
+        counts = call.counts if call.operation == "reduce_scatter" else split(self.length, size)
+        self.spans = spans_of(counts, tensor, size)
+        longest = max(count for _, count in self.spans)
+        self.block = block_elements(longest, tensor.dtype)
+        self.count = -(-longest // self.block)
+        self.values = torch.zeros((size, self.count, _EACH), dtype=torch.float64, device=tensor.device)
+        self.bits = torch.zeros((), dtype=torch.int32, device=tensor.device)
+
+    @property
+    def small(self) -> bool:
+        """Whether it is one block."""
+        return not self.spans
+
+    @property
+    def holders(self) -> Sequence[int] | None:
+        """Who has got the sums; None: each rank those of its span."""
+        if self.operation == "reduce_scatter":
+            return None
+        return [self.root] if self.operation == "reduce" else range(self.size)
 
     def note_given(self, tensor: Tensor) -> None:
         """Sum up what this rank gives."""
-        for values, (begin, count) in zip(self.values, self.spans, strict=False):
+        if self.small:
+            zero = torch.zeros((), dtype=torch.float64, device=tensor.device)
+            self.numbers = [exact_sum(tensor), absolute_sum(tensor)] if self.sums else [zero, zero]
+            return
+        for values, (begin, count) in zip(self.values, self.spans, strict=True):
             if count:
-                sums = block_sums(tensor[begin : begin + count], self.elements)
+                sums, _ = block_sums(tensor[begin : begin + count], self.block, given=True)
                 values[: len(sums), :2] = sums
 
-    def note_taken(self, tensor: Tensor, rank: int) -> None:
-        """Sum up what this rank has got."""
-        whole = self.operation != "reduce_scatter"
+    def note_taken(self, tensor: Tensor | None, rank: int) -> None:
+        """Sum up what this rank has got, if anything."""
+        if self.small:
+            whole = self.operation == "all_reduce" and tensor is not None
+            bits = fingerprint(tensor) if whole and tensor is not None else self.numbers[0].new_zeros(())
+            total = self.numbers[0] if tensor is None else exact_sum(tensor)
+            self.numbers = [bits.long().view(torch.float64), *self.numbers, total]
+            return
         for peer, (begin, count) in enumerate(self.spans):
-            if count and (whole or peer == rank):
-                part = tensor[begin : begin + count] if whole else tensor
-                sums = block_sums(part, self.elements)[:, 0]
-                self.values[peer, : len(sums), 2] = sums
-        if self.operation == "all_reduce":
-            self.of_bits = fingerprint(tensor)
-            if tensor.is_floating_point():
-                sums = self.values[..., 2] if self.blocks else tensor.float()
-                self.of_nan = sums.sum().isnan()
+            if count and tensor is not None and (peer == rank or self.operation != "reduce_scatter"):
+                part = tensor if self.operation == "reduce_scatter" else tensor[begin : begin + count]
+                sums, bits = block_sums(part, self.block, given=False)
+                self.values[peer, : len(sums), 2] = sums[:, 0]
+                self.bits = self.bits + bits
 
 
 class SumLog(Log[SumRecord]):
@@ -80,99 +122,137 @@ class SumLog(Log[SumRecord]):
 
     def width(self, record: SumRecord) -> int:
         """See Log."""
-        return _HEAD + _EACH * record.blocks
+        return _SMALL if record.small else _HEAD + _EACH * record.count
 
     def rows(self, records: Sequence[SumRecord]) -> list[Tensor]:
         """See Log."""
-        rows = []
-        for record in records:
-            row = torch.empty((self.size, self.width(record)), dtype=torch.int64)
-            row[:, 0], row[:, 1] = record.of_bits, record.of_nan
-            judged = record.values.roll(1, 0).view(torch.int64)  # a rank's blocks by the next one
-            row[:, _HEAD:] = judged.reshape(self.size, _EACH * record.blocks)
-            rows.append(row)
-        return rows
+        small = [number for record in records if record.small for number in record.numbers]
+        packed: Iterator[Tensor] = iter(())
+        if small:
+            told = torch.stack(small).cpu().view(torch.int64).view(-1, _SMALL)
+            packed = iter(told.unsqueeze(1).expand(-1, self.size, -1).unbind())
+        return [next(packed) if record.small else self._blocks(record) for record in records]
+
+    def _blocks(self, record: SumRecord) -> Tensor:
+        """A rank's blocks for the next one to judge."""
+        row = torch.zeros((self.size, self.width(record)), dtype=torch.int64)
+        row[:, 0] = record.bits
+        if _floats(record):
+            row[:, 1] = record.values[..., 2].isnan().any()
+        judged = record.values.roll(1, 0).cpu().view(torch.int64)
+        row[:, _HEAD:] = judged.reshape(self.size, -1)
+        return row
 
     def judge(self, records: Sequence[SumRecord], theirs: Sequence[Tensor]) -> None:
-        """See Log. Where bits differ, ranks tell each other whose sums were wrong before one is blamed."""
-        wrong = {
-            index: list(self._wrong(*each)) for index, each in enumerate(zip(records, theirs, strict=True))
-        }
-        differing = [
-            index
-            for index, (record, rows) in enumerate(zip(records, theirs, strict=True))
-            if record.operation == "all_reduce" and not rows[:, 1].any() and len(set(rows[:, 0].tolist())) > 1
-        ]
-        if differing:
-            of_all = self.communicator.allgather([[bad for bad, _ in wrong[index]] for index in differing])
-            for place, index in enumerate(differing):
-                blamed = sorted({rank for told in of_all for bad in told[place] for rank in bad})
+        """See Log. Of blocks of a rank's piece the next one judges, of small ones all ranks in turn."""
+        self._judge_small([each for each in zip(records, theirs, strict=True) if each[0].small])
+        wrong: list[tuple[SumRecord, Sequence[int], str]] = []
+        differing: dict[int, list[int]] = {}
+        for index, (record, rows) in enumerate(zip(records, theirs, strict=True)):
+            if record.small:
+                continue
+            wrong += ((record, bad, words) for bad, words in self._wrong(record, rows))
+            bits = rows[:, 0].tolist()
+            if record.operation == "all_reduce" and len(set(bits)) > 1 and not rows[:, 1].any():
+                differing[index] = bits
+        if differing:  # whose sums are wrong is to be known before one is blamed
+            mine = [[bad for each, bad, _ in wrong if each is records[index]] for index in differing]
+            of_all = self.communicator.allgather(mine)
+            for place, (index, bits) in enumerate(differing.items()):
+                wrong = [each for each in wrong if each[0] is not records[index]]
                 if self.rank == 0:
-                    self._add(records[index], *_odd(theirs[index][:, 0].tolist(), blamed))
-                wrong[index] = []
-        for index, found in wrong.items():
-            for bad, detail in found:
-                self._add(records[index], bad, detail)
+                    blamed = {rank for told in of_all for bad in told[place] for rank in bad}
+                    wrong.append((records[index], _odd(bits, blamed), _DIFFER))
+        for record, bad, words in wrong:
+            self._add(record, bad, words)
+
+    def _judge_small(self, told: Sequence[tuple[SumRecord, Tensor]]) -> None:
+        if not told:
+            return
+        records = [record for record, _ in told]
+        numbers = torch.stack([rows for _, rows in told], 1)
+        bits, floats = numbers[..., 0], torch.tensor([_floats(record) for record in records])
+        sums = torch.tensor([record.sums for record in records])
+        allowed = torch.tensor([self._allowed(record, record.length) for record in records]).double()
+        bad = _beyond(numbers[..., 1:], records, allowed) & sums
+        for place in range(self.size):
+            bad[place] &= torch.tensor([place in (record.holders or ()) for record in records])
+        nan = numbers[..., 3].view(torch.float64).isnan().any(0) & floats
+        differ = (bits != bits[0]).any(0) & ~nan
+        for index in (bad.any(0) | differ).nonzero().flatten().tolist():
+            record, blamed = records[index], set(bad[:, index].nonzero().flatten().tolist())
+            if record.number % self.size != self.rank:
+                continue
+            if differ[index]:
+                self._add(record, _odd(bits[:, index].tolist(), blamed), _DIFFER)
+            else:
+                partly = record.operation == "all_reduce" and len(blamed) < self.size
+                self._add(record, sorted(blamed) if partly else range(self.size), "the sum is wrong")
 
     def _add(self, record: SumRecord, places: Sequence[int], detail: str) -> None:
         self.found.add([record.fault([self.ranks[place] for place in places], detail)])
 
     def _wrong(self, record: SumRecord, rows: Tensor) -> Iterator[tuple[list[int], str]]:
-        """The blocks that this rank judges whose sums are wrong: where, in the group, and in words."""
+        """Of the blocks that this rank judges those whose sums are wrong: where, and in words."""
         owner = (self.rank - 1) % self.size
-        begin, count = record.spans[owner] if record.spans else (0, 0)
-        if not count:
-            return
-        numbers = rows[:, _HEAD:].reshape(self.size, record.blocks, _EACH)
-        bad = _exactly(numbers, record) if not _floats(record) else self._beyond(numbers, record, count)
-        holders = {"all_reduce": range(self.size), "reduce": [record.root]}.get(record.operation, [owner])
-        for block in bad[list(holders)].any(0).nonzero().flatten().tolist():
-            places = [place for place in holders if bad[place, block]]
-            first = block * record.elements
-            last = min(first + record.elements, count)
-            words = f"the sum of elements {begin + first} to {begin + last - 1} is wrong"
-            if len(places) == self.size:
+        begin, length = record.spans[owner]
+        lengths = [max(0, min(record.block, length - index * record.block)) for index in range(record.count)]
+        allowed = torch.tensor([self._allowed(record, each) for each in lengths]).double()
+        numbers = rows[:, _HEAD:].reshape(self.size, record.count, _EACH)
+        holders = record.holders or [owner]
+        bad = _beyond(numbers, [record] * record.count, allowed)[list(holders)]
+        for index in bad.any(0).nonzero().flatten().tolist():
+            places = [place for place, each in zip(holders, bad[:, index].tolist(), strict=True) if each]
+            first = begin + index * record.block
+            words = f"the sum of elements {first} to {first + lengths[index] - 1} is wrong"
+            if record.operation == "all_reduce" and len(places) == self.size:
                 yield ([owner] if record.adder else places), f"{words} on all ranks"
-            elif record.operation == "reduce" and not record.adder:
-                yield list(range(self.size)), words
             else:
-                yield sorted({*places, *([owner] if record.operation == "reduce" else [])}), words
+                yield (list(range(self.size)) if record.operation == "reduce" else places), words
 
-    def _beyond(self, numbers: Tensor, record: SumRecord, count: int) -> Tensor:
-        """Which results of whom are farther from what was given than rounding explains."""
+    def _allowed(self, record: SumRecord, length: int) -> tuple[float, float]:
         assert record.dtype is not None
-        values = numbers.view(torch.float64)
-        given, bounds, taken = values[..., 0].sum(0), values[..., 1].sum(0), values[..., 2]
-        bounds = bounds * (1 + 2.0**-20)
-        allowed = torch.zeros_like(bounds)
-        for block in range(record.blocks):
-            length = max(0, min(record.elements, count - block * record.elements))
-            times, more = rounding(self.size, length, record.elements, record.dtype)
-            allowed[block] = times * bounds[block] + more
-        lost = ~taken.isfinite() & (bounds < torch.finfo(record.dtype).max)  # no sum could overflow
-        return ((taken - given).abs() > allowed) | lost
+        if not _floats(record):
+            return 0.0, 0.0
+        return rounding(self.size, length, record.block, record.dtype)
 
 
-def _exactly(numbers: Tensor, record: SumRecord) -> Tensor:
-    assert record.dtype is not None
+def _beyond(numbers: Tensor, records: Sequence[SumRecord], allowed: Tensor) -> Tensor:
+    """Which sums of what came out, by ranks and blocks, are farther from those of what ranks gave than
+    rounding explains: of floats by `allowed` times their bound, and more; of integers at all.
+    """
+    values = numbers.view(torch.float64)
+    given, bounds, taken = values[..., 0].sum(0), values[..., 1].sum(0), values[..., 2]
+    bounds = bounds * (1 + 2.0**-20)
+    most = torch.tensor([_most(record) for record in records], dtype=torch.float64)
+    lost = ~taken.isfinite() & (bounds < most)  # where no sum could overflow
+    bad = ((taken - given).abs() > allowed[:, 0] * bounds + allowed[:, 1]) | lost
     off = numbers[..., 0].sum(0) - numbers[..., 2]
-    bits = 8 * record.dtype.itemsize
-    return (off % 2**bits if bits < 64 else off) != 0  # as sums that overflow
+    for index, record in enumerate(records):
+        if not _floats(record):
+            assert record.dtype is not None
+            bits = 8 * record.dtype.itemsize
+            bad[:, index] = (off[:, index] % 2**bits if bits < 64 else off[:, index]) != 0  # sums overflow
+    return bad
+
+
+def _most(record: SumRecord) -> float:
+    assert record.dtype is not None
+    return float(torch.finfo(record.dtype).max) if _floats(record) else 0.0
 
 
 def _floats(record: SumRecord) -> bool:
     return record.dtype is not None and record.dtype.is_floating_point
 
 
-def _odd(bits: Sequence[int], blamed: Sequence[int]) -> tuple[Sequence[int], str]:
+def _odd(bits: Sequence[int], blamed: Collection[int]) -> Sequence[int]:
     """Whose copies are wrong: those of wrong sums, else those that are not as most are, else any."""
-    words = "the copies of the result differ"
     if 0 < len(blamed) < len(bits):
-        return blamed, words
+        return sorted(blamed)
     (most, times), *_ = Counter(bits).most_common()
     if 2 * times > len(bits):
-        return [place for place, each in enumerate(bits) if each != most], words
-    return range(len(bits)), words
+        return [place for place, each in enumerate(bits) if each != most]
+    return range(len(bits))
 
 
 def summed(call: Call, inner: Transport, record: SumRecord) -> Steps:
@@ -181,5 +261,4 @@ def summed(call: Call, inner: Transport, record: SumRecord) -> Steps:
     assert tensor is not None
     record.note_given(flat(tensor))
     yield inner.run(call)
-    if output is not None:
-        record.note_taken(flat(output), inner.rank)
+    record.note_taken(None if output is None else flat(output), inner.rank)

@@ -19,6 +19,7 @@ root of the smallest normal number for those whose squares vanish; where Q overf
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil, sqrt
 
 import torch
@@ -88,48 +89,77 @@ def block_elements(longest: int, dtype: torch.dtype) -> int:
     return block
 
 
-def block_sums(values: Tensor, block: int) -> Tensor:
-    """Of each block of a flat tensor, the last one short, the sum and a bound on the sum of absolutes: fp64,
-    on its device; of integers, bits of wrapping int64 sums, and 0.
+def block_sums(values: Tensor, block: int, given: bool) -> tuple[Tensor, Tensor]:
+    """Of each block of a flat tensor, the last one short, the sum, as fp64 on its device; of integers the
+    bits of wrapping int64 sums. What is `given` has bounds on the sums of absolutes beside it, of integers 0;
+    else there is the fingerprint of all blocks, which depends on where they begin.
     """
-    dtype = values.dtype
-    count = ceil(len(values) / block)
+    dtype, count = values.dtype, ceil(len(values) / block)
     sums = torch.zeros((count, 2), dtype=torch.float64, device=values.device)
-    if not dtype.is_floating_point:
-        whole = values.view(SIGNED.get(dtype, dtype))
-        into = sums.view(torch.int64)
-        for index, part in enumerate(whole.split(block)):
-            into[index, 0] = part.sum(dtype=torch.int32 if part.itemsize == _WORD else torch.int64)
-        return sums
+    bits = torch.zeros((), dtype=torch.int32, device=values.device)
+    if not dtype.is_floating_point or dtype == torch.float64 or len(values) < block:
+        for index, part in enumerate(values.split(block)):
+            sums[index, 0] = exact_sum(part)
+            if given:
+                sums[index, 1] = absolute_sum(part)
+            else:
+                bits += fingerprint(part)
+        return sums, bits
     full = len(values) // block
-    rows = values[: full * block].view(-1, block)
-    if full and dtype in HALVES:
-        several = max(1, _FINE // block)
-        for first in range(0, full, several):
-            some = rows[first : first + several].float()
-            into = sums[first : first + len(some)]
-            into[:, 0] = some.sum(1)
-            into[:, 1] = some.abs_().sum(1).double() * (1 + block * 2 * _FP32)
-    elif full and dtype == torch.float32:
-        ones = values.new_ones(COLUMN)
-        columns, squares = values.new_empty(full, block // COLUMN), values.new_empty(full)
-        for index, row in enumerate(rows):
-            torch.mv(row.view(COLUMN, -1).t(), ones, out=columns[index])
+    rows, rest = values[: full * block].view(-1, block), values[full * block :]
+    (_of_halves if dtype in HALVES else _of_floats)(rows, sums[:full], bits, given)
+    if len(rest):
+        last, of_rest = block_sums(rest, block, given)
+        sums[full:] = last
+        bits += of_rest
+    return sums, bits
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """In fp64, or the bits of it in int64."""
+    if values.is_floating_point():
+        return values.double().sum()
+    whole = values.view(SIGNED.get(values.dtype, values.dtype))
+    wide = torch.int32 if whole.itemsize == _WORD else torch.int64
+    return whole.sum(dtype=wide).long().view(torch.float64)
+
+
+def absolute_sum(values: Tensor) -> Tensor:
+    """In fp64; of integers, which need none, 0."""
+    if values.is_floating_point():
+        return values.double().abs().sum()
+    return torch.zeros((), dtype=torch.float64, device=values.device)
+
+
+def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, given: bool) -> None:
+    block = rows.shape[1]
+    ones = rows.new_ones(COLUMN)
+    columns, squares = rows.new_empty(len(rows), block // COLUMN), rows.new_empty(len(rows))
+    for index, row in enumerate(rows):  # the second time a row is still in the cache
+        torch.mv(row.view(COLUMN, -1).t(), ones, out=columns[index])
+        if given:
             torch.dot(row, row, out=squares[index])
-        sums[:full, 0] = columns.double().sum(1)
-        sums[:full, 1] = (squares.double() * block * (1 + block * 2 * _FP32)).sqrt_() + block * sqrt(_TINY)
-    elif full:
-        for index, row in enumerate(rows):
-            _sum_exactly(row, sums[index])
-    if full < count:
-        _sum_exactly(values[full * block :].double(), sums[full])
-    return sums
+        else:
+            bits += fingerprint(row)
+    sums[:, 0] = columns.double().sum(1)
+    if given:
+        sums[:, 1] = (squares.double() * block * (1 + block * 2 * _FP32)).sqrt_() + block * sqrt(_TINY)
 
 
-def _sum_exactly(values: Tensor, into: Tensor) -> None:
-    into[0], into[1] = values.sum(), values.abs().sum()
+def _of_halves(rows: Tensor, sums: Tensor, bits: Tensor, given: bool) -> None:
+    block = rows.shape[1]
+    several = max(1, _FINE // block)
+    for first in range(0, len(rows), several):
+        some = rows[first : first + several]
+        wide, into = some.float(), sums[first : first + several]
+        into[:, 0] = wide.sum(1)
+        if given:
+            into[:, 1] = wide.abs_().sum(1).double() * (1 + block * 2 * _FP32)
+        else:
+            bits += fingerprint(some.reshape(-1))
 
 
+@lru_cache(256)
 def rounding(size: int, elements: int, block: int, dtype: torch.dtype) -> tuple[float, float]:
     """How far sums over `size` ranks may be off in a block that has so many elements: by the first number
     times the sum of absolutes, and by the second.

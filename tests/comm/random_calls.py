@@ -178,7 +178,7 @@ class Flip:
 
 
 class FlippingTransport(Transport):
-    """Another one's calls, of which one has a bit wrong; `absolutes` are the sums of what reductions are of."""
+    """Another one's calls, one with a bit wrong; `absolutes` are sums of what reductions are of."""
 
     def __init__(self, inner: Transport, flip: Flip) -> None:
         self.inner, self.flip = inner, flip

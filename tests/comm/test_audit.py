@@ -1,7 +1,7 @@
 """Checked calls: no result changes, no alarm is false, and whatever bit flips is found where it did.
 
-Tests of comm/audit.py, comm/audited.py, comm/audited_sum.py, comm/sum_check.py, comm/moved.py, comm/turns.py and
-comm/sums.py.
+Tests of comm/audit.py, comm/audited.py, comm/audited_sum.py, comm/sum_check.py, comm/moved.py, comm/turns.py
+and comm/sums.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def everyones(group: Group, audit: Audit) -> list[Fault]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_no_result_changes_and_no_alarm_is_false(world: World, way: str, depth: Depth) -> None:
-    """Over dtypes, magnitudes, numbers that cancel, zeros, infinities and NaN, in whatever order ranks wait."""
+    """Over dtypes, magnitudes, what cancels, zeros, infinities and NaN, in whatever order ranks wait."""
     if way == "nodes" and world.size < 4:
         pytest.skip("nodes of two ranks")
     plain, checked, audit = groups(world, way, depth)
