@@ -23,6 +23,7 @@ from hpctrain.comm.reduction import HALVES
 from hpctrain.comm.world import World
 from hpctrain.units import Link
 from tests.comm.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
+from tests.engines import small_deck, trainer
 
 WAYS = ("mpi", "shared", "staged", "nodes", "slow", "compared")
 DEPTHS: tuple[Depth, ...] = ("cheap", "full")
@@ -180,3 +181,69 @@ def test_cheap_finds_what_is_larger_than_rounding(world: World, way: str) -> Non
             assert ranks <= {(flip.rank,), everyone}, (seed, told, found)
     assert done > 60 and small < done // 2, (done, small)
     world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "layout.zero=0",
+        "layout.zero=1",
+        "layout.zero=3",
+        "layout.tensor=2",
+        "layout.pipeline=2",
+        "layout.context=2",
+    ],
+)
+def test_no_bit_of_a_run_changes(world: World, layout: str, depth: Depth) -> None:
+    deck = small_deck(layout, "precision.compute=bf16")
+    plain = trainer(world, deck)
+    own = World(world.communicator.Dup())
+    audit = own.audit(depth)
+    assert audit is not None
+    checked = trainer(own, deck)
+    for _ in range(2):
+        assert [step.figures for step in checked.train(1)] == [step.figures for step in plain.train(1)]
+        assert audit.logs and audit.settle() == []
+    values = plain.parameters()
+    assert all(torch.equal(each, values[name]) for name, each in checked.parameters().items())
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_what_is_found_says_where(world: World) -> None:
+    """By its group, operation, phase and ranks; the ranks of a part of the world are those of the whole."""
+    own = World(world.communicator.Dup())
+    audit = own.audit("full")
+    assert audit is not None
+    group = Mesh(own, {"tensor": 2}, "mpi").group("tensor")
+    own.ledger.phase = "backward"
+    host = inner_of(group)
+    host.inner = FlippingTransport(host.inner, Flip(1, 0, 0))
+    group.broadcast(torch.zeros(3), root=0)
+    found = everyones(group, audit)
+    assert [(fault.kind, fault.name, fault.phase, fault.ranks) for fault in found] == [
+        ("message", "broadcast of tensor", "backward", (1,))
+    ]
+    assert found[0].detail == "call 1, 12 B of float32: rank 1 has something else than rank 0 gave"
+    assert own.audit("off") is None and not isinstance(own.everyone.host, AuditedTransport)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_who_never_settles_holds_little(world: World, depth: Depth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found meanwhile is told when somebody does."""
+    monkeypatch.setattr("hpctrain.comm.audit.UNSETTLED", 10)
+    _, checked, audit = groups(world, "mpi", depth)
+    host = inner_of(checked)
+    host.inner = FlippingTransport(host.inner, Flip(1, 0, 5))
+    for _ in range(100):
+        checked.all_reduce(torch.ones(5000))
+        assert all(len(log._records) <= 22 for log in audit.logs)
+    assert {fault.ranks for fault in everyones(checked, audit)} == {(1,)}
+    started = [checked.start_all_reduce(torch.ones(50_000)) for _ in range(25)]
+    assert audit.settle() == []
+    for work in reversed(started):
+        work.wait()
+    assert audit.settle() == [] and all(not log._records for log in audit.logs)
