@@ -104,7 +104,7 @@ class AuditedTransport(Transport):
         yield self.inner.run(call)
         yield telling
         if int(voted(torch.tensor([told]))) != int(fingerprint(flat(output))):
-            channel.audit.found.add([not_as_given(record, channel.ranks, self.rank, peer)])
+            channel.audit.found.add([not_as_given(record, channel.ranks, self.rank, [peer])])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See Transport."""

@@ -148,7 +148,7 @@ class AuditedSum:
         self._give(room)
 
     def _add(self, parts: Sequence[Tensor], output: Tensor) -> Tensor:
-        """Reduce the parts into `output`, and again; the fingerprint of what came the second time."""
+        """Reduce the parts into `output`, and again to compare; the fingerprint of the output."""
         first, second = (torch.zeros_like(self.record.again) for _ in range(2))
         whole, operation = output, self.operation
         turned = operation != "sum" and output.dtype in SIGNED
@@ -166,7 +166,7 @@ class AuditedSum:
             first += fingerprint(whole[begin : begin + step])
             second += fingerprint(spare[: len(blocks[0])])
         self.record.again = self.record.again + (first - second)
-        return second
+        return first
 
     def _take(self, elements: int) -> Tensor:
         """Memory for what comes; on a GPU this operation's own."""

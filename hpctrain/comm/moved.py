@@ -11,6 +11,7 @@ from hpctrain.comm.audit import Log, Record
 from hpctrain.comm.calls import Call
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.mpi import flat
+from hpctrain.comm.outcome import name_ranks
 from hpctrain.comm.sums import fingerprints
 from hpctrain.comm.transport import Span, Steps, Transport, swapped
 
@@ -44,18 +45,20 @@ class MovedLog(Log[MovedRecord]):
         """See Log. What differs lies where it came to."""
         here = self.ranks[self.rank]
         got = torch.stack([record.got.cpu() for record in records], 1)
-        for peer, index in (torch.cat(tuple(theirs), 1) != got).nonzero().tolist():
-            self.found.add([not_as_given(records[index], self.ranks, self.rank, peer)])
+        differs = torch.cat(tuple(theirs), 1) != got
+        for index in differs.any(0).nonzero().flatten().tolist():
+            peers = differs[:, index].nonzero().flatten().tolist()
+            self.found.add([not_as_given(records[index], self.ranks, self.rank, peers)])
         again = torch.stack([record.again.cpu() for record in records])
         for index in again.nonzero().flatten().tolist():
             detail = f"rank {here} added, added again, and had another sum"
             self.found.add([records[index].fault([here], detail)])
 
 
-def not_as_given(record: Record, ranks: Sequence[int], rank: int, peer: int) -> Fault:
-    """Of the `ranks` of a group one got something else than its peer gave: it lies where it came to."""
-    detail = f"rank {ranks[rank]} has something else than rank {ranks[peer]} gave"
-    return record.fault([ranks[rank]], detail)
+def not_as_given(record: Record, ranks: Sequence[int], rank: int, peers: Sequence[int]) -> Fault:
+    """Of the `ranks` of a group one got something else than peers gave: it lies where it came to."""
+    gave = name_ranks([ranks[peer] for peer in peers])
+    return record.fault([ranks[rank]], f"rank {ranks[rank]} has something else than {gave} gave")
 
 
 def moved(call: Call, inner: Transport, record: MovedRecord, given: Tensor | None = None) -> Steps:

@@ -201,14 +201,18 @@ class SumLog(Log[SumRecord]):
         numbers = rows[:, _HEAD:].reshape(self.size, record.count, _EACH)
         holders = record.holders or [owner]
         bad = _beyond(numbers, [record] * record.count, allowed)[list(holders)]
+        wrong: dict[tuple[int, ...], list[int]] = {}
         for index in bad.any(0).nonzero().flatten().tolist():
             places = [place for place, each in zip(holders, bad[:, index].tolist(), strict=True) if each]
-            first = begin + index * record.block
-            words = f"the sum of elements {first} to {first + lengths[index] - 1} is wrong"
-            if record.operation == "all_reduce" and len(places) == self.size:
-                yield ([owner] if record.adder else places), f"{words} on all ranks"
+            wrong.setdefault(tuple(places), []).append(index)
+        for at, blocks in wrong.items():
+            first = begin + blocks[0] * record.block
+            words = f"the sum of elements {first} to {first + lengths[blocks[0]] - 1} is wrong"
+            more = f", and of {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
+            if record.operation == "all_reduce" and len(at) == self.size:
+                yield ([owner] if record.adder else list(at)), f"{words} on all ranks{more}"
             else:
-                yield (list(range(self.size)) if record.operation == "reduce" else places), words
+                yield (list(range(self.size)) if record.operation == "reduce" else list(at)), words + more
 
     def _allowed(self, record: SumRecord, length: int) -> tuple[float, float]:
         assert record.dtype is not None

@@ -7,7 +7,7 @@ A the sum of all |x_r| of a block of n elements. Adding R numbers in whatever or
 u A. What is summed up here is off by c A for what is given, and as much for what comes out, where c is
 
 - n 2^-53 in fp64, which has all of tensors below a block;
-- of fp32 64 2^-24 + n 2^-53: columns of 64 in fp32, and these in fp64;
+- of fp32 8 2^-24 + n 2^-53: columns of 8 in fp32, and these in fp64;
 - of halves n 2^-24: a block in fp32.
 
 Numbers below the smallest normal one, which a processor may take for zero, add 2 R + 1 of these for each
@@ -34,7 +34,7 @@ _FINE = 1 << 18  # elements at a time: what a processor's second cache holds
 
 BLOCK, HALVES_BLOCK = 1 << 18, 1 << 13
 MOST_BLOCKS = 1024  # of a span
-COLUMN = 64
+COLUMN = 8
 
 _FP32, _FP64 = 2.0**-24, 2.0**-53
 _TINY = torch.finfo(torch.float32).tiny
@@ -98,7 +98,7 @@ def block_sums(values: Tensor, block: int, given: bool) -> tuple[Tensor, Tensor]
     sums = torch.zeros((count, 2), dtype=torch.float64, device=values.device)
     bits = torch.zeros((), dtype=torch.int32, device=values.device)
     if not dtype.is_floating_point or dtype == torch.float64 or len(values) < block:
-        for index, part in enumerate(values.split(block)):
+        for index, part in enumerate(values.split(block)[:count]):
             sums[index, 0] = exact_sum(part)
             if given:
                 sums[index, 1] = absolute_sum(part)
@@ -134,14 +134,14 @@ def absolute_sum(values: Tensor) -> Tensor:
 def _of_floats(rows: Tensor, sums: Tensor, bits: Tensor, given: bool) -> None:
     block = rows.shape[1]
     ones = rows.new_ones(COLUMN)
-    columns, squares = rows.new_empty(len(rows), block // COLUMN), rows.new_empty(len(rows))
+    columns, squares = rows.new_empty(block // COLUMN), rows.new_empty(len(rows))
     for index, row in enumerate(rows):  # the second time a row is still in the cache
-        torch.mv(row.view(COLUMN, -1).t(), ones, out=columns[index])
+        torch.mv(row.view(COLUMN, -1).t(), ones, out=columns)
+        sums[index, 0] = columns.double().sum()
         if given:
             torch.dot(row, row, out=squares[index])
         else:
             bits += fingerprint(row)
-    sums[:, 0] = columns.double().sum(1)
     if given:
         sums[:, 1] = (squares.double() * block * (1 + block * 2 * _FP32)).sqrt_() + block * sqrt(_TINY)
 

@@ -19,7 +19,7 @@ from hpctrain.comm.faults import Fault
 from hpctrain.comm.group import Group
 from hpctrain.comm.hierarchical import HierarchicalTransport
 from hpctrain.comm.mesh import Mesh
-from hpctrain.comm.reduction import HALVES
+from hpctrain.comm.reduction import HALVES, fold_block
 from hpctrain.comm.world import World
 from hpctrain.units import Link
 from tests.comm.random_calls import KINDS, MOVES, SUMS, Flip, FlippingTransport, RandomCalls
@@ -247,3 +247,49 @@ def test_who_never_settles_holds_little(world: World, depth: Depth, monkeypatch:
     for work in reversed(started):
         work.wait()
     assert audit.settle() == [] and all(not log._records for log in audit.logs)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_adds_is_told(world: World) -> None:
+    """Of a wrong addend in large sums, of which one rank adds a piece for all; of small ones anybody's."""
+    _, checked, audit = groups(world, "shared", "cheap")
+    host, size = inner_of(checked), world.size
+    inner = host.inner
+    for owner in range(size):
+        flip = Flip(size - 1, 0, 0, given=True)
+        host.inner = flipping = FlippingTransport(inner, flip)
+
+        def add(tensor: Tensor, _span: object, owner: int = owner) -> None:
+            tensor[owner * (len(tensor) // size)] += 3.0
+
+        flip.of = add  # type: ignore[method-assign]
+        checked.all_reduce(torch.randn(300_000 * size))
+        assert {fault.ranks for fault in everyones(checked, audit)} == {(owner,)}
+        assert len(flipping.absolutes) == 1
+        flip.number = 0
+        checked.all_reduce(torch.randn(1000 * size))
+        assert {fault.ranks for fault in everyones(checked, audit)} == {tuple(range(size))}
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("elements", [20, 200_000])
+@pytest.mark.parametrize("again", [False, True])
+def test_who_adds_wrongly_is_told(
+    world: World, elements: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time, or the second, when nothing is wrong but that."""
+    _, checked, audit = groups(world, "mpi", "full")
+    turns = [0]
+
+    def add(parts: Any, output: Tensor, operation: Any, own: int) -> None:
+        fold_block(parts, output, operation, own)
+        turns[0] += 1
+        if turns[0] == 1 + again and world.rank == 1:
+            output[len(output) // 2 :][:1].view(torch.int32).bitwise_xor_(1 << 3)
+
+    monkeypatch.setattr("hpctrain.comm.audited_sum.fold_block", add)
+    checked.all_reduce(torch.randn(elements))
+    found = everyones(checked, audit)
+    assert [fault.ranks for fault in found] == [(1,)] and "added again" in found[0].detail
+    world.everyone.barrier()
