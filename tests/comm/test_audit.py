@@ -250,6 +250,18 @@ def test_who_never_settles_holds_little(world: World, depth: Depth, monkeypatch:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_each_rank_may_have_another_nan(world: World, depth: Depth) -> None:
+    """Of two, adding keeps the bits of the one that comes first, and MPI's sum may begin with either."""
+    _, checked, audit = groups(world, "mpi", depth)
+    for count in (3, 100, 400_000):
+        bits = torch.full((count,), 0x7FC00000 + world.rank, dtype=torch.int32)
+        assert checked.all_reduce(bits.view(torch.float32)).isnan().all()
+        assert audit.settle() == []
+    world.everyone.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_who_adds_is_told(world: World) -> None:
     """Of a wrong addend in large sums, of which one rank adds a piece for all; of small ones anybody's."""
     _, checked, audit = groups(world, "shared", "cheap")
