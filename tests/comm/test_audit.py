@@ -274,7 +274,7 @@ def test_who_adds_is_told(world: World) -> None:
         def add(tensor: Tensor, _span: object, owner: int = owner) -> None:
             tensor[owner * (len(tensor) // size)] += 3.0
 
-        flip.of = add  # type: ignore[method-assign]
+        flip.of = add  # type: ignore[method-assign,assignment]
         checked.all_reduce(torch.randn(300_000 * size))
         assert {fault.ranks for fault in everyones(checked, audit)} == {(owner,)}
         assert len(flipping.absolutes) == 1
