@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpctrain.parallel.audit import ProductAudit
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.linear import Multiplying, Rows
 from hpctrain.parallel.operations import Matrix
@@ -82,7 +83,11 @@ def grouped_product(inputs: Tensor, matrices: Tensor, segments: Segments) -> Ten
 
 
 def add_grouped_gradient(
-    output_gradient: Tensor, inputs: Tensor, weight: Parameter, segments: Segments
+    output_gradient: Tensor,
+    inputs: Tensor,
+    weight: Parameter,
+    segments: Segments,
+    audit: ProductAudit | None = None,
 ) -> None:
     """gradient [e, n, k] += of each expert's rows output_gradient [m, n]^T inputs [m, k]; told as added."""
     if not weight.requires_grad:
@@ -91,6 +96,8 @@ def add_grouped_gradient(
     gradient = weight.gradient if first is None else first
     assert gradient is not None, f"{weight.shard.name} has no gradient buffer"
     into = gradient.view(len(gradient), -1, inputs.shape[1])
+    if audit is not None and audit.active:
+        audit.adding_grouped(weight, output_gradient, inputs, into, segments, first is not None)
     if not inputs.is_cpu:
         product = functional.grouped_mm(output_gradient.t(), inputs, offs=segments.ends)
         into.add_(product) if first is None else into.copy_(product)
@@ -184,6 +191,14 @@ class Experts(Multiplying):
         """See Multiplying: the rows, gates and what they multiply, and the gradients of both products."""
         return self.rows(at) * (2 * self.hidden + 4 * self.inner) * at.itemsize
 
+    def multiplied(self, rows: Tensor, weight: Parameter, segments: Segments, turned: bool = False) -> Tensor:
+        """Each row [m, k] times its own one of a weight's matrices [e, n, k], transposed unless `turned`."""
+        matrices, audit = _matrices(weight), self.groups.audit
+        output = grouped_product(rows, matrices.transpose(1, 2) if turned else matrices, segments)
+        if audit is not None and audit.active:
+            audit.grouped_product(weight, rows, matrices, output, segments, turned)
+        return output
+
     def forward(self, rows: Tensor, segments: Segments, later: list[Callable[[], None]]) -> Tensor:
         """Of `rows` by `segments`. Backward puts what computes weight gradients, unless these are held back
         anyway, into `later`, for whoever has to wait for something soon.
@@ -205,9 +220,9 @@ class _Experts(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.experts, ctx.segments, ctx.later = experts, segments, later
-        inner = grouped_product(rows, _matrices(experts.gate_up), segments)
+        inner = experts.multiplied(rows, experts.gate_up, segments)
         ctx.save_for_backward(as_features(rows), as_features(inner))
-        return grouped_product(_gated(inner), _matrices(experts.down), segments)
+        return experts.multiplied(_gated(inner), experts.down, segments)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -215,18 +230,17 @@ class _Experts(torch.autograd.Function):
         segments: Segments = ctx.segments
         rows, inner = (saved[0, 0] for saved in ctx.saved_tensors)
         output_gradient = output_gradient.contiguous()
-        gated_gradient = grouped_product(output_gradient, _matrices(experts.down).transpose(1, 2), segments)
+        gated_gradient = experts.multiplied(output_gradient, experts.down, segments, turned=True)
         inner_gradient = _gate_gradient(inner, gated_gradient)
         del gated_gradient
         rows_gradient = None
         if ctx.needs_input_grad[0]:
-            rows_gradient = grouped_product(
-                inner_gradient, _matrices(experts.gate_up).transpose(1, 2), segments
-            )
+            rows_gradient = experts.multiplied(inner_gradient, experts.gate_up, segments, turned=True)
 
         def compute() -> None:
-            add_grouped_gradient(output_gradient, _gated(inner), experts.down, segments)
-            add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments)
+            audit = experts.groups.audit
+            add_grouped_gradient(output_gradient, _gated(inner), experts.down, segments, audit)
+            add_grouped_gradient(inner_gradient, rows, experts.gate_up, segments, audit)
 
         queue = experts.groups.weight_gradients
         if queue.deferring:

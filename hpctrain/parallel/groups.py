@@ -12,6 +12,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.ledger import Ledger
 from hpctrain.comm.planned import planned_group
 from hpctrain.comm.work import Work
+from hpctrain.parallel.audit import ProductAudit
 from hpctrain.parallel.eight_bits import EightBits
 from hpctrain.parallel.functions import TORCH, Functions
 from hpctrain.parallel.kernels import Kernels
@@ -36,9 +37,10 @@ class LayerGroups:
     is kept of the blocks for backward; `product_format` is that in which matrices are multiplied, which
     chooses the layers' Products, and `eight_bits` says how some are multiplied in 8 bits, if any; `kernels`
     say what computes the products of the others, and `functions` compute what is no product with a matrix;
-    `noted` takes what layers and Products note of a step; of a table split over the vocabulary every rank has
-    a multiple of `table_rows`. Experts are spread over `expert` and each of them split over `expert_tensor`;
-    the ranks of `micro_batch` train on tokens of the same micro-batches, those of `data` on others.
+    `noted` takes what layers and Products note of a step, and `audit`, if any, checks products; of a table
+    split over the vocabulary every rank has a multiple of `table_rows`. Experts are spread over `expert` and
+    each of them split over `expert_tensor`; the ranks of `micro_batch` train on tokens of the same
+    micro-batches, those of `data` on others.
     """
 
     tensor: Group
@@ -52,6 +54,7 @@ class LayerGroups:
     kernels: Kernels = field(default_factory=Kernels)
     functions: Functions = TORCH
     noted: Noted = field(default_factory=Noted)
+    audit: ProductAudit | None = None
     table_rows: int = 1
     expert: Group = field(default_factory=_unsplit)
     expert_tensor: Group = field(default_factory=_unsplit)

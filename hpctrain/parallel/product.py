@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.parallel.audit import WatchedKernel
 from hpctrain.parallel.groups import LayerGroups
 from hpctrain.parallel.kernels import Kernel, Pass
 from hpctrain.parallel.saved import Saving, Storage
@@ -139,7 +140,8 @@ class Product:
         self._kernel("weight_gradient").add_weight_gradient(gradient, rows, right, first)
 
     def _kernel(self, kind: Pass) -> Kernel:
-        return self.groups.kernels.of(kind, *self.shape)
+        kernel, audit = self.groups.kernels.of(kind, *self.shape), self.groups.audit
+        return WatchedKernel(kernel, audit, self.weights) if audit is not None and audit.active else kernel
 
     def _matrix(self, kernel: Kernel) -> Tensor:
         """All weights as this kernel takes them: converted, if they are, once for as long as they stay."""

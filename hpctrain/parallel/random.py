@@ -58,6 +58,13 @@ def normal(key: int, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]
     return result
 
 
+def signs(key: int, count: int) -> npt.NDArray[np.float32]:
+    """The first so many of a stream of -1 and 1."""
+    bits = _mixed(np.arange(count, dtype=np.uint64), key) >> np.uint64(63)
+    made: npt.NDArray[np.float32] = bits.astype(np.float32) * np.float32(2) - np.float32(1)
+    return made
+
+
 def _mix32(x: Tensor) -> Tensor:
     """A 32-bit finalizer (MurmurHash3) of int32 values, in place, with wrapping products."""
     x ^= (x >> 16) & 0xFFFF

@@ -90,6 +90,9 @@ class _Lookup(torch.autograd.Function):
         rows = output_gradient.reshape(-1, output_gradient.shape[-1]).to(gradient.dtype)
         if outside:
             rows = rows.masked_fill(outside[0].reshape(-1, 1), 0)
+        audit = layer.groups.audit
+        if audit is not None and audit.active and table.lookups is None:
+            audit.looked_up(table, gradient, indices.reshape(-1), rows)
         gradient.index_add_(0, indices.reshape(-1), rows)
         layer.added()
         return None, None, None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
+from hpctrain.parallel.audit import INPUT_GRADIENT
 from hpctrain.parallel.fp8.formats import E4M3, E5M2, Format, agreed_maximum
 from hpctrain.parallel.fp8.history import KIND, History
 from hpctrain.parallel.fp8.multiply import multiplied
@@ -188,12 +189,23 @@ class QuantizedProduct(Product):
 
     def _forward(self, left: Quantized, inputs: Tensor, bias: Tensor | None) -> Tensor:
         right = self._weights(WEIGHTS)
-        output = multiplied(left, right, inputs.dtype).view(-1, *inputs.shape[1:-1], len(right.values))
+        output = multiplied(left, right, inputs.dtype)
+        self._audit(left, right, output, "product")
+        output = output.view(-1, *inputs.shape[1:-1], len(right.values))
         return output if bias is None else output.add_(bias)
 
     def _input_gradient(self, left: Quantized, dtype: torch.dtype) -> Tensor:
         right = self._weights(TURNED_WEIGHTS)
-        return multiplied(left, right, dtype)
+        output = multiplied(left, right, dtype)
+        self._audit(left, right, output, INPUT_GRADIENT)
+        return output
+
+    def _audit(self, left: Quantized, right: Quantized, output: Tensor, what: str) -> None:
+        """Check a product of rows with weights as they are multiplied, where it is to be."""
+        audit, key = self.groups.audit, (self.weights[0], what)
+        if audit is not None and audit.active:
+            matrix = right.values if audit.knows(key) else right.dequantized()
+            audit.product(self.weights, key, left.dequantized(), matrix, output, what=what)
 
     def _weights(self, dims: Dims) -> Quantized:
         """The weights that lie so."""
@@ -210,11 +222,20 @@ class QuantizedProduct(Product):
     def _add(self, left: Quantized, right: Quantized) -> None:
         """Gradient [m, n] and inputs [m, k], by blocks of tokens."""
         gradient, first = self.gradient()
+        audit, key = self.groups.audit, self.weights[0]
+        audit = audit if audit is not None and audit.active else None
+        if audit is not None:
+            # What GPUs add up of 8 bits has few more than 16.
+            rounded = None if gradient.is_cpu else torch.bfloat16
+            operands = left.dequantized(), right.dequantized()
+            audit.adding(self.weights, key, *operands, gradient, first, rounded)
         product = multiplied(left.transposed(), right.transposed(), gradient.dtype)
         if first:
             gradient.copy_(product)
         else:
             gradient.add_(product)
+        if audit is not None:
+            audit.added(key)
 
     def _is_exact(self, rows: int, pieces: Group | None) -> bool:
         """Whether no block of what is kept of so many rows lies in two pieces."""

@@ -1,0 +1,74 @@
+"""What checks the matrix products of a run's steps: the same on all ranks but for what it computes by."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from importlib.resources import as_file, files
+
+import torch
+
+from hpctrain.comm.device import on_host
+from hpctrain.comm.world import World
+from hpctrain.parallel.audit import ProductAudit
+from hpctrain.parallel.audit_passes import Bounds, CompiledPasses, Passes
+from hpctrain.parallel.compiler import CompilerError, compile_library, try_library
+from hpctrain.parallel.groups import LayerGroups
+from hpctrain.parallel.library import open_library
+
+
+def audited(groups: LayerGroups, world: World, seed: int) -> LayerGroups:
+    """Groups of layers whose products are checked. Collective."""
+    audit = ProductAudit(seed, world.rank, lambda: world.ledger.phase, _passes(world))
+    return replace(groups, audit=audit)
+
+
+def _passes(world: World) -> Passes:
+    """Compiled once a node on CPUs; torch's where that cannot be, which find the same and take longer."""
+    content = None
+    if on_host(world.device) and world.local_rank == 0:
+        with suppress(CompilerError):
+            content = _compiled()
+    gathered = world.everyone.all_gather_object((world.node, content))
+    content = dict(each for each in gathered if each[1] is not None).get(world.node)
+    if content is not None:
+        with suppress(OSError, AttributeError):
+            passes = CompiledPasses(open_library(content))
+            if agree(passes, Passes()):
+                return passes
+    return Passes()
+
+
+def _compiled() -> bytes:
+    """The library of `parallel/audit.c` for this processor. CompilerError where it does not come to one."""
+    room = files("hpctrain.parallel")
+    with as_file(room / "audit.c") as source:
+        content = compile_library(source)
+    with as_file(room / "audit_library.py") as program:
+        try_library(content, program)
+    return content
+
+
+def agree(one: Passes, other: Passes) -> bool:
+    """Whether both find the same of a few numbers, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[torch.Tensor]] = [[], []]
+    for rows, columns in ((9, 70), (4, 64)):
+        matrix = torch.randn(rows, columns, generator=generator)
+        along, across = torch.randn(columns, generator=generator), torch.randn(rows, generator=generator)
+        for form in (torch.float32, torch.bfloat16):
+            for passes, results in zip((one, other), found, strict=True):
+                sums = [torch.ones(columns), torch.ones(columns)]
+                passes.add_columns(matrix.to(form), across, across.square(), *sums)
+                worst = torch.zeros(())
+                there = across + torch.linspace(0, 1, rows)
+                bounds = Bounds(columns, rows, form, form, 2, alike=True)
+                passes.judge(bounds, across, there, across.square(), there.square(), worst)
+                results += [
+                    *passes.rows(matrix.to(form), along, along.square()),
+                    *passes.rows(matrix.to(form), along),
+                    *passes.checksums(matrix.to(form), along, across),
+                    *sums,
+                    worst,
+                ]
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(*found, strict=True))

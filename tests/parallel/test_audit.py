@@ -1,0 +1,349 @@
+"""Products that are checked: every flipped bit above rounding is found where it is, and nothing else.
+
+Tests of parallel/audit.py, parallel/audit_passes.py, parallel/audit_library.py and engine/audit.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.comm.faults import Fault
+from hpctrain.comm.world import World
+from hpctrain.engine.audit import agree
+from hpctrain.parallel.audit import ProductAudit
+from hpctrain.parallel.audit_library import call_all
+from hpctrain.parallel.audit_passes import Bounds, CompiledPasses, Passes
+from hpctrain.parallel.compiler import CompilerError, compile_library
+from hpctrain.parallel.kernels import LIBRARY, Kernel
+from hpctrain.parallel.library import open_library
+from hpctrain.parallel.shard import Parameter, Shard
+from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
+
+MIXTURE = (*LLAMA, "model.experts=4", "model.expert_mlp=24")
+
+MARGIN = 30
+"""By so many times the root of the squares of a row's errors a flip is above rounding."""
+
+FORMATS = {
+    "fp32": (),
+    "bf16": ("precision.compute=bf16",),
+    "bf16 sums": ("precision.compute=bf16", "precision.gradients=compute"),
+    "fp16": ("precision.compute=fp16",),
+    "by way of fp32": ("precision.compute=bf16", "machine.products=fp32"),
+    "fp8": ("precision.compute=fp8",),
+    "untied": ("model.tied=false", "model.family=llama", "model.key_value_heads=2", "model.mlp=48"),
+    "mixture": MIXTURE,
+    "mixture bf16": (*MIXTURE, "precision.compute=bf16"),
+    "recompute": ("memory.recompute=full",),
+}
+
+LAYOUTS = {
+    "zero 2, sliced": ("layout.zero=2", "memory.accumulate=sliced"),
+    "zero 3": ("layout.zero=3", "precision.compute=bf16"),
+    "tensor": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "context": ("layout.context=2",),
+    "zero bubble": ("layout.pipeline=2", "layout.schedule=zb-h1"),
+    "chunks": ("layout.pipeline=2", "layout.chunks=2", "layout.schedule=interleaved", "model.layers=4"),
+    "experts": (*MIXTURE, "layout.expert=2"),
+    "fp8": ("precision.compute=fp8", "precision.fp8=tensor", "layout.tensor=2"),
+}
+
+
+def compiled() -> Passes:
+    """By the library of `audit.c`, of a compiler that must be there."""
+    source = Path(str(files("hpctrain.parallel") / "audit.c"))
+    try:
+        library = open_library(compile_library(source))
+    except CompilerError as error:
+        pytest.skip(str(error))
+    call_all(library)
+    return CompiledPasses(library)
+
+
+def gradients_of(run: Trainer, audit: bool) -> tuple[dict[str, Tensor], list[Fault]]:
+    """A step's gradients, on weights that stay, and what was found."""
+    judge = run.engine.groups.audit
+    assert judge is not None
+    if audit:
+        judge.begin(1)
+    run.step.accumulate(run.state, run.deck.batch.global_size)
+    return {name: each.clone() for name, each in run.gradients().items()}, judge.settle() if audit else []
+
+
+def test_compiled_passes_are_those_of_torch() -> None:
+    assert agree(compiled(), Passes())
+
+    class Other(Passes):
+        def rows(
+            self, matrix: Tensor, vector: Tensor, weights: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            products, squares = super().rows(matrix, vector, weights)
+            return products, squares * 1.1
+
+    assert not agree(Other(), Passes())
+
+
+@pytest.mark.mpi(min_size=1, max_size=1)
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_changes_and_nothing_is_found(world: World, name: str) -> None:
+    """Of fresh rough weights, and of trained ones."""
+    one_thread()
+    run = trainer(world, small_deck(*FORMATS[name]), audit=True)
+    for _ in range(2):
+        plain, _ = gradients_of(run, audit=False)
+        checked, faults = gradients_of(run, audit=True)
+        assert faults == []
+        for key, gradient in plain.items():
+            assert torch.equal(gradient, checked[key]), key
+        run.train(10)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
+    one_thread()
+    run = trainer(world, small_deck(*LAYOUTS[name]), audit=True)
+    audit = run.engine.groups.audit
+    assert audit is not None
+    seen = []
+    for step in range(6):
+        audit.begin(step)
+        run.train(1)
+        seen.append(len(audit._worst))
+        assert not audit._sums
+        assert audit.settle() == []
+    assert min(seen) > 8
+
+
+@dataclass
+class Flip:
+    """Of the call with this number one element's bit, both told by shares of them."""
+
+    call: int
+    element: float
+    bit: float
+    before: bool = False
+
+
+class Flipping(Kernel):
+    """The library, which flips a bit of one result, or of a sum `before` something is added."""
+
+    def __init__(self) -> None:
+        self.flip: Flip | None = None
+        self.calls = 0
+        self.row, self.by, self.rounding = 0, 0.0, 0.0
+        self.additions: list[int] = []
+
+    def begin(self, flip: Flip | None) -> None:
+        self.flip, self.calls, self.by = flip, 0, 0.0
+
+    def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = LIBRARY.forward(inputs, weight, bias)
+        return self._flipped(output, inputs, weight.t(), bias)
+
+    def logits(self, inputs: Tensor, table: Tensor) -> Tensor:
+        return self._flipped(LIBRARY.logits(inputs, table), inputs, table.t())
+
+    def input_gradient(self, output_gradient: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        made = LIBRARY.input_gradient(output_gradient, weight, out)
+        return self._flipped(made, output_gradient, weight)
+
+    def add_weight_gradient(self, into: Tensor, output_gradient: Tensor, inputs: Tensor, first: bool) -> None:
+        flip = self.flip
+        if flip is None and not first:
+            self.additions.append(self.calls)
+        if flip is not None and flip.before and flip.call == self.calls:
+            unit = max(torch.finfo(each.dtype).eps for each in (into, inputs))
+            sizes = into.double().norm(dim=1)
+            self._flip(into, flip)
+            self.rounding = max(float(sizes[self.row]), float(sizes.median())) * 4 * unit
+        before = torch.zeros_like(into) if first else into.clone()
+        LIBRARY.add_weight_gradient(into, output_gradient, inputs, first)
+        self._flipped(into, output_gradient.t(), inputs, before)
+        if flip is not None and not flip.before and flip.call == self.calls - 1:
+            self.rounding *= 2  # as micro-batches make a sum
+
+    def _flipped(self, made: Tensor, left: Tensor, right: Tensor, beside: Tensor | None = None) -> Tensor:
+        flip, self.calls = self.flip, self.calls + 1
+        if flip is not None and not flip.before and flip.call == self.calls - 1:
+            exact = left.double() @ right.double()
+            exact = exact if beside is None else exact + beside.double()
+            errors = (made.double() - exact).reshape(-1, made.shape[-1]).norm(dim=1)
+            self._flip(made, flip)
+            self.rounding = max(float(errors[self.row]), float(errors.median()))
+        return made
+
+    def _flip(self, made: Tensor, flip: Flip) -> None:
+        flat = made.view(-1) if made.is_contiguous() else made.as_strided((made.numel(),), (1,))
+        index = int(flip.element * flat.numel())
+        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+        size = 8 * flat.element_size()
+        bit = 1 << int(flip.bit * size)
+        before = float(flat[index])
+        bits[index] ^= bit if bit < 1 << (size - 1) else -bit
+        self.row, self.by = index // made.shape[-1], abs(float(flat[index]) - before)
+
+
+def flips(count: int, calls: Sequence[int], seed: int, before: bool = False) -> list[Flip]:
+    """So many, of calls among these."""
+    shares = torch.rand(3, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return [Flip(calls[int(a * len(calls))], b, c, before) for a, b, c in shares.t().tolist()]
+
+
+class Found:
+    """What becomes of flips in a step of a run."""
+
+    def __init__(self, world: World, *overrides: str) -> None:
+        one_thread()
+        self.run = trainer(world.alone(), small_deck("batch.global_size=4", *overrides), audit=True)
+        self.kernel = Flipping()
+        self.run.engine.groups.kernels.other = self.kernel
+        audit = self.run.engine.groups.audit
+        assert audit is not None
+        self.audit, self.names = audit, dict[int, tuple[str, list[tuple[str, int]]]]()
+        judged, adding = audit.product, audit.adding
+
+        def product(weights: Sequence[Parameter], *given: object, **named: object) -> None:
+            self._note(self.kernel.calls - 1, weights[:1])
+            judged(weights, *given, **named)  # type: ignore[arg-type]
+
+        def add(weights: Sequence[Parameter], *given: object, **named: object) -> None:
+            self._note(self.kernel.calls, weights, "backward")
+            adding(weights, *given, **named)  # type: ignore[arg-type]
+
+        audit.product, audit.adding = product, add  # type: ignore[method-assign]
+        self.kernel.begin(None)
+        gradients_of(self.run, audit=True)
+        self.calls = self.kernel.calls
+
+    def _note(self, call: int, weights: Sequence[Parameter], phase: str = "") -> None:
+        phase = phase or self.run.engine.world.ledger.phase
+        self.names[call] = phase, [(each.shard.name, each.shard.local[0]) for each in weights]
+
+    def of(self, flip: Flip) -> bool | None:
+        """Whether it was found, and then in its place; None where it is lost in rounding."""
+        self.kernel.begin(flip)
+        _, faults = gradients_of(self.run, audit=True)
+        phase, weights = self.names[flip.call]
+        if not self.kernel.by > MARGIN * self.kernel.rounding and not faults:
+            return None
+        if not faults:
+            print("missed:", weights, phase, self.kernel.by / self.kernel.rounding)
+            return False
+        (fault,) = faults
+        name, end = weights[0][0], 0
+        for each, rows in weights:
+            if len(weights) > 1 and end <= self.kernel.row < end + rows:
+                name = each
+            end += rows
+        assert (fault.kind, fault.name, fault.phase, fault.ranks) == ("product", name, phase, (0,)), fault
+        return True
+
+
+@pytest.mark.parametrize(("form", "count"), [("fp32", 120), ("bf16", 60), ("untied", 60), ("fp16", 40)])
+def test_flips_are_found_where_they_are(world: World, form: str, count: int) -> None:
+    found = Found(world, *FORMATS[form])
+    outcomes = [found.of(flip) for flip in flips(count, range(found.calls), seed=count)]
+    there, of_all = outcomes.count(True), count - outcomes.count(None)
+    print(f"{form}: {there} of {of_all} above rounding, of {count}")
+    assert of_all > count / 4 and there >= 0.95 * of_all
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_flips_in_sums_between_micro_batches_are_found(world: World, form: str) -> None:
+    """As large as the sums that they are in, or larger."""
+    found = Found(world, *FORMATS[form])
+    outcomes = [found.of(flip) for flip in flips(40, found.kernel.additions, 7, before=True)]
+    there, of_all = outcomes.count(True), 40 - outcomes.count(None)
+    print(f"sums, {form}: {there} of {of_all} above rounding, of 40")
+    assert of_all > 10 and there >= 0.95 * of_all
+
+
+MATRICES = {
+    "normal": lambda x: x,
+    "tiny": lambda x: x * 1e-20,
+    "huge": lambda x: x * 1e20,
+    "zeros": lambda x: x * 0,
+    "rows of zeros": lambda x: x * (torch.arange(len(x)) % 3 == 0).unsqueeze(1),
+    "one row": lambda x: x * (torch.arange(len(x)) == 5).unsqueeze(1),
+    "an outlier": lambda x: x * (1 + 1e4 * (torch.arange(x.shape[1]) == 3)),
+    "a large mean": lambda x: 1 + x * 1e-3,
+    "one number": lambda x: torch.full_like(x, 0.1),
+    "all sizes": lambda x: x * torch.logspace(-9, 9, len(x)).unsqueeze(1),
+    "not finite": lambda x: x.index_fill(0, torch.tensor([2]), torch.inf),
+}
+
+
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_library", [False, True])
+def test_rounding_is_no_fault(form: torch.dtype, by_library: bool) -> None:
+    """Of all pairs of matrices of these kinds, whatever signs are drawn."""
+    one_thread()
+    weight = Parameter(Shard.whole("weight", (40, 72)))
+    audit = ProductAudit(5, 0, lambda: "forward", compiled() if by_library else Passes())
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for one, left in MATRICES.items():
+            for other, right in MATRICES.items():
+                audit.begin(step)
+                x = left(torch.randn(64, 72, generator=generator)).to(form)
+                matrix = right(torch.randn(40, 72, generator=generator)).to(form)
+                bias = torch.randn(40, generator=generator).to(form)
+                audit.product([weight], 0, x, matrix, LIBRARY.forward(x, matrix, bias), bias)
+                y = LIBRARY.forward(x, matrix)
+                audit.product([weight], 0, y, matrix, LIBRARY.input_gradient(y, matrix), turned=True)
+                into = torch.empty(40, 72)
+                rounded = None if form == into.dtype else form
+                for first in (True, False, False):
+                    audit.adding([weight], 0, y, x, into, first, rounded)
+                    LIBRARY.add_weight_gradient(into, y, x, first)
+                audit.compare([weight])
+                assert audit.settle() == [], (one, other)
+
+
+def test_no_number_is_a_fault_where_operands_are_small() -> None:
+    weight = Parameter(Shard.whole("weight", (8, 16)))
+    for passes in (Passes(), compiled()):
+        audit = ProductAudit(0, 3, lambda: "backward", passes)
+        for value in (torch.inf, torch.nan, 1e38):
+            audit.begin(0)
+            x, matrix = torch.randn(4, 16), torch.randn(8, 16)
+            output = x @ matrix.t()
+            output[2, 3] = value
+            audit.product([weight], 0, x, matrix, output)
+            (fault,) = audit.settle()
+            assert (fault.name, fault.phase, fault.ranks) == ("weight", "backward", (3,))
+
+
+def test_signs_are_others_in_each_step() -> None:
+    """So that what one step's do not tell, as of two elements that changed by as much, another's do."""
+    weight = Parameter(Shard.whole("weight", (8, 16)))
+    audit = ProductAudit(0, 0, lambda: "forward")
+    x, matrix = torch.randn(4, 16), torch.randn(8, 16)
+    output = x @ matrix.t()
+    output[1, :2] += 1
+    found = []
+    for step in range(20):
+        audit.begin(step)
+        audit.product([weight], 0, x, matrix, output)
+        found.append(bool(audit.settle()))
+    assert 3 < sum(found) < 17
+
+
+def test_bounds_follow_from_formats() -> None:
+    accumulated, besides = Bounds(54, 42, torch.float32).factors
+    assert (accumulated, besides) == (8 * 2.0**-24 * 4, 0)
+    assert Bounds(1, 1, torch.bfloat16, torch.bfloat16, 4).factors[1] == 8 * 2.0**-8 * 2
+
+
+def test_a_library_of_other_functions_is_not_taken() -> None:
+    with pytest.raises(AttributeError):
+        call_all(ctypes.CDLL(None))
