@@ -92,9 +92,9 @@ class Trainer(trainer_module.Trainer):
         }
 
 
-def trainer(world: World, deck: Deck, masked: float = 0.2, audit: bool = False) -> Trainer:
-    """A trainer of the deck on all ranks of the world, whose products may have an audit."""
-    engine = build_engine(deck, world, make_mesh(deck, world), ROUGHNESS, audit)
+def trainer(world: World, deck: Deck, masked: float = 0.2) -> Trainer:
+    """A trainer of the deck on all ranks of the world."""
+    engine = build_engine(deck, world, make_mesh(deck, world), roughness=ROUGHNESS)
     source = SyntheticSource(deck.batch.sequence, deck.model.vocabulary or 0, masked=masked)
     return Trainer(deck, engine, Batches(source, 1))
 

@@ -482,8 +482,9 @@ class Stability(Section):
         "Steps that a rollback goes back at least; samples since are left out.", 100, unit="steps", ge=1
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
-    corruption: Literal["off", "cheap"] = key(
-        "Whether to look for silent faults: what changes in memory between updates, and copies that differ.",
+    corruption: Literal["off", "cheap", "full"] = key(
+        "Whether to look for silent faults: what changes in memory between updates, and copies that differ; "
+        "full: matrix products, too.",
         "off",
     )
     corruption_every: int = key(

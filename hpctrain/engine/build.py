@@ -126,28 +126,27 @@ def choose_link(deck: Deck, world: World) -> str:
     return keys.wished_transport
 
 
-def arrange(deck: Deck, world: World, mesh: Mesh, audit: bool = False) -> Arrangement:
-    """The arrangement of a deck whose vocabulary is settled; with an `audit`, products can be checked.
-    Collective; may measure layers.
-    """
+def arrange(deck: Deck, world: World, mesh: Mesh) -> Arrangement:
+    """The arrangement of a deck whose vocabulary is settled. Collective; may measure layers."""
     assert deck.model.vocabulary is not None
     with world.agreement():
         recompute = make_recompute(deck, world)
         architecture = architecture_of(deck, deck.model.vocabulary)
     groups = make_groups(deck, mesh, recompute, world.device)
-    groups = audited(groups, world, deck.run.seed) if audit else groups
+    if deck.stability.corruption == "full":
+        groups = audited(groups, world, deck.run.seed)
     placement = place_layers(deck, architecture, groups, mesh)
     schedule = placement.schedule_of(micro_batches(deck, mesh.size("data")))
     return Arrangement(recompute, groups, architecture, placement, schedule)
 
 
-def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0, audit: bool = False) -> Engine:
+def build_engine(deck: Deck, world: World, mesh: Mesh, roughness: float = 0.0) -> Engine:
     """Model, buckets, optimizer of a deck whose vocabulary is settled, initialized from the seed.
 
-    `roughness` is what `initialize` adds to biases and norm weights; `audit` as of `arrange`.
+    `roughness` is what `initialize` adds to biases and norm weights.
     """
     deck = choose_kernels(deck, world, mesh)
-    return assemble(deck, world, mesh, arrange(deck, world, mesh, audit), roughness)
+    return assemble(deck, world, mesh, arrange(deck, world, mesh), roughness)
 
 
 def assemble(
@@ -175,7 +174,7 @@ def assemble(
         stage = build(deck, groups, models, replications, offload, world.device, world.agreement)
     _initialize(world, architecture, stage, deck.run.seed, roughness)
     if groups.audit is not None:
-        stage.synchronizer.before_sum = groups.audit.compare
+        stage.synchronizer.all_added = groups.audit.compare
     stage.outer.begin(stage.optimizer)
     if deck.stability.check_parameters:
         check_replicas(stage.buckets, world.everyone)

@@ -56,8 +56,8 @@ class GradientSynchronizer:
             for bucket in buckets
         }
         self._under_way: deque[tuple[Reducer, Work[Tensor]]] = deque()
-        self.before_sum: Callable[[Sequence[Parameter]], None] = lambda _: None
-        """Called with parameters to whose gradients all is added, and nothing else done yet."""
+        self.all_added: Callable[[Sequence[Parameter]], None] = lambda _: None
+        """Called with parameters to whose gradients layers have added all, and nothing else is done yet."""
         for parameter, bucket in self._bucket.items():
             parameter.on_added = self._added
             if parameter.open_gradient is not None:
@@ -133,7 +133,7 @@ class GradientSynchronizer:
             self._synchronize(bucket)
 
     def _synchronize(self, bucket: Bucket) -> None:
-        self.before_sum([segment.parameter for segment in bucket.segments])
+        self.all_added([segment.parameter for segment in bucket.segments])
         bucket.merge_lookups()
         self.before_sums(bucket)
         for run, group in self._partial[bucket]:

@@ -58,6 +58,7 @@ class Guard(Unguarded, Hook):
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = Watched(learned(self._learning), engine.world.rank)
+        self._audit = engine.groups.audit
         self._early: list[Fault] = []
         self._before: HeldState | None = None
         self._gradients: Tensor | None = None
@@ -70,6 +71,8 @@ class Guard(Unguarded, Hook):
         if self._learning:
             former, self._before = self._before, HeldState(step, {})
             self._before.take(self._learning, former)
+        if self._audit is not None:
+            self._audit.begin(step)
         yield
 
     def summed(self) -> None:
@@ -81,8 +84,10 @@ class Guard(Unguarded, Hook):
         what it began from; `totals` are the figures that all ranks agreed on. Collective.
         """
         resting = [*self._early, *self.resting.changed()]
+        products = [] if self._audit is None else self._audit.settle()
         try:
-            self._agree(totals, [*resting, *self._changed_gradients()], spoilt=bool(resting))
+            found = [*resting, *products, *self._changed_gradients()]
+            self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
             self.engine.synchronizer.after_step(False, 1.0)
             if self._before is not None:
