@@ -25,7 +25,9 @@ from hpctrain.parallel.compiler import CompilerError, compile_library
 from hpctrain.parallel.kernels import LIBRARY, Kernel
 from hpctrain.parallel.library import open_library
 from hpctrain.parallel.shard import Parameter, Shard
+from hpctrain.train.corruption import SilentFaultError
 from tests.engines import LLAMA, Trainer, one_thread, small_deck, trainer
+from tests.model.foreign.test_whole import deck_of
 
 FULL = "stability.corruption=full"
 
@@ -126,6 +128,49 @@ def test_nothing_is_found_on_any_layout(world: World, name: str) -> None:
     run.train(6)  # which says what is wrong
     assert len(seen) == 6
     assert min(seen) > 8
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+@pytest.mark.parametrize("more", [(), ("model.arguments={forces=false}",)])
+def test_nothing_is_found_in_modules(world: World, more: tuple[str, ...]) -> None:
+    """To whose gradients others add, too, before or after products of the same matrix."""
+    one_thread()
+    run = trainer(world, deck_of(FULL, "batch.sequence=8", *more))
+    audit = run.engine.groups.audit
+    assert audit is not None
+    settle, seen = audit.settle, set[tuple[str, str]]()
+
+    def noted() -> list[Fault]:
+        seen.update((where.names[0], where.what) for where in audit._worst)
+        return settle()
+
+    audit.settle = noted  # type: ignore[method-assign]
+    run.train(3)
+    for name in ("fields.0.again.weight", "fields.0.down.weight", "embed.weight"):
+        assert (name, "gradient") in seen, sorted(seen)
+
+
+@pytest.mark.mpi(min_size=1, max_size=2)
+def test_a_step_with_a_wrong_product_is_made_again(world: World) -> None:
+    """On all ranks, whichever of them computed it, to the bits of one that nothing happened to."""
+    one_thread()
+    deck = small_deck(FULL, "layout.zero=1") if world.size > 1 else small_deck(FULL)
+    plain, run = trainer(world, deck), trainer(world, deck)
+    plain.train(3)
+    run.train(1)
+    if world.rank == world.size - 1:
+        kernel = run.engine.groups.kernels.other = Flipping()
+        kernel.begin(Flip(9, 0.3, 30.5 / 32))
+    with pytest.raises(SilentFaultError) as caught:
+        run.train(1)
+    (fault,) = caught.value.faults
+    assert fault.kind == "product" and fault.ranks == (world.size - 1,)
+    assert caught.value.kept and run.state.step == 1
+    run.engine.groups.kernels.other = LIBRARY
+    run.train(2)
+    expected = plain.parameters()
+    for name, values in run.parameters().items():
+        assert torch.equal(values, expected[name]), name
 
 
 @dataclass
