@@ -159,12 +159,17 @@ class World:
         everyone = self.everyone
         everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")
 
+    @property
+    def auditing(self) -> Audit | None:
+        """What checks messages of groups made from here on, if anything does."""
+        return self._audit
+
     def audit(self, depth: Depth | Literal["off"]) -> Audit | None:
         """Check what `everyone`, and groups made from here on, move and sum; what is to be settled, None
         where nothing is checked. Collective.
         """
-        if depth == "off" and self._audit is None:
-            return None
+        if depth == ("off" if self._audit is None else self._audit.depth):
+            return self._audit
         self._audit = None if depth == "off" else Audit(depth, self.ledger)
         everyone = self.everyone
         everyone.host, everyone.accelerator = self._pair(self.communicator, self._ranks, "mpi")

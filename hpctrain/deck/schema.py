@@ -483,8 +483,8 @@ class Stability(Section):
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
     corruption: Literal["off", "cheap", "full"] = key(
-        "Whether to look for silent faults: what changes in memory between updates, and copies that differ; "
-        "full: matrix products, too.",
+        "Whether to look for silent faults: in memory between updates, copies, sums over ranks; full: in "
+        "matrix products and all messages, too.",
         "off",
     )
     corruption_every: int = key(

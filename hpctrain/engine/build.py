@@ -123,6 +123,7 @@ def choose_link(deck: Deck, world: World) -> str:
         raise HpctrainError(deck.problem("communication.emulate", sentence))
     world.emulate_nodes(keys.ranks_per_node)
     world.emulate(keys.link)
+    world.audit(deck.stability.corruption)
     return keys.wished_transport
 
 

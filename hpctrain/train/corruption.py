@@ -25,7 +25,11 @@ from hpctrain.errors import EXIT_INTERNAL, HpctrainError
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.sharding.resting import RestingState, Watched, learned
 from hpctrain.train.hook import Hook, StepDone
+from hpctrain.train.repeated import Repetition
 from hpctrain.train.step import Unguarded
+
+REPEATED = 10
+"""A micro-batch is computed again so many times less often than copies are compared."""
 
 _WORD = (1 << 63) - 1
 """Something was found; nothing is 0. Of a word with a bit changed, half of the bits tell."""
@@ -48,18 +52,21 @@ def sentence(fault: Fault) -> str:
 
 
 class Guard(Unguarded, Hook):
-    """Checks every step; copies of the same are compared every `every` steps.
+    """Checks every step; copies of the same are compared every `every` steps. The engine's products and the
+    messages of its groups may be checked, too, and by `repetition`, if there is one, a micro-batch is
+    computed again every REPEATED times as many steps.
 
     Its place is first among the hooks, so that nothing comes between an update and its fingerprints.
     """
 
-    def __init__(self, engine: Engine, every: int) -> None:
-        self.engine, self.every = engine, every
+    def __init__(self, engine: Engine, every: int, repetition: Repetition | None = None) -> None:
+        self.engine, self.every, self.repetition = engine, every, repetition
         self.resting = RestingState(engine.buckets, engine.state())
         self._learning = [tensor for tensor in engine.state() if tensor.changes_in_step]
         self.learned = Watched(learned(self._learning), engine.world.rank)
-        self._audit = engine.groups.audit
+        self._products, self._messages = engine.groups.audit, engine.world.auditing
         self._early: list[Fault] = []
+        self._repeated: list[Fault] = []
         self._before: HeldState | None = None
         self._gradients: Tensor | None = None
         self._step = 0
@@ -67,12 +74,16 @@ class Guard(Unguarded, Hook):
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         """Look at what the step itself changes, and keep it: it has to be there again for another try."""
-        self._step, self._early = step, self.learned.changed()
+        self._step, self._early, self._repeated = step, self.learned.changed(), []
         if self._learning:
             former, self._before = self._before, HeldState(step, {})
             self._before.take(self._learning, former)
-        if self._audit is not None:
-            self._audit.begin(step)
+        if self._products is not None:
+            self._products.begin(step)
+        if self.repetition is not None and step > 1 and step % (REPEATED * self.every) == 0:
+            self._repeated = self.repetition.compare()
+            if self._before is not None:
+                self._before.give_back(self._learning)
         yield
 
     def summed(self) -> None:
@@ -84,9 +95,9 @@ class Guard(Unguarded, Hook):
         what it began from; `totals` are the figures that all ranks agreed on. Collective.
         """
         resting = [*self._early, *self.resting.changed()]
-        products = [] if self._audit is None else self._audit.settle()
+        computed = [] if self._products is None else self._products.settle()
         try:
-            found = [*resting, *products, *self._changed_gradients()]
+            found = [*resting, *self._repeated, *computed, *self._sent(), *self._changed_gradients()]
             self._agree(totals, found, spoilt=bool(resting))
         except SilentFaultError:
             self.engine.synchronizer.after_step(False, 1.0)
@@ -104,11 +115,13 @@ class Guard(Unguarded, Hook):
         self._agree([], [*changed, *self.resting.differing()])
 
     def after_step(self, done: StepDone) -> None:
-        """Know again what lies in memory from here on."""
+        """Know again what lies in memory from here on; see whether it is what ranks sent each other."""
         self.resting.take()
         self.learned.take()
+        faults = self._sent()
         if done.state.step % self.every == 0:
-            self._agree([], self.resting.differing())
+            faults += self.resting.differing()
+        self._agree([], faults)
 
     def forget(self) -> None:
         """Something else than a step has changed the state."""
@@ -132,6 +145,10 @@ class Guard(Unguarded, Hook):
         if not faults:
             faults = [_of_figures([row[1] for row in rows], everyone.ranks)]
         raise SilentFaultError(self._step, list(dict.fromkeys(faults)), not any(row[2] for row in rows))
+
+    def _sent(self) -> list[Fault]:
+        """What was wrong with messages since the last time."""
+        return [] if self._messages is None else self._messages.settle()
 
     def _changed_gradients(self) -> Iterator[Fault]:
         """Of which parameters they are not those that were summed."""

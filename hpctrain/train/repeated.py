@@ -7,7 +7,7 @@ other's tokens, as experts do, each computes its own twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hpctrain.comm.faults import Fault
@@ -18,14 +18,16 @@ from hpctrain.train.step import Step, TrainState
 
 
 class Repetition:
-    """The comparison, between steps: gradients and what the passes note are to be begun anew afterwards."""
+    """The comparison, between steps of a run that is in a `state`, whose next one is of `batch` sequences."""
 
-    def __init__(self, engine: Engine, step: Step) -> None:
-        self.engine, self.step = engine, step
+    def __init__(self, engine: Engine, step: Step, state: TrainState, batch: Callable[[], int]) -> None:
+        self.engine, self.step, self.state, self.batch = engine, step, state, batch
 
-    def compare(self, state: TrainState, batch: int) -> list[Fault]:
-        """What neighbours have otherwise than this rank had it; collective. `batch` is that of a step."""
-        engine, step = self.engine, self.step
+    def compare(self) -> list[Fault]:
+        """What neighbours have otherwise than this rank had it; collective. Leaves gradients, and whatever
+        the passes of a step themselves change, to be begun anew.
+        """
+        engine, step, state, batch = self.engine, self.step, self.state, self.batch()
         number, shares = step.share
         if engine.mesh.size("pipeline") == 1:
             batch = min(batch, shares * step.micro_size)  # one micro-batch each

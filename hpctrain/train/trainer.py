@@ -19,6 +19,7 @@ from hpctrain.train.batch_size import batch_at
 from hpctrain.train.corruption import Guard
 from hpctrain.train.hook import Hook, StepDone
 from hpctrain.train.memory import ActivationPeak
+from hpctrain.train.repeated import Repetition
 from hpctrain.train.step import Step, StepResult, TrainState, Unguarded
 from hpctrain.watch.stragglers import Comparison, Stragglers, work_of
 from hpctrain.words import counted
@@ -37,13 +38,19 @@ class Trainer:
         self.activations = ActivationPeak(engine)
         self.hooks: list[Hook] = [self.activations]
         if deck.stability.corruption != "off":
-            self.step.guard = guard = Guard(engine, deck.stability.corruption_every)
+            full = deck.stability.corruption == "full"
+            again = Repetition(engine, self.step, self.state, self.next_batch) if full else None
+            self.step.guard = guard = Guard(engine, deck.stability.corruption_every, again)
             self.hooks.append(guard)
 
     @property
     def world(self) -> World:
         """All ranks of the run."""
         return self.engine.world
+
+    def next_batch(self) -> int:
+        """Sequences of the next step, by the deck."""
+        return batch_at(self.deck.batch, self.state.step)
 
     @property
     def guard(self) -> Unguarded:
@@ -87,7 +94,7 @@ class Trainer:
         with ExitStack() as watching:
             for hook in self.hooks:
                 watching.enter_context(hook.around_step(self.state.step + 1))
-            batch = batch_at(self.deck.batch, self.state.step) if batch is None else batch
+            batch = self.next_batch() if batch is None else batch
             result = self.step(self.state, batch, self._before_update)
         seconds = time.perf_counter() - started
         computing, payload = seconds - (ledger.seconds - communicating), ledger.bytes - payload

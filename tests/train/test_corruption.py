@@ -16,15 +16,19 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.comm import audited
 from hpctrain.comm.faults import Fault
+from hpctrain.comm.transports import Pair
 from hpctrain.comm.world import World
 from hpctrain.deck.read import read_deck
 from hpctrain.errors import HpctrainError
 from hpctrain.report.rows import read_metrics
 from hpctrain.sharding.fingerprint import fingerprint
-from hpctrain.train import healing
+from hpctrain.train import corruption, healing
 from hpctrain.train.corruption import SilentFaultError
 from hpctrain.train.run import open_run, resume
+from tests.comm.random_calls import Flip as Message
+from tests.comm.random_calls import FlippingTransport
 from tests.train.flips import Flip, Flips, flip, gradients, states
 from tests.train.poisoned import make_deck, train
 from tests.train.test_run import contents
@@ -300,3 +304,34 @@ def test_what_a_deck_cannot_have(tmp_path: Path) -> None:
             read_deck(path, keys.split(), 1)
         assert len(raised.value.problems) == 1, raised.value.problems
         assert words in raised.value.problems[0]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("layout", ["data", "zero-1", "tensor", "pipeline"])
+def test_a_full_look_changes_nothing_and_heals_what_arrives_wrong(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """A bit of what comes to rank 1 in its so manieth call, wherever in a step that is."""
+    deck, keys = make_deck(world, mpi_tmp_path), keys_of(layout)
+    monkeypatch.setattr(corruption, "REPEATED", 1)
+    full = ("stability.corruption=full", *CHEAP[1:])
+    train(world, deck, "clean", *keys)
+    train(world, deck, "watched", *keys, *full)
+    assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / "watched")
+    assert found_in(mpi_tmp_path / "watched") == []
+    around = audited.around
+    for number in (40, 67):
+        wrong = Message(rank=1, number=number, seed=number)
+
+        def flipping(pair: Pair, *others: Any, wrong: Message = wrong) -> Pair:
+            return around((FlippingTransport(pair[0], wrong), pair[1]), *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hpctrain.comm.world.around", flipping)
+            code, _ = train(world, deck, f"wrong-{number}", *keys, *full)
+        world.audit("off")
+        assert code == 0
+        assert_same_end(mpi_tmp_path / "clean", mpi_tmp_path / f"wrong-{number}")
+        (found,) = found_in(mpi_tmp_path / f"wrong-{number}")
+        assert found["kind"] == "message"
+        assert 1 in found["ranks"]

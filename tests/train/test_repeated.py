@@ -30,9 +30,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def compare(training: Trainer) -> list[tuple[str, tuple[int, ...]]]:
-    repetition = Repetition(training.engine, training.step)
-    batch = training.deck.batch.global_size
-    return [(fault.name, fault.ranks) for fault in repetition.compare(training.state, batch)]
+    repetition = Repetition(training.engine, training.step, training.state, training.next_batch)
+    return [(fault.name, fault.ranks) for fault in repetition.compare()]
 
 
 @pytest.mark.sampled(4)
