@@ -58,7 +58,7 @@ class Healing:
     def _note(self, found: SilentFaultError) -> None:
         """Tell of it, and count."""
         log, reporter = logging.getLogger("hpctrain"), self.way.reporter
-        self.found += len(found.faults)
+        self.found += 1  # what is wrong at once has one cause
         single = {fault.ranks[0] for fault in found.faults if len(fault.ranks) == 1}
         self._of_rank.update(single)  # what one rank has at a time is one fault of it
         for fault in found.faults:

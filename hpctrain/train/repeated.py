@@ -7,12 +7,13 @@ other's tokens, as experts do, each computes its own twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hpctrain.comm.faults import Fault
 from hpctrain.engine.build import Engine
 from hpctrain.sharding.bucket import Bucket
+from hpctrain.sharding.bucket_layout import BucketSegment
 from hpctrain.sharding.fingerprint import fingerprint
 from hpctrain.train.step import Step, TrainState
 
@@ -38,7 +39,8 @@ class Repetition:
         ranks = dict(zip((row[0] for row in told), engine.mesh.group("data").ranks, strict=True))
         theirs = {(row[0] + (0 if alone else 1)) % shares: row for row in told}
         with_this = theirs[number]
-        names = ["losses", *(bucket_name(bucket) for bucket in engine.buckets)]
+        segments = [segment for bucket in engine.buckets for segment in bucket.segments]
+        names = ["losses", *(f"gradient/{segment.parameter.shard.name}" for segment in segments)]
         both = tuple(sorted({ranks[number], ranks[with_this[0]]}))
         return [
             Fault("micro-batch", name, "backward", both, "came out otherwise when it was computed again")
@@ -47,12 +49,13 @@ class Repetition:
         ]
 
     def _pass(self, state: TrainState, batch: int, shift: int) -> list[int]:
-        """Fingerprints of losses and of each bucket's gradients of a share's micro-batches."""
+        """Fingerprints of losses and of each parameter's gradient of a share's micro-batches."""
         engine, step = self.engine, self.step
-        found: dict[Bucket, int] = {}
+        found: dict[BucketSegment, int] = {}
 
         def keep(bucket: Bucket) -> None:
-            found[bucket] = int(fingerprint(bucket.gradients))
+            for segment in bucket.segments:  # what lies between them is nobody's, and may be anything
+                found[segment] = int(fingerprint(segment.view(bucket.gradients).view(-1)))
 
         with (
             _set(step, "shift", shift),
@@ -62,13 +65,8 @@ class Repetition:
             sums, _ = step.accumulate(state, batch)
         engine.synchronizer.after_step(False, 1.0)
         engine.groups.noted.agree(engine.world.everyone)
-        return [int(fingerprint(sums)), *(found.get(bucket, 0) for bucket in engine.buckets)]
-
-
-def bucket_name(bucket: Bucket) -> str:
-    """Its parameters, by the first and the last of them."""
-    names: Sequence[str] = [segment.parameter.shard.name for segment in bucket.segments]
-    return f"gradient/{names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+        every = (segment for bucket in engine.buckets for segment in bucket.segments)
+        return [int(fingerprint(sums)), *(found.get(segment, 0) for segment in every)]
 
 
 @contextmanager

@@ -72,5 +72,5 @@ def test_what_came_out_otherwise_is_told(world: World, monkeypatch: pytest.Monke
     told = sorted({(name, tuple(which)) for rank in ranks for name, which in rank})
     assert len(told) == 1
     assert told[0][1] in {tuple(sorted(each)) for each in both}
-    assert done[0].segments[0].parameter.shard.name in told[0][0]
+    assert told[0][0] == f"gradient/{done[0].segments[0].parameter.shard.name}"
     assert compare(training) == []
