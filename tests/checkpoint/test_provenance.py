@@ -22,7 +22,7 @@ def test_every_resume_appends_to_the_chain() -> None:
     for number in range(3):
         run = begin(f"run{number}")
         if number:
-            run.go_on({"step": 10 * number, **state}, Path(f"a/step-{10 * number}.h5"))
+            run.go_on({"step": 10 * number, **state}, f"a/step-{10 * number}.h5")
         for step in range(10 * number + 1, 10 * number + 11):
             run.note(step, 1 / step, 2 / step)
         state = json.loads(json.dumps(run.stored(10 * number + 10), allow_nan=False))
@@ -47,7 +47,7 @@ def test_what_is_stored_is_bounded() -> None:
     assert len(state["history"]) == 1
     rows = state["history"] * (SEGMENTS + 500)
     run = begin("x" * 5000)
-    run.go_on({"step": 150, "history": rows, "losses": state["losses"]}, Path("y" * 5000))
+    run.go_on({"step": 150, "history": rows, "losses": state["losses"]}, "y" * 5000)
     stored = run.stored(160)
     assert len(stored["history"]) == SEGMENTS
     assert stored["history"][0]["title"] == "first"
