@@ -483,7 +483,7 @@ class Stability(Section):
     )
     spike_most: int = key("Spikes of a run; with one more it stops, to be looked at.", 20, ge=1)
     corruption: Literal["off", "cheap", "full"] = key(
-        "Look for silent faults: in memory, copies, sums over ranks; full: in products and all messages, too.",
+        "Look for silent faults: in memory, copies, sums over ranks; full: products and all messages, too.",
         "off",
     )
     corruption_every: int = key(
