@@ -104,7 +104,7 @@ def test_stress_tells_nodes_and_rates(launch: Launch, tmp_path: Path) -> None:
     rates = tmp_path / "rates.jsonl"
     (tmp_path / "disk").mkdir()
     options = ("--stress", "1 s", "--stress-dir", tmp_path / "disk", "--rates", rates)
-    done = launch(2, "-m", "hpctrain", "doctor", *options, timeout=120)
+    done = launch(2, "-m", "hpctrain", "doctor", *options, timeout=120, COLUMNS="300")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "A run can start here." in done.stdout
     assert done.stdout.count("of 1 s: ") >= 1
