@@ -21,6 +21,9 @@ from hpctrain.words import counted
 MOST = 20
 """Faults of a job that no single rank is known to have."""
 
+TOLD, WRITTEN = 10, 1000
+"""Of what is found at once, at most: in the log, and in the file."""
+
 
 class Healing:
     """Has what was found wrong be right again: the step is made again, by the state that it began from, or by
@@ -61,9 +64,11 @@ class Healing:
         self.found += 1  # what is wrong at once has one cause
         single = {fault.ranks[0] for fault in found.faults if len(fault.ranks) == 1}
         self._of_rank.update(single)  # what one rank has at a time is one fault of it
-        for fault in found.faults:
+        for fault in found.faults[:TOLD]:
             log.warning("step %d: %s", found.step, sentence(fault))
-        rows = [self._row(found.step, fault) for fault in found.faults]
+        if len(found.faults) > TOLD:
+            log.warning("step %d: and %d more, in %s", found.step, len(found.faults) - TOLD, self.path)
+        rows = [self._row(found.step, fault) for fault in found.faults[:WRITTEN]]
         with self.way.trainer.world.agreement():
             if self.way.trainer.world.rank == 0:
                 with (
