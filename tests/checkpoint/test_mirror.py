@@ -81,6 +81,7 @@ def make(mirror: Mirror, held: list[Entry], step: int) -> None:
         assert mirror.newest != step
     mirror.go_on()
     assert mirror.newest == step
+    mirror.world.everyone.barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -58,8 +58,8 @@ def test_expert_gradients_of_another_size(
     assert "as on one rank" in verified(world, *layout)
     add = experts.add_grouped_gradient
 
-    def scaled(output_gradient: Tensor, inputs: Tensor, weight: Parameter, segments: Any) -> None:
-        add(output_gradient * factor if split(weight) else output_gradient, inputs, weight, segments)
+    def scaled(output_gradient: Tensor, inputs: Tensor, weight: Parameter, *more: Any) -> None:
+        add(output_gradient * factor if split(weight) else output_gradient, inputs, weight, *more)
 
     monkeypatch.setattr(experts, "add_grouped_gradient", scaled)
     with pytest.raises(LayoutError, match=rf"gradient of blocks\.1\.feed_forward\.experts.* differs.*{told}"):

@@ -357,7 +357,7 @@ def test_ranks_of_a_node_that_hold_little_leave_room_for_those_that_hold_much() 
     as there are stages behind them.
     """
     given = {**NO_CONTEXT, "tensor": 1, "pipeline": 16, "schedule": "1f1b", "chunks": 1, "zero": 0}
-    keys = ("model.layers=14", "model.vocabulary=40000", "batch.micro_size=2", "model.tied=false")
+    keys = ("model.layers=14", "model.vocabulary=45000", "batch.micro_size=2", "model.tied=false")
     memory = {**KEPT, "optimizer": "device"}
     case = Case(keys, given, memory, ranks=16, machine=machine_of(16))
     holding = bare(case.deck, case.ranks)
