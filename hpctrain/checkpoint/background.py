@@ -68,6 +68,12 @@ class BackgroundSave:
             self._completing = True
             self._work = self._threads.submit(self._complete, self._draft.total())
 
+    def abandon(self) -> None:
+        """Leave no file: what was stored may not be what was to be. Collective."""
+        futures.wait([self._work])
+        self._threads.shutdown(wait=False)
+        self._draft.close(failed=True)
+
     def _write(self) -> None:
         try:
             self._draft.store(partial(write_at_offsets, self._draft.descriptor), self._snapshot.take)

@@ -144,6 +144,12 @@ class Checkpoints(Hook):
         """Wait for the checkpoint under way, if there is one."""
         self.poll(wait=True)
 
+    def doubt(self, step: int) -> None:
+        """What is under way of the state after `step`, which has changed wrongly since, will not be there."""
+        if self._pending is not None and self._step == step:
+            self._pending.abandon()
+            self._pending = self._step = None
+
     def hold(self, state: TrainState) -> None:
         """Keep a copy of the present state in memory, if one is due."""
         if self.held.due(state.step):

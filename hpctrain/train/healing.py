@@ -43,6 +43,7 @@ class Healing:
         trainer, way, step = self.way.trainer, self.way, found.step
         self._note(found)
         if not found.kept:
+            way.checkpoints.doubt(trainer.state.step)
             source = way.newest(trainer.state.step)
             if source is None:
                 why = f"step {step}: no good state is there, in memory or on the disk, to go back to"

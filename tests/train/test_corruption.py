@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.checkpoint.background import BackgroundSave
 from hpctrain.comm import audited
 from hpctrain.comm.faults import Fault
 from hpctrain.comm.transports import Pair
@@ -219,6 +221,34 @@ def test_without_a_copy_in_memory(
     assert (code, len(rows)) == (75, 6)
     assert "no good state is there" in json.loads((folder / "status.json").read_text())["reason"]
     assert not list((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_checkpoint_under_way_may_hold_what_changed(
+    world: World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here its thread stores what it has to only after the flip."""
+    deck, folder = make_deck(world, mpi_tmp_path), mpi_tmp_path / "flipped"
+    background = ("layout.zero=1", "checkpoint.every=3", "checkpoint.mode=background")
+    keys = (*SHORT, "stability.corruption=cheap", *background)
+    train(world, deck, "clean", *keys)
+    changed, write = Flip(6, 1, states, 3, 5, 30, "between"), BackgroundSave._write
+
+    def later(saved: BackgroundSave) -> None:
+        while not changed.met and saved.path.name == "step-00000006.h5":
+            time.sleep(0.1)
+        time.sleep(0.1)
+        write(saved)
+
+    with monkeypatch.context() as patch:
+        Flips([changed]).install(patch)
+        patch.setattr(BackgroundSave, "_write", later)
+        code, _ = train(world, deck, "flipped", *keys)
+    assert code == 0
+    assert_same_end(mpi_tmp_path / "clean", folder)
+    assert [(row["step"], row["ranks"]) for row in found_in(folder)] == [(7, [1])]
+    if world.rank == 0:
+        assert "takes up the state after step 3" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.mpi(max_size=1)
