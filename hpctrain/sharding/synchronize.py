@@ -12,16 +12,14 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.comm.work import Work
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.scratch import Flat, to_read
+from hpctrain.memory.scratch import Flat
 from hpctrain.parallel.shard import Parameter
 from hpctrain.sharding.bucket import Bucket
 from hpctrain.sharding.bucket_layout import BucketSegment
+from hpctrain.sharding.fingerprint import PlacedFingerprints
 from hpctrain.sharding.measured import FirstMicroBatch, MeasuredSum
 from hpctrain.sharding.outer import Outer
 from hpctrain.sharding.reducer import Reducer
-
-_PIECE = 1 << 18
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradientSynchronizer:
@@ -207,7 +205,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
         if bucket.sharding.zero < 3 and bucket.values is not None:
             of_all = [(segment, segment.view(bucket.values)) for segment in bucket.segments]
             held.setdefault(bucket.sharding.group, []).extend(of_all)
-    fingerprints = _Fingerprints()
+    fingerprints = PlacedFingerprints()
     names = {name for group, parts in held.items() for name in _differing(parts, group, fingerprints)}
     names.update(_differing_ends(buckets, fingerprints))
     differing = sorted({name for rank in everyone.all_gather_object(sorted(names)) for name in rank})
@@ -218,7 +216,7 @@ def check_replicas(buckets: Sequence[Bucket], everyone: Group) -> None:
 
 
 def _differing(
-    parts: Sequence[tuple[BucketSegment, Flat]], group: Group, fingerprints: _Fingerprints
+    parts: Sequence[tuple[BucketSegment, Flat]], group: Group, fingerprints: PlacedFingerprints
 ) -> list[str]:
     """Names of the parameters whose values are not the same on all ranks of the group."""
     if not parts or group.size == 1:
@@ -232,7 +230,7 @@ def _differing(
     ]
 
 
-def _differing_ends(buckets: Sequence[Bucket], fingerprints: _Fingerprints) -> Iterator[str]:
+def _differing_ends(buckets: Sequence[Bucket], fingerprints: PlacedFingerprints) -> Iterator[str]:
     """Names of the parameters that the first and the last stage of the pipeline hold with other values.
 
     Slices are cut in other places on the two: the sums over all of them are compared.
@@ -246,29 +244,3 @@ def _differing_ends(buckets: Sequence[Bucket], fingerprints: _Fingerprints) -> I
                 own = bucket.sharding.group.all_gather(own).sum(0, keepdim=True)
             if not torch.equal(own, from_other_end(ends, own)):
                 yield segment.parameter.shard.name
-
-
-class _Fingerprints:
-    """Sums over bits of values, in memory that is taken once: pieces that come and go between what stays
-    would leave holes that the C library keeps, as large as the model.
-    """
-
-    def __init__(self) -> None:
-        self._rooms: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def of(self, values: Flat, position: int = 0) -> Tensor:
-        """An int64 sum over the bits of `values`, the first of them at `position`, which matters."""
-        if values.device not in self._rooms:
-            odd = torch.arange(3, 2 * _PIECE + 3, 2, device=values.device)
-            self._rooms[values.device] = odd, torch.empty_like(odd)
-        odd, room = self._rooms[values.device]
-        total = torch.zeros((), dtype=torch.int64, device=values.device)
-        for _, read in to_read(values):
-            for piece in read.reshape(-1).split(_PIECE):
-                bits = room[: piece.numel()]
-                bits.copy_(piece.view(_BITS[piece.element_size()]))
-                # Each is multiplied by the odd number of its position.
-                total += bits.sum() * (2 * position)
-                total += bits.mul_(odd[: len(bits)]).sum()
-                position += len(bits)
-        return total

@@ -16,7 +16,7 @@ from hpctrain.model.part import blocks_of
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.optimizer import refresh
 from hpctrain.parallel.groups import LayerGroups
-from hpctrain.sharding import synchronize
+from hpctrain.sharding import fingerprint
 from hpctrain.sharding.replication import Replications
 from hpctrain.sharding.synchronize import check_replicas
 from tests.engines import LLAMA, alone, make_buckets, small_deck, trainer
@@ -98,7 +98,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.mpi(min_size=2)
 def test_what_compares_replicas_makes_its_memory_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes and goes with every piece leaves holes between what stays, which the C library keeps."""
-    monkeypatch.setattr(synchronize, "_PIECE", 256)
+    monkeypatch.setattr(fingerprint, "_PIECE", 256)
     engine = trainer(world, small_deck("layout.zero=1")).engine
     with Made() as made:
         check_replicas(engine.buckets, world.everyone)
