@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm import hierarchical
+from hpctrain.comm import audited_sum, hierarchical
 from hpctrain.comm.calls import Call
 from hpctrain.comm.device import on_host
 from hpctrain.comm.group import Group
@@ -33,7 +33,7 @@ Heard = Callable[[Call, Traffic], "Pending | None"]
 class PlannedTransport(Transport):
     """Completes every call at once, unless who hears of it wants otherwise; small values are the same on all
     ranks. Its memory is that of MPI, or, if `shared`, of ranks on `nodes`, None where each has its own, which
-    see each other's there.
+    see each other's there. If `audited`, sums receive what is to be added.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class PlannedTransport(Transport):
         heard: Heard | None = None,
         shared: bool = False,
         nodes: Sequence[int] | None = None,
+        audited: bool = False,
     ) -> None:
         self.rank, self.size, self.heard, self.nodes = rank, size, heard, nodes
+        self.audited = audited
         self.local = neighbours(nodes) if shared and nodes is not None else 0
         self.sharers = max(1, self.local)
 
@@ -65,6 +67,8 @@ class PlannedTransport(Transport):
 
     def scratch_bytes(self, elements: int, itemsize: int, scattered: bool = False) -> int:
         """See Transport."""
+        if self.audited and self.size > 1:
+            return audited_sum.scratch_bytes(elements, itemsize, self.size, scattered)
         if self.local > 1 and elements * itemsize >= SHARED_BYTES:
             if self.local == self.size:
                 return 0
@@ -117,8 +121,8 @@ class PlannedMesh:
     """What groups are asked of a mesh, at the `place` of one rank among those of a pipeline stage.
 
     A node has `ranks_per_node` of its ranks, in their order, which would compute on `device` and, by the
-    `transport`, see each other's memory. `heard`, where there is one, is told of every call. With `echo`
-    groups have memory of the host, where calls give back what they are given.
+    `transport`, see each other's memory; `audited` is as PlannedTransport's. `heard`, where there is one, is
+    told of every call. With `echo` groups have memory of the host, where calls give back what they are given.
     """
 
     def __init__(
@@ -131,9 +135,10 @@ class PlannedMesh:
         device: torch.device = HOST,
         place: int = 0,
         transport: str = "mpi",
+        audited: bool = False,
     ) -> None:
         self._shared = transport in {"auto", "shared"} and on_host(device)
-        self._per_node = ranks_per_node
+        self._per_node, self._audited = ranks_per_node, audited
         self._along = {**expert_sizes(sizes), **sizes}
         self._heard, self._echo, self._device = heard, echo, device
         self._rank = stage * self._strides(AXES)["pipeline"] + place
@@ -168,7 +173,7 @@ class PlannedMesh:
         if self._echo:
             return planned_group(axes, rank, size, self.ledger, ranks, EchoTransport(rank, size), HOST)
         nodes = [each // self._per_node for each in ranks]
-        transport = PlannedTransport(rank, size, self._heard, self._shared, nodes)
+        transport = PlannedTransport(rank, size, self._heard, self._shared, nodes, self._audited)
         return planned_group(axes, rank, size, self.ledger, ranks, transport, META, self._device)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:

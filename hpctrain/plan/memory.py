@@ -166,7 +166,8 @@ def plan_memory(
     per_node, transport = on_node or ranks, deck.communication.wished_transport
 
     def planned_mesh(number: int, place: int = 0) -> PlannedMesh:
-        return PlannedMesh(sizes, number, per_node, device=device, place=place, transport=transport)
+        audited = deck.stability.corruption == "full"
+        return PlannedMesh(sizes, number, per_node, None, False, device, place, transport, audited)
 
     planned: dict[object, tuple[TrainedStage, Account]] = {}
     stages, of_stage = [], rank_count(sizes) // schedule.stage_count

@@ -199,6 +199,7 @@ SUMS = {
         "little of 16 bits": (*ONE_BUCKET, *HALF, "model.hidden=8"),
         "of input gradients": ("layout.tensor=2", *WIDE),
         "of their slices": ("layout.tensor=2", "layout.sequence_parallel=true", *WIDE),
+        "looked at": (*ONE_BUCKET, "stability.corruption=full"),
     },
     4: {
         "whole": (*ONE_BUCKET,),
